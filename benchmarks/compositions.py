@@ -27,6 +27,7 @@ from tests.parity import Case, differing, gradient_error, on_rank, outcome, refe
 from tests.pool import run_ranks
 
 from common import RESULTS, machine
+from pages import put_between
 
 DOCS = Path(__file__).parents[1] / "docs" / "compositions.md"
 BEGIN, END = "<!-- table: python benchmarks/compositions.py -->", "<!-- end of table -->"
@@ -81,7 +82,6 @@ def table(rows: Sequence[Row], about: dict[str, Any]) -> str:
     """What the docs show."""
     good = sum(row.ok for row in rows)
     lines = [
-        BEGIN, "",
         f"**{good} of {len(rows)} within {ALLOWED:g} in fp64, and each rank sent exactly what is declared.**", "",
         f"`python benchmarks/compositions.py`, on a CPU ({about['cpu']}, {about['cores']} cores), "
         f"torch {about['torch']}, transformers {about['transformers']}, {about['date'][:10]}.", "",
@@ -93,7 +93,7 @@ def table(rows: Sequence[Row], about: dict[str, Any]) -> str:
         errors = " | ".join(f"{value:.0e}" for value in (row.gradient, row.loss, row.norm, row.weight))
         sent = "as declared" if row.collectives else "**other**"
         lines.append(f"| {row.folds} | `{row.layout}` | {family} | {row.ranks} | {errors} | {sent} |")
-    return "\n".join([*lines, "", END])
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -118,9 +118,7 @@ def main() -> int:
         (RESULTS / "compositions.json").write_text(
             json.dumps({"machine": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
         )
-        text = DOCS.read_text(encoding="utf-8")
-        before, after = text[: text.index(BEGIN)], text[text.index(END) + len(END) :]
-        DOCS.write_text(before + table(rows, about) + after, encoding="utf-8")
+        put_between(BEGIN, END, table(rows, about), DOCS)
     return int(not all(row.ok for row in rows))
 
 

@@ -28,6 +28,7 @@ from tests.verification.mutation import prove, prove_fault, sound_losses
 
 from common import RESULTS, machine
 from fivefold.verification.results import Row as Comparison
+from pages import put_between
 
 DOCS = Path(__file__).parents[1] / "docs" / "faults.md"
 BEGIN, END = "<!-- table: python benchmarks/faults.py -->", "<!-- end of table -->"
@@ -139,8 +140,6 @@ def totals(rows: Sequence[Row]) -> str:
 
 def write_docs(result: dict[str, Any], rows: Sequence[Row], docs: Path) -> None:
     """Put the totals and the table where the page has its place for them."""
-    text = docs.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     about = result["machine"]
     made = (
         f"`python benchmarks/faults.py`, {result['steps']} steps, on a CPU ({about['cpu']}, {about['cores']} cores), "
@@ -148,7 +147,7 @@ def write_docs(result: dict[str, Any], rows: Sequence[Row], docs: Path) -> None:
     )
     controls = result["controls"].values()
     head = f"**{totals(rows).capitalize()}**; {sum(controls)} of {len(controls)} controls pass.\n\n{made}"
-    docs.write_text(f"{before}\n\n{head}\n\n{table(rows)}\n\n{after}", encoding="utf-8")
+    put_between(BEGIN, END, f"{head}\n\n{table(rows)}", docs)
 
 
 def table(rows: Sequence[Row]) -> str:

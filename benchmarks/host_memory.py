@@ -1,6 +1,6 @@
 """The most memory that a rank takes while its model is built and its weights are read: its shard, and one layer.
 
-    python benchmarks/host_memory.py               writes benchmarks/results/host_memory.json
+    python benchmarks/host_memory.py               writes benchmarks/results/host_memory.json and docs/memory.md
     python benchmarks/host_memory.py --only init   one of the cases
 
 Two ranks on a CPU build a Llama of 330 million parameters (1.3 GB in fp32, one layer 68 MB) on the meta device and read
@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,9 +36,12 @@ from fivefold.models.sources import SafetensorsFolder, TensorSource, stored_tens
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
+from pages import put_between
 from planner_truth import Heap, counted_heap
 
 MIB = 2**20
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+BEGIN, END = "<!-- table: python benchmarks/host_memory.py -->", "<!-- end of host memory -->"
 CONFIG: Mapping[str, Any] = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16,
     "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000, "max_position_embeddings": 4096,
@@ -153,6 +156,13 @@ def measure(only: str) -> Iterator[Row]:
                     yield Row(source, layout, **of, over=(of["peak"] - of["shard"]) / of["layer"])
 
 
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    lines = ["| weights from | layout | a rank's shard, MiB | at the peak | more, in layers |", "| --- " * 5 + "|"]
+    lines += [f"| {r.source} | `{r.layout}` | {r.shard:,.0f} | {r.peak:,.0f} | {r.over:.2f} |" for r in rows]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="part of a source's name")
@@ -165,6 +175,7 @@ def main() -> int:
     if not args.only:
         result = {"machine": machine(), "rows": [asdict(row) for row in rows]}
         (RESULTS / "host_memory.json").write_text(json.dumps(result, indent=1) + "\n")
+        put_between(BEGIN, END, table(rows), PAGE)
     return 0
 
 

@@ -27,6 +27,7 @@ from tests.pool import RankError, run_ranks
 
 from common import RESULTS, machine
 from held_against import Tried, Verdict, judged, on_rank, tiny_on_rank
+from pages import put_between
 from tiny_configs import causal_classes, switches
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
@@ -161,10 +162,8 @@ def _counted(kinds: Iterable[str]) -> str:
 
 def write_docs(results: Results, docs: Path) -> None:
     """Put the tables between the marks."""
-    text = docs.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
     parts = [_of_right(results), _of_refused(results), _of_switches(results)]
-    docs.write_text(before + "\n\n" + "\n\n".join(parts) + "\n\n" + after, encoding="utf-8")
+    put_between(BEGIN, END, "\n\n".join(parts), docs)
 
 
 def _of_right(results: Results) -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.pages import put_between
+
 from fivefold.core.layout import Layout
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.chips import GIB, Chip
@@ -194,10 +196,7 @@ def picture(found: Sequence[Planned]) -> str:
 
 def publish(found: Sequence[Planned]) -> None:
     """The table into the page, between its marks; the picture beside it."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{summary(found)}\n\n{table(found)}\n{END}{after}", encoding="utf-8")
+    put_between(BEGIN, END, f"{summary(found)}\n\n{table(found)}", PAGE)
     PICTURE.write_text(picture(found), encoding="utf-8")
 
 

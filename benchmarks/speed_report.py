@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pages import put_between
+
 DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- training-speed: begin -->", "<!-- training-speed: end -->"
 COLUMNS = (
@@ -43,11 +45,7 @@ def markdown(result: Json) -> str:
 
 def write_docs(result: Json, docs: Path = DOCS) -> str:
     """Replace what stands between the two markers of `docs`; says what was done."""
-    before, begin, rest = docs.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{docs} lacks the markers {BEGIN} and {END}")
-    docs.write_text(f"{before}{BEGIN}\n\n{markdown(result)}\n\n{END}{after}", encoding="utf-8")
+    put_between(BEGIN, END, markdown(result), docs)
     return f"{docs} holds the run of {result['machine']['date']}"
 
 
