@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
+from fivefold.core.fp8 import RECIPES
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
@@ -163,7 +164,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
         aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=has_fp8,
-        prompts=0 if any(each.fp8 == "tensorwise" for each in layouts) else ProofCase.prompts,
+        prompts=0 if any(each.fp8 != "none" and RECIPES[each.fp8].casts_once for each in layouts) else ProofCase.prompts,
     )  # fmt: skip
 
 
