@@ -25,7 +25,8 @@ from fivefold.training import launch
 from fivefold.verification import before_training
 
 VERBS = (
-    "train", "data", "plan", "rehearse", "verify", "compare", "generate", "export", "report", "calibrate", "doctor",
+    "train", "data", "plan", "rehearse", "verify", "compare", "generate", "export", "convert", "report", "calibrate",
+    "doctor",
 )  # fmt: skip
 
 

@@ -171,7 +171,7 @@ def test_a_recipe_replaces_the_products_of_its_roles(later: bool) -> None:
     """With weight gradients that wait, and at once; the bias stays as it is."""
     x = torch.randn(3, 4, dtype=torch.float64) * 5
     store = WeightGradStore() if later else None
-    linears = Linears(store, products={"column": Rounded})
+    linears = Linears(store, products={"column": lambda _, is_transposed: Rounded(is_transposed)})
     expected = gradients(made(nn.Linear), x.round())
     found = gradients(placed(made(nn.Linear), "column", linears), x, store)
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, expected, strict=True))

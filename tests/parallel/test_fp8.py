@@ -1,22 +1,25 @@
 """Linears in fp8 compute under every layout what they compute in one process: ranks that share a tensor agree on its
 scales. One process computes what a reference does that rounds by a table (`verification/fp8_by_hand.py`)."""
 
+import json
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import RECIPES, WITH_KERNEL, Recipe
+from fivefold.core.fp8 import KINDS, RECIPES, WITH_KERNEL, Recipe
 from fivefold.core.layout import Layout
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.fp8 import DTYPES, Float8, casts, is_served, restored, scaled_matmul
 from fivefold.ops.linear import Linears
+from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.plan import lower
 from fivefold.verification import fp8_by_hand
@@ -27,7 +30,7 @@ from tests.tiers import every
 WORDS = {
     "tensorwise": "fp8",
     "mxfp8": "mxfp8",
-    **{name: f"fp8_{name}" for name in ("rowwise", "rowwise_gw_hp", "blockwise")},
+    **{name: f"fp8_{name}" for name in ("rowwise", "rowwise_gw_hp", "delayed", "blockwise")},
 }
 ROWS = "mb4"  # two micro batches of a step, of the same rows under every layout: their scales are of one micro batch
 
@@ -52,7 +55,7 @@ def equals_one_process(layout: str, recipe: str, family: str = "llama", kv_heads
     assert not differing([each["ran"] for each in per_rank], [each["declared"] for each in per_rank])
 
 
-EACH = list(product(["tp2.cp2", "tp2+full+nosp"], ["tensorwise", "rowwise", "rowwise_gw_hp"]))
+EACH = [*product(["tp2.cp2", "tp2+full+nosp"], ["tensorwise", "rowwise", "rowwise_gw_hp"]), ("tp2.cp2", "delayed")]
 
 
 @pytest.mark.parametrize("case", every(EACH, 2), ids="-".join)
@@ -60,7 +63,15 @@ def test_ranks_agree_on_scales(case: tuple[str, str]) -> None:
     equals_one_process(*case)
 
 
-@pytest.mark.parametrize(("layout", "recipe"), [("shard2", "blockwise"), ("pp2+zb", "tensorwise"), ("dp2", "mxfp8")])
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        ("shard2", "blockwise"),
+        ("pp2+zb", "tensorwise"),
+        ("dp2", "mxfp8"),
+        ("shard2.pp2+zb", "delayed"),
+    ],
+)
 def test_what_is_whole_on_a_rank_is_cast_there(layout: str, recipe: str) -> None:
     equals_one_process(layout, recipe)
 
@@ -77,6 +88,54 @@ def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> N
     equals_one_process(layout, recipe, family, 4)
 
 
+# ---- delayed scaling -------------------------------------------------------------------------------------------------
+
+
+def test_a_history_scales_by_the_largest_value_of_its_steps() -> None:
+    """Of 3 steps, of all ranks and micro batches. A step that was skipped leaves nothing behind."""
+    for seen in run_ranks(2, _noted):
+        assert seen["first"] == [True, False, False, False, False]
+        assert seen["largest"] == [[5, 5], [5, 5], [5, 5], [2, 2], [2, 2]]
+        assert seen["nothing"] == 1  # what was all zeros is not scaled
+        assert seen["skipped"] == [2, 2]
+
+
+def _noted() -> dict[str, Any]:
+    history = AmaxHistory(["q", "k"], 3, torch.device("cpu"))
+    assert history.largest(0, "input") is None and history.state() == {}
+
+    def largest() -> list[float]:
+        return [float(each) for row in (0, 1) if (each := history.largest(row, "input")) is not None]
+
+    first, seen, own = [], [], 0.5 if dist.get_rank() == 0 else 1.0
+    for value in (5.0, 1.0, 2.0, 0.5, 0.25):
+        with history.recording():
+            history.note([0, 1], "input", torch.tensor(value * own))
+            history.note([0, 1], "input", torch.tensor(value * own / 2))  # another micro batch
+            history.note([1], "gradient", torch.tensor(7.0))
+        first.append(history.is_first)
+        history.note([0, 1], "input", torch.tensor(100.0))  # an evaluation
+        history.end_step()
+        seen.append(largest())
+    with history.recording():
+        history.note([0, 1], "input", torch.tensor(float("inf")))
+    nothing = history.largest(0, "gradient")
+    assert nothing is not None
+    return {"first": first, "largest": seen, "nothing": float(nothing), "skipped": largest()}
+
+
+def test_a_history_goes_on_from_a_checkpoint_by_the_names_of_linears() -> None:
+    one, other = AmaxHistory(["a", "b"], 2, torch.device("cpu")), AmaxHistory(["b", "a"], 2, torch.device("cpu"))
+    state = {"a": [[1.0, 2.0, 3.0]], "b": [[4.0, 5.0, 6.0]]}
+    one.load(state)
+    other.load(json.loads(json.dumps(one.state())))
+    assert one.state() == other.state() == state
+    assert [other.largest(0, operand) for operand in KINDS] == [4, 5, 6]
+    more = AmaxHistory(["a", "b", "c"], 2, torch.device("cpu"))
+    more.load(state)  # one layer more multiplies in fp8
+    assert more.largest(0, "input") is None
+
+
 # ---- one process and the reference -----------------------------------------------------------------------------------
 
 
@@ -88,8 +147,8 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
     for linear in (nn.Linear(150, 70), Conv1D(70, 150)):
         linear.to(dtype)
         x = (torch.randn(2, 67, 150) * torch.randn(2, 67, 1).exp()).to(dtype)
-        expected = _gradients(linear, x, lambda x, w=linear: fp8_by_hand._forward(w, RECIPES[recipe], x))
-        ours = Linears(products={"dense": lambda is_transposed: Float8(RECIPES[recipe], {}, is_transposed)})
+        expected = _gradients(linear, x, lambda x, w=linear: fp8_by_hand._forward(w, RECIPES[recipe], None, x))
+        ours = Linears(products={"dense": lambda _, is_transposed: Float8(RECIPES[recipe], {}, is_transposed)})
         ours.place(linear, "dense", is_transposed=linear_dims(linear) == (1, 0), is_plain=True)
         for one, other in zip(_gradients(linear, x, linear), expected, strict=True):
             assert torch.allclose(
@@ -102,8 +161,8 @@ def test_two_that_share_their_input_are_one_graph(has_gradient: bool) -> None:
     """With a gradient and without (an evaluation), as what they compute one by one."""
     torch._dynamo.reset()
     gate, up, x = nn.Linear(32, 16), nn.Linear(32, 16), torch.randn(4, 32)
-    expected = [fp8_by_hand._forward(each, RECIPES["rowwise"], x) for each in (gate, up)]
-    ours = Linears(products={"column": lambda is_transposed: Float8(RECIPES["rowwise"], {}, is_transposed)})
+    expected = [fp8_by_hand._forward(each, RECIPES["rowwise"], None, x) for each in (gate, up)]
+    ours = Linears(products={"column": lambda _, is_transposed: Float8(RECIPES["rowwise"], {}, is_transposed)})
     ours.place_together([gate, up], "column", is_transposed=False)
     block = torch.compile(lambda x: (gate(x), up(x)), backend="eager", fullgraph=True)
     with torch.set_grad_enabled(has_gradient):

@@ -57,6 +57,20 @@ def test_resumed_is_bitwise_the_run_left_alone(two: Two) -> None:
     assert {name.split("/")[0] for name in state(tree, 7)} == {"weight", "exp_avg", "exp_avg_sq"}
 
 
+def test_delayed_scaling_goes_on_bitwise(tmp_path: Path) -> None:
+    """The scales of the step after a resume follow from the steps before it."""
+    options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 3, "precision__fp8": "delayed"}
+    alone, stopped = (run_file(tmp_path, **options, run__name=name) for name in ("alone", "stopped"))
+    assert train(alone).error is None
+    assert isinstance(train(stopped, stop_at=4).error, Stopped)
+    for folder in (run_dir(stopped) / "checkpoints").glob("*0004"):
+        shutil.rmtree(folder)
+    assert train(stopped).error is None
+    for name in NAMES:
+        assert column(stopped, name) == column(alone, name), name
+    assert same(state(stopped, 5), state(alone, 5))
+
+
 def test_a_mixture_goes_on_bitwise_and_its_weights_may_not_change(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a.txt", characters=1009, seed=1)
     write_corpus(tmp_path / "b.txt", characters=2003, seed=2)

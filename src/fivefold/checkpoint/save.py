@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import model_folder, shard
-from fivefold.checkpoint.load import is_valid
+from fivefold.checkpoint.load import AMAX, is_valid
 from fivefold.checkpoint.manifest import (
     DTYPES,
     NAME,
@@ -225,8 +225,9 @@ def _snapshot(
     staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
 ) -> _Snapshot:  # fmt: skip
     state = state_of(model)
+    amax = state.amax.state()
     return _Snapshot(
-        about=about,
+        about=replace(about, state={**about.state, AMAX: amax}) if amax else about,
         layout=str(state.plan.layout),
         names=tuple(state.plan.stored_shapes),
         slices=staged(list(collect(model, optimizer))),

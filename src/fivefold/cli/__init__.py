@@ -13,7 +13,20 @@ from typing import Annotated
 
 import typer
 
-from fivefold.cli import calibrate, compare, data, doctor, export, generate, plan, rehearse, report, train, verify
+from fivefold.cli import (
+    calibrate,
+    compare,
+    convert,
+    data,
+    doctor,
+    export,
+    generate,
+    plan,
+    rehearse,
+    report,
+    train,
+    verify,
+)
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
@@ -33,6 +46,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "compare": compare.compare,
     "generate": generate.generate,
     "export": export.export,
+    "convert": convert.convert,
     "report": report.report,
     "calibrate": calibrate.calibrate,
     "doctor": doctor.doctor,

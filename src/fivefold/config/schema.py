@@ -502,7 +502,7 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """The resolved run file; `load_config` reads it back to an equal config."""
         tree = self.model_dump(mode="json", by_alias=True)
-        return str(yaml.dump(tree, Dumper=_ExactDumper, sort_keys=False, allow_unicode=True))
+        return str(yaml.dump(tree, Dumper=ExactDumper, sort_keys=False, allow_unicode=True))
 
 
 def _attribute(section: str) -> str:
@@ -510,7 +510,7 @@ def _attribute(section: str) -> str:
     return "layout_section" if section == "layout" else section
 
 
-class _ExactDumper(yaml.SafeDumper):
+class ExactDumper(yaml.SafeDumper):
     """Quotes a text with line breaks of Unicode such that they are read back: plain, YAML makes spaces of some."""
 
 
@@ -519,7 +519,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_ExactDumper.add_representer(str, _represent_text)
+ExactDumper.add_representer(str, _represent_text)
 
 
 def _section(values: Any, name: str) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ rounded ("cast"). The recipes differ in regions and in formats:
 | `tensorwise` | tensor | tensor | e4m3, gradients e5m2 | arXiv:2209.05433 |
 | `rowwise` | row | row | e4m3; scales are powers of 2 | torchao's recipe of that name |
 | `rowwise_gw_hp` | row | row; in backward tensor | the same; weight gradients in the compute dtype | the same |
+| `delayed` | tensor, from earlier steps | the same | e4m3, gradients e5m2 | Transformer Engine's DelayedScaling |
 | `blockwise` | 1 x 128 | 128 x 128 | e4m3 | DeepSeek-V3, arXiv:2412.19437 |
 | `mxfp8` | 1 x 32 | 1 x 32 | e4m3; scales are powers of 2 | OCP Microscaling, arXiv:2310.10537 |
 
@@ -21,7 +22,7 @@ Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 Format = Literal["e4m3", "e5m2"]
 Dim = Literal["tokens", "inputs", "outputs"]
@@ -43,11 +44,13 @@ Pair = tuple[Cast, Cast]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the two operands of each product are cast; None: the product is multiplied in the compute dtype."""
+    """How the two operands of each product are cast; None: the product is multiplied in the compute dtype. `history`:
+    a scale follows from the largest values of so many steps before; 0: from the tensor itself."""
 
     output: Pair
     input_grad: Pair
     weight_grad: Pair | None
+    history: int = 0
 
     @property
     def casts_once(self) -> bool:
@@ -70,7 +73,7 @@ class Recipe:
 
 
 # Recipes whose products PyTorch's scaled matmul computes, on devices with fp8 units. The others are emulated.
-WITH_KERNEL = ("tensorwise", "rowwise", "rowwise_gw_hp")
+WITH_KERNEL = ("tensorwise", "rowwise", "rowwise_gw_hp", "delayed")
 FP8_UNITS = (8, 9)  # the compute capability of the first NVIDIA GPUs that have some
 ALIGNED = 16  # what the scaled matmul needs K and N to be a multiple of
 
@@ -80,6 +83,8 @@ DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
     "input_grad": ("tokens", "inputs", "outputs"),  # gradients, weight
     "weight_grad": ("outputs", "inputs", "tokens"),  # gradients, activations
 }
+
+KINDS: tuple[Operand, ...] = get_args(Operand)
 
 # Product -> its operands, the second one turned over.
 OPERANDS: Mapping[Product, tuple[Operand, Operand]] = {
@@ -104,6 +109,7 @@ RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe((_TENSOR, _TENSOR), (_GRADIENT, _TENSOR), (_GRADIENT, _TENSOR)),
     "rowwise": Recipe((_ROW, _ROW), (_ROW, _ROW), (_ROW, _ROW)),
     "rowwise_gw_hp": Recipe((_ROW, _ROW), (_ROW, _ROUND_TENSOR), None),
+    "delayed": Recipe((_TENSOR, _TENSOR), (_GRADIENT, _TENSOR), (_GRADIENT, _TENSOR), history=16),
     "blockwise": Recipe((_STRIP, _BLOCK), (_STRIP, _BLOCK), (_STRIP, _STRIP)),
     "mxfp8": Recipe((_MICRO, _MICRO), (_MICRO, _MICRO), (_MICRO, _MICRO)),
 }

@@ -34,7 +34,7 @@ MOST_RING = 2**10  # ranks of cp: what a ring sends is known by looking at every
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 Compute = Literal["bf16", "fp32", "fp64"]
-FP8 = Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8"]
+FP8 = Literal["none", "tensorwise", "rowwise", "rowwise_gw_hp", "delayed", "blockwise", "mxfp8"]
 CP_METHODS = ("auto", "ring", "allgather", "ulysses")
 COMPUTE = get_args(Compute)
 

@@ -105,9 +105,15 @@ class Float8:
     is_transposed: bool
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        (rows,), matrices = casts("output", self.recipe, self.agree, [_flat(x)], self._of_outputs(weights))
+        (rows,), matrices = self.casts("output", [_flat(x)], self._of_outputs(weights))
         outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
         return outs, (*rows, *(scale for _, scale in matrices)) if self.recipe.casts_once else (x,)
+
+    def casts(
+        self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
+    ) -> tuple[list[Rounded], list[Rounded]]:
+        """The operands of a product in fp8."""
+        return casts(which, self.recipe, self.agree, a_MK, b_NK)
 
     def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
         return cast_to_fp8(_flat(x), self.recipe.output[0], scales[0]) if self.recipe.casts_once else x
@@ -119,7 +125,7 @@ class Float8:
         turned = [weight.T for weight in self._of_outputs(weights)]
         if self.recipe.casts_once:
             values, scale, *scales = kept
-            rows, _ = casts("input_grad", self.recipe, self.agree, flat, [])
+            rows, _ = self.casts("input_grad", flat, [])
             later: Later = partial(self._weight_grads, [(grad.T, own) for grad, own in rows], (values.T, scale), dtype)
             if not wants_input:
                 return None, later
@@ -129,7 +135,7 @@ class Float8:
             later = partial(self._cast_weight_grads, flat, *kept)
             if not wants_input:
                 return None, later
-            rows, matrices = casts("input_grad", self.recipe, self.agree, flat, turned)
+            rows, matrices = self.casts("input_grad", flat, turned)
         parts = [self._product("input_grad", *both, dtype) for both in zip(rows, matrices, strict=True)]
         return sum(parts[1:], start=parts[0]).view(*grads[0].shape[:-1], -1), later
 
@@ -137,7 +143,7 @@ class Float8:
         if self.recipe.weight_grad is None:
             return tuple(Dense(self.is_transposed).weight_grad(grad, x) for grad in grads_SO)
         turned = [grad.T for grad in grads_SO]
-        rows, (columns,) = casts("weight_grad", self.recipe, self.agree, turned, [_flat(x).T])
+        rows, (columns,) = self.casts("weight_grad", turned, [_flat(x).T])
         return self._weight_grads(rows, columns, x.dtype)
 
     def _weight_grads(self, grads_OS: Sequence[Rounded], x_IS: Rounded, dtype: torch.dtype) -> tuple[Tensor, ...]:

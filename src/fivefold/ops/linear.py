@@ -165,12 +165,14 @@ class _Matmul(torch.autograd.Function):
 @dataclass(frozen=True)
 class Linears:
     """How the linears of one model multiply. `store`: of a schedule that splits backward. `products`: role -> what
-    makes its products from the fields of `Dense` (`expert`: of `Grouped`); a role that is not in it multiplies in the
-    compute dtype, as does a module that has none."""
+    makes the products of linears that share their input, from these linears and the fields of `Dense` (`expert`: from
+    the fields of `Grouped`); a role that is not in it multiplies in the compute dtype, as does a module that has none.
+    `are_outside`: no graph holds these products."""
 
     store: WeightGradStore | None = None
     products: Mapping[Role, Callable[..., Products]] = field(default_factory=dict)
     has_products: Callable[[str], bool] = lambda module: True
+    are_outside: bool = False
 
     def of(self, module: str) -> "Linears":
         """How the linear, or the experts, of this name multiply."""
@@ -184,9 +186,11 @@ class Linears:
         waits = self.store is not None and role in LATER
         multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
         if is_plain and (waits or role in self.products):
-            products = self.products.get(role, Dense)(is_transposed)
+            make = self.products.get(role)
+            products = make([linear], is_transposed) if make else Dense(is_transposed)
             multiply = lambda x: self._multiply(x, [linear.weight], products, role)[0]  # noqa: E731
-            if waits:  # a graph cannot put anything into a store: it ends before a linear, and another begins behind
+            if waits or (make and self.are_outside):
+                # A graph cannot put anything into a store, or a history: it ends before, and another begins behind.
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
         elif reduce is None:
             return
@@ -195,7 +199,7 @@ class Linears:
     def place_together(self, linears: Sequence[Any], role: Role, *, is_transposed: bool) -> None:
         """Let linears that are given the same input, in the order in which they are called, multiply as one: the first
         multiplies for all, and each of the others has its output ready."""
-        products = self.products[role](is_transposed)
+        products = self.products[role](linears, is_transposed)
         ready: list[list[Tensor]] = [[] for _ in linears[1:]]
 
         def first(x: Tensor) -> Tensor:
@@ -206,7 +210,7 @@ class Linears:
 
         for at, linear in enumerate(linears):
             multiply = first if at == 0 else partial(_taken, ready[at - 1])
-            if self.store is not None:  # see `place`
+            if self.store is not None or self.are_outside:  # see `place`
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
             linear.forward = _biased(linear, multiply, _nothing)
 

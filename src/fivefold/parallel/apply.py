@@ -5,7 +5,7 @@ parameters are allocated, and every rank fills its own shards from a `TensorSour
 class and its parameter names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import RECIPES, SPLIT_OVER
+from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim, Recipe
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models import hf_internals
@@ -29,11 +29,13 @@ from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
-from fivefold.ops.fp8 import Float8, Float8Grouped
+from fivefold.ops.delayed import Delayed
+from fivefold.ops.fp8 import Agree, Float8, Float8Grouped
 from fivefold.ops.keep import computing_again, contexts, graph_contexts, handing_on, keeping
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
+from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.host_memory import HOST
@@ -97,7 +99,8 @@ def parallelize(
     model.to("meta")
     _tie(model, facts.anatomy)
     store = WeightGradStore() if layout.schedule.splits_backward else None
-    linears = Linears(store, fp8_products(plan, mesh), plan.is_fp8)
+    amax = AmaxHistory(plan.amax_names, plan.amax_steps, device)
+    linears = Linears(store, fp8_products(model, plan, mesh, amax), plan.is_fp8, are_outside=bool(plan.amax_names))
     _place_linears(model, plan, linears)
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
     chunk_mlps(model, plan, tp.enter)
@@ -122,7 +125,7 @@ def parallelize(
     _tie(model, facts.anatomy)
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
-        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, compiled
+        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, amax, compiled
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -161,15 +164,29 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
             tensor.place_together(modules, "column", linears)
 
 
-def fp8_products(plan: ParallelPlan, mesh: Mesh) -> dict[Role, Callable[..., Products]]:
+def fp8_products(
+    model: nn.Module, plan: ParallelPlan, mesh: Mesh, amax: AmaxHistory
+) -> dict[Role, Callable[..., Products]]:
     """How linears multiply in fp8, by role. Ranks that split a dimension agree on largest values over its axis."""
     if plan.layout.fp8 == "none":
         return {}
     recipe, products = RECIPES[plan.layout.fp8], dict[Role, Callable[..., Products]]()
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
     for role, axes in SPLIT_OVER.items():
         groups = {dim: mesh.groups[axis] for dim, axis in axes.items() if axis in mesh.groups}
-        products[role] = partial(Float8, recipe, {dim: partial(max_all, group=own) for dim, own in groups.items()})
+        agree = {dim: partial(max_all, group=own) for dim, own in groups.items()}
+        products[role] = partial(_float8, recipe, agree, names, amax)
     return {**products, "expert": partial(Float8Grouped, recipe)}
+
+
+def _float8(
+    recipe: Recipe, agree: Mapping[Dim, Agree], names: Mapping[nn.Module, str], amax: AmaxHistory,
+    linears: Sequence[nn.Module], is_transposed: bool,
+) -> Float8:  # fmt: skip
+    """The products of linears that are given the same input."""
+    if not recipe.history:
+        return Float8(recipe, agree, is_transposed)
+    return Delayed(recipe, agree, is_transposed, amax, tuple(amax.names.index(names[each]) for each in linears))
 
 
 def _keep_products(model: nn.Module, plan: ParallelPlan, recompute: Recompute, *, is_compiled: bool) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fivefold.core.fp8 import RECIPES, agreements
+from fivefold.core.fp8 import KINDS, RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
@@ -214,6 +214,8 @@ def _of_fp8(step: _Step) -> Iterator[Call]:
     """Ranks that split a dimension of a linear agree on the largest values that its regions have, together with those
     of linears that are given the same input."""
     plan, shape = step.plan, step.shape
+    if plan.amax_names and shape.has_amax:
+        return
     for group in plan.fp8_inputs:
         first, outputs = group[0], [linear.outputs for linear in group]
         recipe = RECIPES[plan.layout.fp8]
@@ -366,8 +368,10 @@ def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
 
 
 def _of_world(step: _Step) -> Iterator[Call]:
-    """Counts of tokens before the passes; the loss and the gradients' norm after them."""
-    for size in (40, 16):
+    """Counts of tokens before the passes; the largest values of linears in fp8, the loss and the gradients' norm after
+    them."""
+    amax = 8 * len(KINDS) * len(step.plan.amax_names)
+    for size in filter(None, (40, amax, 16)):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 

@@ -101,8 +101,9 @@ class AllGatherKV:
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
         arriving = collectives.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
         yield (), kv  # its own come again among all
-        stacked = collectives.wait_tensor(arriving).view(len(tokens), *kv.shape)
-        yield ((0, len(tokens) * kv.shape[2]),), in_order(stacked, tokens, 2)
+        whole = in_order(collectives.wait_tensor(arriving).view(len(tokens), *kv.shape), tokens, 2)
+        del arriving  # as large once more
+        yield ((0, whole.shape[2]),), whole
 
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
         if step == 0:

@@ -396,12 +396,26 @@ def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> 
     widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
     experts = max((each.times for each in matmuls), default=1)
     weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
-    whole = (widest + max(widest, weighted)) / plan.layout.tp
+    whole = max((widest + max(widest, weighted)) / plan.layout.tp, attention_numbers(plan, cost, shape))
     if not (inside := chunked_numbers(plan, cost, compiled=False)):
         return whole + 2 * shape.hidden
     widest = max(max(each.inputs, each.outputs) for each in set(cost.matmuls) - set(matmuls))
     piece = (inside + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
     return max(whole, piece + shape.hidden) + 2 * shape.hidden
+
+
+def attention_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
+    """Numbers of a token that the backward of attention has at once where keys and values come from other ranks: the
+    gradients of its own in fp32; the keys and values that have come, of one rank in a ring or of all, with their
+    gradients in fp32, and those gradients on their way, sent and received. In a ring the next ones are coming."""
+    ring = plan.cp_method.ring
+    if ring == 1:
+        return 0.0
+    wide = max(4, shape.compute_bytes) / shape.compute_bytes
+    queries = sum(each.query * each.key_size for each in cost.attention)
+    keys = sum(each.kv * (each.key_size + each.value_size) for each in cost.attention)
+    come = ring * (3 + wide) if plan.cp_method.gathers else 4 + wide
+    return ((queries + keys) * wide + keys * come) / plan.layout.tp
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
     state = state_of(model)
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
-    found = backward(model, batch)
+    with state.amax.recording():
+        found = backward(model, batch)
     tensor.sum_partial_gradients(state.partial_gradients, state.mesh)
     return found
 

@@ -22,7 +22,7 @@ from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
 from fivefold.core.units import many
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
+from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
@@ -49,6 +49,10 @@ class Unit:
     parameters: tuple[str, ...]
     over: Over = "tp"  # whose ranks the blocks of its parameters go to
     frozen: frozenset[str] = frozenset()
+
+
+# Kind of a parameter -> the axes over which the dimensions of its linear are split, of those that multiply in fp8.
+_SPLIT_OVER = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
 
 
 @dataclass(frozen=True)
@@ -274,19 +278,41 @@ class ParallelPlan:
         The head, routers and latent projections stay in the compute dtype. (A latent projection gets the
         gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
         """
-        if self.layout.fp8 == "none":
-            return ()
-        splits = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
         found = []
-        for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
-            for matmul in cost.matmuls if layer in self.layers and self.is_fp8(layer) else ():
-                name = f"{layer}.{matmul.name}"
-                kind, shape = self.facts.partition.roles[name].kind, self.gathered_shape(name)
-                if kind in splits:
-                    is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
-                    outputs, inputs = reversed(shape) if is_transposed else shape
-                    found.append(Fp8Linear(name, inputs, outputs, splits[kind]))
+        for name, matmul in self._fp8_matmuls(self.layers):
+            shape, kind = self.gathered_shape(name), self.facts.partition.roles[name].kind
+            is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
+            outputs, inputs = reversed(shape) if is_transposed else shape
+            found.append(Fp8Linear(name, inputs, outputs, _SPLIT_OVER[kind]))
         return tuple(found)
+
+    def _fp8_matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
+        """The weights of `layers` that multiply in fp8, beside the experts, by name."""
+        for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
+            for matmul in cost.matmuls if layer in layers and self.is_fp8(layer) else ():
+                name = f"{layer}.{matmul.name}"
+                if self.facts.partition.roles[name].kind in _SPLIT_OVER:
+                    yield name, matmul
+
+    @property
+    def amax_steps(self) -> int:
+        """Steps of which delayed scaling keeps largest values; 0: other recipes keep none."""
+        return 0 if self.layout.fp8 == "none" else RECIPES[self.layout.fp8].history
+
+    @cached_property
+    def amax_names(self) -> tuple[str, ...]:
+        """The weights of the whole model of whose linears delayed scaling keeps largest values, those that share their
+        input one behind the other."""
+        if not self.amax_steps:
+            return ()
+        names = [name for name, _ in self._fp8_matmuls(self.anatomy.layers)]
+        shared = {
+            f"{each[0]}.weight": [f"{one}.weight" for one in each]
+            for block in self.facts.partition.tp_blocks
+            for each in block.shared
+        }
+        later = {name for each in shared.values() for name in each[1:]}
+        return tuple(name for first in names if first not in later for name in shared.get(first, [first]))
 
     @cached_property
     def kept_linears(self) -> frozenset[str]:

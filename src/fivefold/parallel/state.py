@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, expert, pipeline, tensor
+from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.guard import Guard
@@ -39,6 +40,7 @@ class ParallelState:
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
     offload: Offload  # to host memory
+    amax: AmaxHistory  # of linears in fp8
     compiled: Compiled | None = None  # None where blocks run as they are
     guard: Guard = field(default_factory=Guard)
 

@@ -64,6 +64,7 @@ def train_step(
             group["lr"] = learning_rate
         state.offload.states.update(optimizer)
         state.balance.move_biases(model, done.balance)
+        state.amax.end_step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance
@@ -77,6 +78,7 @@ def accumulate(model: Any, batch: Sequence[MicroBatch]) -> Tensor:
     for parameter, _ in earlier:
         parameter.grad = None  # what is summed over ranks below must not be summed again
     done = _forward_backward(model, batch)
+    state_of(model).amax.end_step()
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     return all_reduce_sum(done.loss)
@@ -225,7 +227,10 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
         rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize
     )
     options = state.balance.options
-    return replace(shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None)
+    return replace(
+        shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None,
+        has_amax=not state.amax.is_first,
+    )  # fmt: skip
 
 
 def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:

@@ -8,6 +8,7 @@ Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -41,11 +42,14 @@ def nearest(x: Tensor, form: Format) -> Tensor:
     return torch.where(takes_upper, table[above], table[below]) * x.sign()
 
 
-def cast(x_MK: Tensor, how: Cast) -> Tensor:
-    """What is left of the operand [M, K] of a product, in fp64 for fp64, else in fp32."""
+def cast(x_MK: Tensor, how: Cast, most: float | None = None) -> Tensor:
+    """What is left of the operand [M, K] of a product, in fp64 for fp64, else in fp32. `most`: the largest value that
+    gives its scale; None: its own."""
     m, k = (size or whole for size, whole in zip(how.region, x_MK.shape, strict=True))
     wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
     largest = F.max_pool2d(x_MK.to(wide).abs()[None, None], (m, k), ceil_mode=True)[0, 0]
+    if most is not None:
+        largest = torch.full_like(largest, most, dtype=torch.float64)
     rows, columns = torch.arange(x_MK.shape[0]) // m, torch.arange(x_MK.shape[1]) // k
     scale = float(numbers(how.form)[-1]) / largest.double().clamp(min=1e-30)[rows][:, columns]
     if how.is_power_of_2:
@@ -54,53 +58,83 @@ def cast(x_MK: Tensor, how: Cast) -> Tensor:
     return nearest((x_MK.to(wide) * scale).double(), how.form).to(wide) / scale
 
 
-def multiplied(a_MK: Tensor, b_NK: Tensor, pair: Pair | None) -> Tensor:
+def multiplied(
+    a_MK: Tensor, b_NK: Tensor, pair: Pair | None, most_a: float | None = None, most_b: float | None = None
+) -> Tensor:
     """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
     if pair is None:
         return torch.mm(a_MK, b_NK.T)
-    return torch.mm(cast(a_MK, pair[0]), cast(b_NK, pair[1]).T).to(a_MK.dtype)
+    return torch.mm(cast(a_MK, pair[0], most_a), cast(b_NK, pair[1], most_b).T).to(a_MK.dtype)
+
+
+@dataclass
+class Amax:
+    """Of one linear under delayed scaling: the largest values of the last steps, and those of this one so far."""
+
+    steps: int
+    before: dict[str, list[float]] = field(default_factory=dict)
+    now: dict[str, float] = field(default_factory=dict)
+
+    def most(self, operand: str, x: Tensor, *, trains: bool = True) -> float | None:
+        """What gives the scale of an operand, which is noted where it trains; None: its own largest value does."""
+        if trains:
+            self.now[operand] = max(self.now.get(operand, 0.0), float(x.abs().max()))
+        return max(self.before[operand]) or 1.0 if operand in self.before else None
+
+    def end_step(self) -> None:
+        for operand, value in self.now.items():
+            self.before[operand] = [*self.before.get(operand, []), value][-self.steps :]
+        self.now.clear()
 
 
 class _Linear(torch.autograd.Function):
     """x [S, I] times weight [O, I]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, amax: Amax | None, trains: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
-        return multiplied(x, weight, recipe.output)
+        ctx.recipe, ctx.amax = recipe, amax
+        ctx.most = (amax.most("input", x, trains=trains), amax.most("weight", weight, trains=trains)) if amax else ()
+        return multiplied(x, weight, recipe.output, *ctx.most)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (x, weight), grad, recipe = ctx.saved_tensors, grads[0], ctx.recipe
+        most_x, most_weight = ctx.most or (None, None)
+        most = ctx.amax.most("gradient", grad) if ctx.amax else None
         return (
-            multiplied(grad, weight.T, recipe.input_grad),
-            multiplied(grad.T, x.T, recipe.weight_grad),
-            None,
-        )
+            multiplied(grad, weight.T, recipe.input_grad, most, most_weight),
+            multiplied(grad.T, x.T, recipe.weight_grad, most, most_x),
+            None, None, None,
+        )  # fmt: skip
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, amax: Amax | None = None
+) -> Tensor:
     """`F.linear` in fp8."""
-    out: Tensor = _Linear.apply(x.flatten(0, -2), weight, recipe)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x.flatten(0, -2), weight, recipe, amax, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     out = out.view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
 
-def multiply_in_fp8(model: nn.Module, name: str, linears: Sequence[str]) -> None:
-    """Let these linears and experts of `model` multiply by the recipe `name`. Their classes stay."""
-    recipe = RECIPES[name]
+def multiply_in_fp8(model: nn.Module, name: str, linears: Sequence[str]) -> list[Amax]:
+    """Let these linears and experts of `model` multiply by the recipe `name`. Their classes stay. Returns what delayed
+    scaling keeps, whose `end_step` is to be called behind every update of the weights."""
+    recipe, kept = RECIPES[name], list[Amax]()
     for each in linears:
         module: Any = model.get_submodule(each)
         if hf_internals.is_experts(module):
             module.forward = partial(_inside, partial(linear, recipe=by_row(recipe)), module.forward)
         else:
-            module.forward = partial(_forward, module, recipe)
+            kept += [Amax(recipe.history)] if recipe.history else []
+            module.forward = partial(_forward, module, recipe, kept[-1] if kept else None)
+    return kept
 
 
-def _forward(module: Any, recipe: Recipe, x: Tensor) -> Tensor:
+def _forward(module: Any, recipe: Recipe, amax: Amax | None, x: Tensor) -> Tensor:
     weight = module.weight.T if hf_internals.linear_dims(module) == (1, 0) else module.weight
-    return linear(x, weight, module.bias, recipe=recipe)
+    return linear(x, weight, module.bias, recipe=recipe, amax=amax)
 
 
 def _inside(product: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

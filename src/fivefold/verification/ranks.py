@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
+from fivefold.core.fp8 import RECIPES
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
@@ -155,15 +156,16 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     options = config.optimizer.model_dump(exclude_none=True)
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
     balance = balance_options(config, load_model_config(model.folder))
-    length, has_fp8 = asked.seq_length or min(ROW, config.data.seq_length), any(each.fp8 != "none" for each in layouts)
+    length = asked.seq_length or min(ROW, config.data.seq_length)
+    recipes = [RECIPES[each.fp8] for each in layouts if each.fp8 != "none"]
     return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
-        rows=rows_for(layouts), row_length=row_length_for(layouts, length) if has_fp8 else length, steps=asked.steps,
+        rows=rows_for(layouts), row_length=row_length_for(layouts, length) if recipes else length, steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
-        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=has_fp8,
-        prompts=0 if any(each.fp8 == "tensorwise" for each in layouts) else ProofCase.prompts,
+        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=bool(recipes),
+        prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
     )  # fmt: skip
 
 

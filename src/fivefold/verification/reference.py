@@ -56,8 +56,7 @@ class Reference:
         if precision == "bf16":
             self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
-        if fp8 != "none":
-            multiply_in_fp8(self.model, fp8, fp8_linears)
+        self.amax = multiply_in_fp8(self.model, fp8, fp8_linears) if fp8 != "none" else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
         self.loads = Loads(self.model, routers)
@@ -224,6 +223,8 @@ class Reference:
             for optimizer in optimizers:
                 optimizer.step()
         self._keep_state(optimizers, step + 1)
+        for linear in self.amax:
+            linear.end_step()
         self.loads.move(self.master, self.case.bias_rate)
         if is_first:
             if self.balance.routers:

@@ -5,11 +5,12 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from fivefold.core import fp8 as recipes
 from fivefold.core.fp8 import RECIPES, Cast, Recipe
 from fivefold.ops import fp8
-from fivefold.parallel import apply
+from fivefold.parallel import amax, apply
 from tests.verification.faults.fault import Model, fault
 
 DEEPSEEK, MIXTRAL = Model("deepseek_v3", kv_heads=4), Model("mixtral")
@@ -179,3 +180,74 @@ def scales_of_other_rows() -> Any:
         return plain(x, apply.dist.group.WORLD)
 
     return patch.object(apply, "max_all", of_all)
+
+
+# ---- delayed scaling -------------------------------------------------------------------------------------------------
+
+
+@fault(
+    "largest values of earlier steps are this rank's alone",
+    known="Megatron-LM's amax reduction over tp only, and none over data ranks: copies scale by numbers of their own",
+    layout="tp2+fp8_delayed",
+    expects=[("gradient, second step", r"_proj")],
+)
+def history_of_one_rank() -> Any:
+    return patch.object(amax.dist, "all_reduce", _but_for_amax(amax.dist.all_reduce))
+
+
+def _but_for_amax(plain: Any) -> Any:
+    return lambda x, op=ReduceOp.SUM, **options: None if op == ReduceOp.MAX and x.ndim == 2 else plain(x, op, **options)
+
+
+@fault(
+    "a history that takes the last micro batch for the step",
+    known="amax overwritten, not maximised, over gradient accumulation",
+    layout="shard2+fp8_delayed",
+    expects=[("gradient, second step", r"_proj")],
+)
+def history_of_the_last_micro_batch() -> Any:
+    def overwritten(self: Any, rows: Any, operand: Any, largest: Tensor) -> None:
+        if self._is_open:
+            self._now[rows[0] : rows[-1] + 1, recipes.KINDS.index(operand)] = largest.to(self._now.dtype)
+
+    return patch.object(amax.AmaxHistory, "note", overwritten)
+
+
+@fault(
+    "largest values of gradients are not kept: their scale stays 1",
+    known="the history of forward alone; a first step without a history is exact",
+    layout="shard2+fp8_delayed",
+    expects=[("gradient, second step", r"_proj")],
+)
+def history_of_forward_alone() -> Any:
+    plain = amax.AmaxHistory.note
+
+    def of_forward(self: Any, rows: Any, operand: Any, largest: Tensor) -> None:
+        if operand != "gradient":
+            plain(self, rows, operand, largest)
+
+    return patch.object(amax.AmaxHistory, "note", of_forward)
+
+
+@fault(
+    "keys are scaled by the history of queries",
+    known="amax buffers by position, not by the linear's name",
+    layout="shard2+fp8_delayed",
+    expects=[("gradient, second step", r"_proj")],
+)
+def history_of_another_linear() -> Any:
+    plain = amax.AmaxHistory.largest
+    return patch.object(
+        amax.AmaxHistory, "largest", lambda self, row, operand: plain(self, row - (row % 7 == 1), operand)
+    )
+
+
+@fault(
+    "the history is of the last step alone",
+    known="`amax_history_len` not passed on",
+    layout="single+fp8_delayed",
+    expects=[("losses of", r"")],
+)
+def history_of_other_steps() -> Any:
+    plain = amax.AmaxHistory._keep
+    return patch.object(amax.AmaxHistory, "_keep", lambda self, history: plain(self, history[-1:]))

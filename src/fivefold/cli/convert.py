@@ -1,0 +1,27 @@
+"""`fivefold convert`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fivefold.cli.options import Debug
+from fivefold.core.terminal import say
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A config of axolotl, LLaMA-Factory or TRL.")],
+    devices: Annotated[
+        int, typer.Option(min=1, help="What the config was written for: batches are of all of them.")
+    ] = 1,
+    debug: Debug = False,
+) -> None:
+    """Print a config of axolotl, LLaMA-Factory or TRL as a run file.
+
+    What has no counterpart is said in comments at its head.
+
+    Example: fivefold convert axolotl.yml --devices 8 > run.yaml
+    """
+    from fivefold.config.convert import convert as converted
+
+    say(str(converted(file, devices=devices)).rstrip("\n"))

@@ -1,0 +1,129 @@
+"""What the keys of other trainers are called in a run file, but for data: a function for each group of keys."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fivefold.config.convert.given import Given
+from fivefold.config.peers import answer
+
+_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}, "adamw_apex_fused": {}, "adamw_anyprecision": {},
+    "adamw_bnb_8bit": {"optimizer.state_dtype": "8bit"}, "adamw_8bit": {"optimizer.state_dtype": "8bit"},
+    "adamw_torch_8bit": {"optimizer.state_dtype": "8bit"},
+    "paged_adamw_8bit": {"optimizer.state_dtype": "8bit", "memory.offload_optimizer": True},
+    "paged_adamw_32bit": {"memory.offload_optimizer": True}, "paged_adamw": {"memory.offload_optimizer": True},
+    "muon": {"optimizer.name": "muon"},
+}  # fmt: skip
+_SCHEDULES = {
+    "linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0),
+    "constant_with_warmup": ("constant", 1.0), "cosine_with_min_lr": ("cosine", 0.1), "warmup_stable_decay": ("wsd", 0),
+}  # fmt: skip
+
+Keys = Iterator[tuple[str, Any]]
+
+
+def model(given: Given) -> Keys:
+    if given("finetuning_type") not in (None, "full"):
+        given.leave("finetuning_type", str(answer("finetuning_type")))
+    if given("stage") not in (None, "sft", "pt"):
+        given.leave("stage", str(answer("dpo")))
+    yield "model.name_or_path", given("model_name_or_path")
+    if tokenizer := given("tokenizer_name"):
+        yield "tokenizer.name_or_path", tokenizer
+
+
+def batch(given: Given) -> Keys:
+    rows, accumulation = int(given("per_device_train_batch_size")), int(given("gradient_accumulation_steps"))
+    split = 1
+    for axis in ("tensor", "context", "pipeline", "expert"):
+        name = f"{axis}_parallel_size"
+        if name in given and (degree := int(given(name))) > 1:
+            yield f"layout.{axis[0]}p", degree
+            split *= 1 if axis == "expert" else degree
+    ranks = max(1, given.devices // split)
+    given.note(f"global_batch_size is {rows} rows x {accumulation} x {ranks} data ranks: for {given.devices} devices")
+    yield "train.micro_batch_size", rows
+    yield "train.global_batch_size", rows * accumulation * ranks
+    yield "train.seed", given("seed")
+
+
+def length(given: Given) -> Keys:
+    steps, epochs = given("max_steps", -1), given("num_train_epochs")
+    yield ("train.max_steps", steps) if isinstance(steps, int) and steps > 0 else ("train.max_epochs", epochs)
+    yield "data.seq_length", given("max_seq_length")
+
+
+def optimizer(given: Given) -> Keys:
+    name = str(given("optim", "adamw_torch"))
+    if name in _OPTIMIZERS:
+        yield from _OPTIMIZERS[name].items()
+    else:
+        given.leave("optim", f"{name} is not built; adamw is what it becomes, and muon there is")
+    yield "optimizer.learning_rate", given("learning_rate")
+    yield "optimizer.betas", [given("adam_beta1"), given("adam_beta2")]
+    yield "optimizer.eps", given("adam_epsilon")
+    yield "optimizer.weight_decay", given("weight_decay")
+    yield "optimizer.max_grad_norm", given("max_grad_norm")
+
+
+def schedule(given: Given) -> Keys:
+    name, more = str(given("lr_scheduler_type")), given("lr_scheduler_kwargs") or {}
+    ours, last = _SCHEDULES.get(name, ("cosine", 0.0))
+    if name not in _SCHEDULES:
+        given.leave("lr_scheduler_type", f"{name} is not built; cosine is what it becomes")
+    least = given("cosine_min_lr_ratio", more.get("min_lr_rate"))
+    if least is None and more.get("min_lr") is not None:
+        least = float(more["min_lr"]) / float(given("learning_rate"))
+    yield "scheduler.name", ours
+    yield "scheduler.min_lr_ratio", last if least is None else least
+    ratio, steps = given("warmup_ratio"), given("warmup_steps")
+    part = ratio if ratio else steps if isinstance(steps, float) and 0 < steps < 1 else None
+    yield "scheduler.warmup_steps", f"{100 * float(part):g}%" if part else steps
+
+
+def precision(given: Given) -> Keys:
+    if given("fp16"):
+        given.leave("fp16", "fp16 is not built; bf16 needs no loss scaling")
+    is_bf16 = given("bf16") not in (False, "false") or given("fp16")
+    yield "precision.compute", "bf16" if is_bf16 else "fp32"
+    if given("fp8"):
+        yield "precision.fp8", "rowwise"
+    if given("gradient_checkpointing") and not given("disable_gradient_checkpointing"):
+        yield "memory.recompute", "full"
+    if given("activation_offloading"):
+        yield "memory.offload_activations", True
+
+
+def run(given: Given) -> Keys:
+    if out := given("output_dir"):
+        yield "run.dir", str(Path(out).parent)
+        yield "run.name", Path(out).name
+    given("run_name")  # the folder's name is the run's
+    if given("save_strategy", "steps") == "steps":
+        yield "checkpoint.every", given("save_steps")
+    elif "save_strategy" in given:
+        given.leave("save_strategy", "checkpoints are written every so many steps: checkpoint.every")
+    if keep := given("save_total_limit"):
+        yield "checkpoint.keep", keep
+    yield "log.every", given("logging_steps")
+    yield "checkpoint.export_hf", True
+    said = given("report_to", [])
+    to = [said] if isinstance(said, str) else list(said)
+    to += ["wandb"] if given("wandb_project") or given("use_wandb") else []
+    known = [name for name in dict.fromkeys(to) if name in ("tensorboard", "wandb", "mlflow", "trackio")]
+    if known:
+        yield "log.to", ["jsonl", *known]
+
+
+def evaluation(given: Given) -> Keys:
+    part, is_on = given("val_size"), given("eval_strategy", "no") not in ("no", False)
+    if part and float(part) >= 1:
+        given.leave("val_size", f"{part} rows; write the part of the text that it is, data.validation: 1%")
+        part = None
+    if "data.validation" not in given.found.keys:
+        yield "data.validation", part or 0
+    if steps := given("eval_steps"):
+        yield "eval.every", steps
+    elif is_on or part:
+        given.note("eval.every is not said there as steps: it is the default, 250")

@@ -1,0 +1,53 @@
+"""Linears in fp8 whose scales follow from earlier steps: see `parallel/amax.py`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fivefold.core.fp8 import OPERANDS, Cast, Operand, Product
+from fivefold.ops.fp8 import Float8, Rounded, cast_to_fp8, scale_of
+
+
+class History(Protocol):
+    """Largest values of earlier steps, and a place for those of this one."""
+
+    def note(self, rows: Sequence[int], operand: Operand, largest: Tensor) -> None: ...
+
+    def largest(self, row: int, operand: Operand) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Delayed(Float8):
+    """As `Float8`, of whole tensors. `rows`: the places of the linears in `history`, one behind the other."""
+
+    history: History
+    rows: tuple[int, ...]
+
+    def casts(
+        self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
+    ) -> tuple[list[Rounded], list[Rounded]]:
+        """The operands by their histories; without any by themselves, as ranks agree."""
+        first, second = OPERANDS[which]
+        largest_a, largest_b = self._known(first, a_MK), self._known(second, b_NK)
+        if largest_a is None or largest_b is None:
+            return super().casts(which, a_MK, b_NK)
+        a, b = getattr(self.recipe, which)
+        return (
+            [_cast(x, a, largest) for x, largest in zip(a_MK, largest_a, strict=True)],
+            [_cast(x, b, largest) for x, largest in zip(b_NK, largest_b, strict=True)],
+        )
+
+    def _known(self, operand: Operand, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The largest values of earlier steps; those of now are noted. All linears have the same input."""
+        groups = [self.rows] if operand == "input" and tensors else [(row,) for row in self.rows[: len(tensors)]]
+        for tensor, rows in zip(tensors, groups, strict=True):
+            self.history.note(rows, operand, tensor.detach().abs().amax())
+        found = [self.history.largest(rows[0], operand) for rows in groups]
+        return None if any(each is None for each in found) else [each for each in found if each is not None]
+
+
+def _cast(x: Tensor, cast: Cast, largest: Tensor) -> Rounded:
+    scale = scale_of(largest.reshape(1, 1), cast, x)
+    return cast_to_fp8(x, cast, scale), scale

@@ -1,0 +1,159 @@
+"""`fivefold convert`: configs of other trainers become run files that load, and nothing they say is lost silently."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+
+from fivefold.config import RunConfig, load_config
+from fivefold.config.convert import convert
+from fivefold.config.convert.given import TRANSFORMERS
+from fivefold.core.errors import UserError
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_4bit: false
+datasets:
+  - {path: teknium/GPT4-LLM-Cleaned, type: alpaca}
+  - {path: org/chats, type: chat_template, field_messages: conversations, split: train, name: small}
+  - {path: data/pages.jsonl, type: completion, field: body}
+val_set_size: 0.1
+output_dir: ./outputs/first
+sequence_len: 4096
+sample_packing: true
+gradient_accumulation_steps: 2
+micro_batch_size: 3
+num_epochs: 2
+optimizer: adamw_bnb_8bit
+learning_rate: 2e-4
+warmup_ratio: 0.1
+gradient_checkpointing: true
+context_parallel_size: 2
+flash_attention: true
+evals_per_epoch: 4
+some_new_switch: 7
+an_old_switch: false
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+finetuning_type: full
+dataset: identity,talks
+cutoff_len: 1024
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-5
+lr_scheduler_type: cosine
+bf16: true
+mask_history: true
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen2-0.5B
+dataset_name: trl-lib/Capybara
+eval_strategy: steps
+eval_steps: 50
+max_steps: 70
+optim: adafactor
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr: 2.0e-6}
+report_to: [wandb, tensorboard]
+"""
+
+
+def loaded(tmp_path: Path, text: str, **options: Any) -> tuple[RunConfig, str]:
+    """The run file of `text`, read back, and as it is printed."""
+    other = tmp_path / "other.yaml"
+    other.write_text(text)
+    printed = str(convert(other, **options))
+    run = tmp_path / "run.yaml"
+    run.write_text(printed)
+    return load_config(run), printed
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    config, printed = loaded(tmp_path, AXOLOTL, devices=8)
+    assert config.model.name_or_path == "NousResearch/Llama-3.2-1B"
+    assert [(each.path, each.format, each.text_key) for each in config.data.train] == [
+        ("hub:teknium/GPT4-LLM-Cleaned", "auto", "text"),
+        ("hub:org/chats?config=small&split=train", "chat", "text"),
+        ("data/pages.jsonl", "auto", "body"),
+    ]
+    assert config.data.train[1].columns == {"messages": "conversations"}
+    assert (config.data.seq_length, config.data.packing, config.data.validation) == (4096, True, 0.1)
+    # 3 rows x 2 x 4 data ranks: of 8 devices, every two share their rows.
+    assert (config.train.micro_batch_size, config.train.global_batch_size, config.written_layout.cp) == (3, 24, 2)
+    assert (config.train.max_epochs, config.train.max_steps) == (2, None)
+    assert (config.optimizer.learning_rate, config.optimizer.state_dtype) == (2e-4, "8bit")
+    # What axolotl does where nothing is said, and a run file would do otherwise.
+    assert (config.optimizer.betas, config.optimizer.weight_decay, config.train.seed) == ((0.9, 0.999), 0.0, 42)
+    assert (config.scheduler.name, config.scheduler.min_lr_ratio) == ("cosine", 0.0)
+    assert config.scheduler.warmup_steps == pytest.approx(0.1)
+    assert (config.memory.recompute, config.precision.compute) == ("full", "bf16")
+    assert (config.run.dir, config.run.name) == ("outputs", "first")
+    assert "some_new_switch: fivefold has no counterpart" in printed
+    assert "evals_per_epoch: it is counted in optimizer steps: eval.every" in printed
+    assert "without effect here: flash_attention" in printed
+    assert "an_old_switch" not in printed and "load_in_4bit" not in printed  # off
+
+
+def test_llama_factory_reads_its_list_of_datasets(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(
+        '{"talks": {"file_name": "talks.json", "formatting": "sharegpt"}, '
+        '"identity": {"hf_hub_url": "org/identity", "columns": {"prompt": "ask", "response": "say"}}}'
+    )
+    config, printed = loaded(tmp_path, LLAMA_FACTORY, devices=2)
+    first, second = config.data.train
+    assert (first.path, first.columns) == ("hub:org/identity?split=train", {"prompt": "ask", "completion": "say"})
+    assert (second.path, second.format) == (str(tmp_path / "data/talks.json"), "chat")
+    assert [each.train_on for each in config.data.train] == ["last", "last"]
+    assert (config.train.global_batch_size, config.train.max_epochs) == (16, 3)
+    assert (config.data.packing, config.memory.recompute, config.scheduler.warmup_steps) == (False, "full", 0)
+    assert "not carried over" not in printed
+
+
+def test_trl(tmp_path: Path) -> None:
+    config, printed = loaded(tmp_path, TRL)
+    assert [each.path for each in config.data.train] == ["hub:trl-lib/Capybara?split=train"]
+    assert config.data.validation[0].path == "hub:trl-lib/Capybara?split=test"  # type: ignore[index,union-attr]
+    assert (config.eval.every, config.train.max_steps, config.data.seq_length) == (50, 70, 1024)
+    assert (config.train.global_batch_size, config.optimizer.learning_rate) == (8, 2e-5)
+    assert config.scheduler.min_lr_ratio == pytest.approx(0.1)
+    assert config.log.to == ("jsonl", "wandb", "tensorboard")
+    assert "optim: adafactor is not built" in printed and "train_on: all" in printed
+
+
+def test_what_is_done_where_a_file_is_silent_is_what_transformers_does() -> None:
+    own = {each.name: each.default for each in fields(TrainingArguments)}
+    assert {name: own[name] for name in TRANSFORMERS} == dict(TRANSFORMERS)
+
+
+def test_no_text_of_the_other_file_ends_a_comment(tmp_path: Path) -> None:
+    odd = yaml.safe_dump({"base_model": "a/b", "x\nrun": {"name": "evil"}, "optimizer": "x\u2028model:\x85  init: y"})
+    config, printed = loaded(tmp_path, odd)
+    assert all(line.startswith("#") for line in printed.split("model:\n  name_or_path")[0].splitlines()[:-1])
+    assert config.run.name != "evil" and config.optimizer.name == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: {name_or_path: demo}", "no config of axolotl, LLaMA-Factory, TRL"),
+        ("[1, 2]", "not a run file"),
+        ("base_model: a/b\nmicro_batch_size: many", "what it says of the batch cannot be read"),
+        ("base_model: a/b\ndatasets: [4]", "what it says of the data cannot be read"),
+    ],
+)
+def test_what_cannot_be_converted(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        loaded(tmp_path, text)
+    assert says in refused.value.what
+
+
+def test_a_value_that_a_run_file_does_not_take_is_left_with_its_reason(tmp_path: Path) -> None:
+    config, printed = loaded(tmp_path, "base_model: a/b\nmax_grad_norm: -1\ncontext_parallel_size: 1")
+    assert config.optimizer.max_grad_norm == 1.0
+    assert "optimizer.max_grad_norm: -1 is no value of it" in printed
