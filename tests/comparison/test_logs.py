@@ -63,6 +63,7 @@ STATE = {
             "", None, Step(2, None, 4.5),
         ),
         ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5)),
+        ("a log.csv", "step,loss\n2,4.5\n", " devices=4  tokens_per_step=8", 4, Step(2, 16.0, 4.5)),
     ],
 )  # fmt: skip
 def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices: int | None, last: Step) -> None:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,10 @@ def read(asked: str) -> Log:
 
 
 def _asked(asked: str) -> tuple[Path, dict[str, int]]:
-    path, *words = [asked] if _exists(asked) else asked.split(" ")
-    given = {}
-    for word in filter(None, words):
+    first, *others = [asked] if _exists(asked) else asked.split(" ")
+    words = list(takewhile(lambda word: not word or "=" in word, reversed(others)))  # a path may have spaces
+    path, given = " ".join([first, *others[: len(others) - len(words)]]), {}
+    for word in filter(None, reversed(words)):
         key, _, value = word.partition("=")
         try:
             if key not in _GIVEN or (number := parse_length(value)) < 1:
