@@ -3,7 +3,7 @@
 A case is put off when another one proves the same fact: the lists below are all-pairs matrices that overlap.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +19,37 @@ def first_of_each(cases: Iterable[Any], kind: Callable[[Any], Hashable], *, keep
     for case in cases:
         number = met[kind(case)] = met.get(kind(case), 0) + 1
         found.append(case if number <= keep else pytest.param(case, marks=pytest.mark.campaign))
+    return found
+
+
+def covering(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]], share: float) -> list[Any]:
+    """The cases in their order, all marked `campaign` but the few that together have `share` of all facts.
+
+    They are chosen one by one: the next one has the most facts that the others lack. Example: of `["ab", "bcd", "a"]`,
+    whose facts are their letters, `covering(cases, set, 0.7)` leaves `bcd`, which has three of four.
+    """
+    listed = list(cases)
+    facts_of = [set(facts(case)) for case in listed]
+    every_fact = set[Hashable]().union(*facts_of)
+    met, kept = set[Hashable](), set[int]()
+    while len(met) < share * len(every_fact):
+        best = max(range(len(listed)), key=lambda at: len(facts_of[at] - met))
+        met |= facts_of[best]
+        kept.add(best)
+    return [case if at in kept else pytest.param(case, marks=pytest.mark.campaign) for at, case in enumerate(listed)]
+
+
+def first_with_news(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]]) -> list[Any]:
+    """The cases, all but those with a fact that none before them has marked `campaign`.
+
+    Example: of `["ab", "ac", "cb"]` the last one is put off.
+    """
+    met = set[Hashable]()
+    found: list[Any] = []
+    for case in cases:
+        is_new = not met.issuperset(facts(case))
+        met.update(facts(case))
+        found.append(case if is_new else pytest.param(case, marks=pytest.mark.campaign))
     return found
 
 

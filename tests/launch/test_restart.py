@@ -25,7 +25,7 @@ from fivefold.launch.workers import with_restarts
 from tests.tiers import every
 from tests.training.bodies import column, run_dir, run_file, same, state, train
 
-STEPS = 120
+STEPS, SAVED = 80, 10  # steps of a run, steps between its checkpoints
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 
 
@@ -151,7 +151,9 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def file_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    tree = run_file(folder, run__name=name, train__max_steps=STEPS, checkpoint__every=20, checkpoint__keep=3, **changes)
+    tree = run_file(
+        folder, run__name=name, train__max_steps=STEPS, checkpoint__every=SAVED, checkpoint__keep=3, **changes
+    )
     return tree
 
 
@@ -172,9 +174,9 @@ def check_same(tree: dict[str, Any], alone: dict[str, Any]) -> None:
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[str, Any]) -> None:
     tree = file_of(run_dir(alone).parent, "killed")
     command = Command(tree)
-    command.until(30)
+    command.until(SAVED + 5)
     os.kill(command.workers()[1], signal.SIGKILL)
-    command.until(70)  # of the second attempt: metrics are cut back to the checkpoint
+    command.until(4 * SAVED)  # of the second attempt: metrics are cut back to the checkpoint
     os.kill(command.workers()[0], signal.SIGKILL)
     code, out = command.end()
     assert code == 0, out
@@ -186,7 +188,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[s
 def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, Any], name: str) -> None:
     tree = file_of(run_dir(alone).parent, f"stopped-{name}")
     command = Command(tree)
-    command.until(33)
+    command.until(2 * SAVED + 3)
     command.process.send_signal(signal.Signals[name])
     code, out = command.end()
     assert code == 128 + signal.Signals[name], out
@@ -203,7 +205,7 @@ def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, 
 def test_a_signal_to_one_rank_stops_them_all(alone: dict[str, Any]) -> None:
     tree = file_of(run_dir(alone).parent, "one-rank")
     command = Command(tree)
-    command.until(33)
+    command.until(2 * SAVED + 3)
     os.kill(command.workers()[1], signal.SIGTERM)
     code, out = command.end()
     assert code == 143 and "stopped by SIGTERM after step" in out and "starting again" not in out

@@ -13,10 +13,10 @@ from tests.parity import Case, gradient_error, on_rank, outcome, reference, refe
 from tests.pool import run_ranks
 
 CASES = [
-    Case("tp2.cp2+fp64+full+mlp3"),  # the last piece of a layer stops before its sum
-    Case("tp2.shard2+fp64+mlp2+full", "gemma2"),  # whose MLP does not end its layer
-    Case("pp2.tp2+fp64+zb+mlp2+nosp"),
-    Case("tp2.shard2+fp64+mlp2", "deepseek_v3", kv_heads=4),  # whose first layer alone is dense
+    Case("tp2.cp2+mb4+fp64+full+mlp3"),  # the last piece of a layer stops before its sum
+    Case("tp2.shard2+mb2+fp64+mlp2+full", "gemma2"),  # whose MLP does not end its layer
+    Case("pp2.tp2+mb2+fp64+zb+mlp2+nosp"),
+    Case("tp2.shard2+mb2+fp64+mlp2", "deepseek_v3", kv_heads=4),  # whose first layer alone is dense
 ]
 
 

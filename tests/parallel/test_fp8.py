@@ -32,6 +32,7 @@ WORDS = {
     "mxfp8": "mxfp8",
     **{name: f"fp8_{name}" for name in ("rowwise", "rowwise_gw_hp", "delayed", "blockwise")},
 }
+ROWS = "mb4"  # two micro batches of a step, of the same rows under every layout: their scales are of one micro batch
 
 
 @lru_cache
@@ -45,8 +46,8 @@ def found(layout: str, family: str, kv_heads: int) -> tuple[Outcome, list[dict[s
 
 def equals_one_process(layout: str, recipe: str, family: str = "llama", kv_heads: int = 2) -> None:
     base, _, last = layout.partition("+nosp")
-    text = f"{base}+fp64+{WORDS[recipe]}{_}{last}"
-    one, _ = found(f"single+fp64+{WORDS[recipe]}{'+hp1' * ('+hp1' in layout)}", family, kv_heads)
+    text = f"{base}+{ROWS}+fp64+{WORDS[recipe]}{_}{last}"
+    one, _ = found(f"single+{ROWS}+fp64+{WORDS[recipe]}{'+hp1' * ('+hp1' in layout)}", family, kv_heads)
     many, per_rank = found(text, family, kv_heads)
     error, worst = gradient_error(many, one)
     assert error <= 1e-10, worst

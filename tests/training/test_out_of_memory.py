@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
+import fivefold
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
 from fivefold.core.layout import Layout
@@ -16,7 +18,7 @@ from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.relief import Relief, changed, relief
-from fivefold.training.out_of_memory import _changes, advise, asked_bytes
+from fivefold.training.out_of_memory import _PHASES, _changes, advise, asked_bytes
 from tests.training import bodies
 from tests.training.bodies import STARVED
 
@@ -36,6 +38,14 @@ def test_memory_that_runs_out_is_answered_with_what_fits(tmp_path: Path) -> None
             f"rank 0: memory ran out in {lacks}, {step}: 2.50 GiB more were asked for; 1.19 of 79.11 GiB were free"
         )
         _check_advice((error.fix or "").splitlines())
+
+
+def test_every_phase_is_a_function_that_there_is() -> None:
+    """One that has another name now would be told as the build."""
+    package, autograd = Path(fivefold.__file__).parent, Path(torch.autograd.__file__).parent
+    for file, function, _ in _PHASES:
+        files = autograd.glob("*.py") if file == "torch/autograd/" else [package / file]
+        assert any(f"def {function}(" in each.read_text(encoding="utf-8") for each in files), (file, function)
 
 
 def _check_advice(lines: list[str]) -> None:

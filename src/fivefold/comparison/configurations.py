@@ -9,13 +9,13 @@ from shlex import split
 from typing import Any
 
 from fivefold.config import RunConfig, check_supported, load_config
+from fivefold.config.runfile import READ_MORE
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.launch.model import check_model
 from fivefold.launch.workers import gpus, worker_count
 from fivefold.launch.world import device_kind
 
-READ_MORE = "every key, its unit and its default: fivefold train --keys"
 # Of every run, whatever its file says: what a comparison does not need, or what would go into its time.
 ALWAYS = (
     "log.every=1", "log.to=[jsonl]", "sample.every=0", "checkpoint.keep=1", "checkpoint.export_hf=false",

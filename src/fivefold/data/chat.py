@@ -11,7 +11,7 @@ of which `4<|im_end|>` is the assistant's: what it answers, and that it ends the
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,8 @@ class ChatTemplate:
     @classmethod
     def of(cls, folder: Path) -> "ChatTemplate":
         """That of a tokenizer's folder, or ChatML where it has none. Raises `UserError` for one that cannot be read."""
-        config = _config(folder / "tokenizer_config.json")
-        special = {name: text for name in _SPECIAL if (text := _written(config.get(name)))}
+        config = tokenizer_json(folder / "tokenizer_config.json")
+        special = {name: text for name in _SPECIAL if (text := token_text(config.get(name)))}
         found = _read(folder / "chat_template.jinja") or _default(config.get("chat_template"))
         if found is None:
             return cls(special=special)
@@ -126,30 +126,32 @@ def _alike(one: str, other: str) -> int:
 
 def _front(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
     """Where the content of a turn begins in `text`, if a mark in front of it tells."""
-    for marked in _with(turns, number, "{mark}{content}"):
-        found = render(marked)
-        if found.replace(_MARK, "") == text and _MARK in found:
-            return found.index(_MARK)
-    return None
+    found = _marked(render, turns, number, text, "{mark}{content}")
+    return found and found[0]
 
 
 def _back(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
     """Where what ends a turn ends in `text`, if a mark behind its content tells."""
-    for marked in _with(turns, number, "{content}{mark}"):
-        found = render(marked)
-        if found.replace(_MARK, "") == text and _MARK in found:
-            ending = render(marked[: number + 1]).partition(_MARK)[2].rstrip()
-            at = found.index(_MARK)
-            return at + (len(ending) if text.startswith(ending, at) else 0)
-    return None
+    found = _marked(render, turns, number, text, "{content}{mark}")
+    if found is None:
+        return None
+    at, marked = found
+    ending = render(marked[: number + 1]).partition(_MARK)[2].rstrip()
+    return at + (len(ending) if text.startswith(ending, at) else 0)
 
 
-def _with(turns: Sequence[Turn], number: int, form: str) -> Iterator[list[Turn]]:
-    """The turns with a mark at the content of one; once more without the space around it, which templates take away."""
+def _marked(render: Render, turns: Sequence[Turn], number: int, text: str, form: str) -> tuple[int, list[Turn]] | None:
+    """Where a mark at the content of a turn lands in `text`, and the turns with it; None where it changes the text.
+
+    It is tried once more without the space around the content, which templates take away."""
     content = str(turns[number].get("content") or "")
     for each in (content, content.strip()):
-        marked = {**turns[number], "content": form.format(mark=_MARK, content=each)}
-        yield [*turns[:number], marked, *turns[number + 1 :]]
+        turn = {**turns[number], "content": form.format(mark=_MARK, content=each)}
+        marked = [*turns[:number], turn, *turns[number + 1 :]]
+        found = render(marked)
+        if found.replace(_MARK, "") == text and _MARK in found:
+            return found.index(_MARK), marked
+    return None
 
 
 def _read(path: Path) -> str | None:
@@ -163,7 +165,9 @@ def _read(path: Path) -> str | None:
         raise UserError(f"{path}: not readable: {error}", fix="copy the file from its origin again") from error
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def tokenizer_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a tokenizer's folder; empty where there is none. Raises `UserError` for a file that
+    cannot be read."""
     try:
         tree = strict_json.read_config(path)
     except FileNotFoundError:
@@ -173,7 +177,8 @@ def _config(path: Path) -> Mapping[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _written(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
+    """How a special token is written, by what such a file says of it: a text, or an object with one."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 

@@ -171,14 +171,19 @@ def _turn(value: object, where: str) -> Turn:
 def _string(value: object, where: str, what: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: {what} is a {type(value).__name__}, not a string", fix="write it as a string")
+    return encodable(value, f"{where}, {what}")
+
+
+def encodable(text: str, where: str) -> str:
+    """`text`. Raises `UserError` where it has half of a surrogate pair, which JSON can say and no tokenizer takes."""
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can say half a character
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: {what} has half of a surrogate pair, \\u{ord(value[error.start]):04x}",
+            f"{where}: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}",
             fix="it stands for no character; remove it or write the file again from its origin",
         ) from error
-    return value
+    return text
 
 
 def _tools(value: object, where: str) -> tuple[Any, ...] | None:

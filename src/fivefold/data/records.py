@@ -197,14 +197,7 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
     if not isinstance(text, str):
         kind = type(text).__name__ if source.text_key in record else None
         raise no_text(record, source, where, kind=kind, likely=_longest(record), noun=noun)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can say half a character
-        raise UserError(
-            f"{where}: half of a surrogate pair, \\u{ord(text[error.start]):04x}, at character {error.start}",
-            fix="it stands for no character; remove it or write the file again from its origin",
-        ) from error
-    return text
+    return examples.encodable(text, where)
 
 
 def no_text(

@@ -14,14 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fivefold.core import strict_json
 from fivefold.core.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import expanded
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data import tokenizer_probe
-from fivefold.data.chat import ChatTemplate
+from fivefold.data.chat import ChatTemplate, token_text, tokenizer_json
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:
@@ -298,26 +297,15 @@ def _read(path: Path) -> "Tokenizer":
 def _named_id(folder: Path, vocabulary: dict[str, int], which: Literal["bos", "eos"]) -> int | None:
     """BOS or EOS as the tokenizer's own files name it, else as the model's config.json does."""
     for name in _CONFIG_FILES:
-        facts = _read_json(folder / name)
-        token = facts.get(f"{which}_token")
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str) and content in vocabulary:
+        facts = tokenizer_json(folder / name)
+        content = token_text(facts.get(f"{which}_token"))
+        if content is not None and content in vocabulary:
             return vocabulary[content]
         number = facts.get(f"{which}_token_id") if name == "config.json" else None
         first = number[0] if isinstance(number, list) and number else number
         if isinstance(first, int):
             return first
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        facts = strict_json.read_config(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
-    return facts if isinstance(facts, dict) else {}
 
 
 # The two that are ours: byte-level, so that every text is representable and decodes to itself.

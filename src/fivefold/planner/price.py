@@ -38,7 +38,6 @@ from fivefold.planner.links import seconds
 # What the device's time of a slot is made of.
 ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")
 AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}  # axis of a micro batch -> item
-OF_UNITS = ("dp_shard", "ep_shard", "dp_replicate")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
 

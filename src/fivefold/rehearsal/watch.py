@@ -1,6 +1,5 @@
 """What is seen of a rehearsal, from outside: memory by phase, host syncs by line, launches, compiles, collectives."""
 
-import re
 import sys
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from fivefold.rehearsal.counts import Driver, Entry
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of, short
 from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
 from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.training.out_of_memory import asked_bytes
 from fivefold.training.step import declare, step_shape, train_step
 
 _OWN = "/fivefold/rehearsal/"
@@ -208,7 +208,8 @@ class Watch:
         failed = next((event for event in reversed(trace) if event["action"] == "oom"), None)
         span = self.spans[phase.name]
         peak = peak_of(trace, span.begin, span.end)
-        asked = _asked(str(error)) or (int(failed["size"]) if failed else 0)
+        # The allocator's history has what it would have reserved for them.
+        asked = int(asked_bytes(str(error))) or (int(failed["size"]) if failed else 0)
         frames = [(f["filename"], f["line"], f["name"]) for f in (failed or {}).get("frames", ())]
         where = " ".join(filter(None, (made_by(frames), self.running.at(failed["time_us"]) if failed else "")))
         self.lack = OutOfMemory(
@@ -245,14 +246,6 @@ class Watch:
 
 def _now() -> int:
     return time.time_ns() // 1000
-
-
-def _asked(message: str) -> int:
-    """The bytes of "Tried to allocate 2.00 GiB"; 0 where an error says none. The allocator's history has what it would
-    have reserved for them."""
-    found = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    return int(float(found[1]) * units[found[2]]) if found and found[2] in units else 0
 
 
 def line_of(frame: FrameType | None) -> str:
