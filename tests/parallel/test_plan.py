@@ -26,6 +26,7 @@ from fivefold.models.discover import cut_of, facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config, read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
+from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.plan import ParallelPlan, lower
@@ -368,3 +369,20 @@ def test_the_plan_is_plain_data() -> None:
     plan = lower(facts("mixtral"), Layout.parse("shard2.tp2.ep2"), 3)
     for each in (*plan.calls(plan.step_shape(1, 64, 2)), *plan.interventions):
         assert json.loads(json.dumps(vars(each))) == vars(each)
+
+
+def test_what_computes_in_which_type_is_told_by_role() -> None:
+    """DeepSeek-V3 with its first and last layer in bf16: every matmul is counted once, and only those that
+    `parallelize` places multiply in fp8."""
+    facts = facts_of_config("deepseek-v3")
+    plan = lower(facts, Layout.parse("shard8.ep8+fp8_blockwise+hp1"), 0)
+    found = {(each.what, each.dtype): each for each in census(plan)}
+    assert set(found) == {
+        ("linears", "fp8 blockwise"), ("experts", "fp8 blockwise"), ("latent projections", "bf16"), ("routers", "fp32"),
+        ("first and last layers", "bf16"), ("head", "bf16"),
+    }  # fmt: skip
+    assert found["linears", "fp8 blockwise"].linears == len(plan.fp8_linears)
+    head = facts.parameters["lm_head.weight"].size
+    assert sum(each.weights for each in found.values()) == head + sum(cost.active for cost in facts.layer_costs)
+    assert 0.9 < fp8_part(plan) < 0.95
+    assert fp8_part(lower(facts, Layout.parse("shard8.ep8"), 0)) == 0

@@ -13,6 +13,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
 from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.report.table import Report
@@ -80,7 +81,7 @@ def examine(
     plan = plan.within_budget(tokens, micro_batches, compiled=True)
     shape = replace(plan.step_shape(parsed.micro_batch_size, tokens, micro_batches), compiled=True)
     calls, needs = plan.calls(shape), plan.bytes(shape)
-    rows = [*_place(plan), *_shards(plan), *_done(plan), *_sent(calls)]
+    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(plan), *_sent(calls)]
     rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]
     details = {
         "bytes": {**needs.by_kind, "saved by layer": dict(needs.saved)},
@@ -117,6 +118,17 @@ def _place(plan: ParallelPlan) -> list[PlanRow]:
     held = sum(plan.held_bytes(name, 1) for name in plan.shards if plan.holds(name))
     rows.append(PlanRow("this rank", "parameters", f"{human(held)} of {human(plan.facts.size)}"))
     return rows
+
+
+def _computed(plan: ParallelPlan) -> list[PlanRow]:
+    """Of the whole model, what is computed and kept in which type."""
+    found, high = census(plan), plan.layout.precision
+    percent, wide = sum(each.weights for each in found) / 100, "fp64" if high == "fp64" else "fp32"
+    parts = [(each, f"{each.weights / percent:.2g} % of the matmuls' FLOPs") for each in found]
+    says = [(each.what, f"{each.dtype}  {part}", each.why) for each, part in parts]
+    says += [("attention, norms, embeddings", high, ""), ("the loss", wide, ""), ("weights at rest", wide, "")]
+    says.append(("optimizer state", wide if plan.layout.state_dtype == "fp32" else plan.layout.state_dtype, ""))
+    return [PlanRow("computes in", *each) for each in says]
 
 
 def _shards(plan: ParallelPlan) -> list[PlanRow]:

@@ -279,14 +279,14 @@ class ParallelPlan:
         gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
         """
         found = []
-        for name, matmul in self._fp8_matmuls(self.layers):
+        for name, matmul in self.fp8_matmuls(self.layers):
             shape, kind = self.gathered_shape(name), self.facts.partition.roles[name].kind
             is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
             outputs, inputs = reversed(shape) if is_transposed else shape
             found.append(Fp8Linear(name, inputs, outputs, _SPLIT_OVER[kind]))
         return tuple(found)
 
-    def _fp8_matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
+    def fp8_matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
         """The weights of `layers` that multiply in fp8, beside the experts, by name."""
         for layer, cost in zip(self.anatomy.layers, self.facts.layer_costs, strict=True):
             for matmul in cost.matmuls if layer in layers and self.is_fp8(layer) else ():
@@ -305,7 +305,7 @@ class ParallelPlan:
         input one behind the other."""
         if not self.amax_steps:
             return ()
-        names = [name for name, _ in self._fp8_matmuls(self.anatomy.layers)]
+        names = [name for name, _ in self.fp8_matmuls(self.anatomy.layers)]
         shared = {
             f"{each[0]}.weight": [f"{one}.weight" for one in each]
             for block in self.facts.partition.tp_blocks

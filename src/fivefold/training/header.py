@@ -14,6 +14,7 @@ from fivefold.core.units import human, human_bytes, many
 from fivefold.launch.memory import GIB
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8 import emulated
+from fivefold.parallel.census import fp8_part
 from fivefold.parallel.data import PRECISION_OF
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.state import state_of
@@ -108,7 +109,8 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
     high = plan.layout.fp8_high_layers
     ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
-    rows = [("fp8", f"{recipe}: {cast} of this rank; {ends}, norms and attention in {plan.layout.precision}")]
+    part = f"{100 * fp8_part(plan):.0f} % of the matmuls' FLOPs"
+    rows = [("fp8", f"{recipe}: {cast} of this rank, {part}; {ends}, norms and attention in {plan.layout.precision}")]
     if why := emulated(recipe, job.world.device, plan.layout.precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
     layout = plan.layout

@@ -189,21 +189,24 @@ def scales_of_other_rows() -> Any:
     "largest values of earlier steps are this rank's alone",
     known="Megatron-LM's amax reduction over tp only, and none over data ranks: copies scale by numbers of their own",
     layout="tp2+fp8_delayed",
-    expects=[("gradient, second step", r"_proj")],
+    expects=[("gradient, second step", r"")],
 )
 def history_of_one_rank() -> Any:
     return patch.object(amax.dist, "all_reduce", _but_for_amax(amax.dist.all_reduce))
 
 
 def _but_for_amax(plain: Any) -> Any:
-    return lambda x, op=ReduceOp.SUM, **options: None if op == ReduceOp.MAX and x.ndim == 2 else plain(x, op, **options)
+    """The collective is there, and its result is not used."""
+    return lambda x, op=ReduceOp.SUM, **options: plain(
+        x.clone() if x.ndim == 2 and op == ReduceOp.MAX else x, op, **options
+    )
 
 
 @fault(
     "a history that takes the last micro batch for the step",
     known="amax overwritten, not maximised, over gradient accumulation",
     layout="shard2+fp8_delayed",
-    expects=[("gradient, second step", r"_proj")],
+    expects=[("gradient, second step", r"")],
 )
 def history_of_the_last_micro_batch() -> Any:
     def overwritten(self: Any, rows: Any, operand: Any, largest: Tensor) -> None:
@@ -217,7 +220,7 @@ def history_of_the_last_micro_batch() -> Any:
     "largest values of gradients are not kept: their scale stays 1",
     known="the history of forward alone; a first step without a history is exact",
     layout="shard2+fp8_delayed",
-    expects=[("gradient, second step", r"_proj")],
+    expects=[("gradient, second step", r"")],
 )
 def history_of_forward_alone() -> Any:
     plain = amax.AmaxHistory.note
@@ -233,7 +236,7 @@ def history_of_forward_alone() -> Any:
     "keys are scaled by the history of queries",
     known="amax buffers by position, not by the linear's name",
     layout="shard2+fp8_delayed",
-    expects=[("gradient, second step", r"_proj")],
+    expects=[("gradient, second step", r"")],
 )
 def history_of_another_linear() -> Any:
     plain = amax.AmaxHistory.largest
@@ -246,7 +249,7 @@ def history_of_another_linear() -> Any:
     "the history is of the last step alone",
     known="`amax_history_len` not passed on",
     layout="single+fp8_delayed",
-    expects=[("losses of", r"")],
+    expects=[("losses of .* steps", r"step [34]")],
 )
 def history_of_other_steps() -> Any:
     plain = amax.AmaxHistory._keep
