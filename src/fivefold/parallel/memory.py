@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import MODES, Choice, Mode, Recompute
 from fivefold.core.schedule import Slot
@@ -314,6 +315,7 @@ def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepSh
     numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
     if inside := chunked_numbers(plan, cost, compiled=shape.compiled):
         numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces keep what comes in
+    numbers += cast_numbers(plan, layer, shape)
     saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
     working, dear = round(working_numbers(plan, cost, shape) * token), 0
@@ -357,6 +359,33 @@ def _dear_rows(plan: "ParallelPlan", name: str, matmul: Matmul, shape: StepShape
         return (matmul.outputs, matmul.inputs)[features.made - 1] * matmul.times / layout.tp
     rows = 3 if plan.grid.size("ep") > 1 else 1
     return rows * shape.hidden * matmul.times / (1 if layout.expert_tp else layout.tp)
+
+
+def cast_numbers(plan: "ParallelPlan", layer: str, shape: StepShape) -> float:
+    """Numbers of a token that linears of `layer` keep in fp8 beyond those of the compute dtype; fewer are negative.
+
+    Where an input is cast for the gradients of weights, backward does not read the input itself. A compiled layer makes
+    it again, element by element, from what the norm or the activation in front of the linear keeps (attention keeps
+    what it gives in any case), and casts it again by the same scale. A cast is kept, one byte a number, where the scale
+    comes from other ranks, and where linears stay outside of graphs (delayed scaling), behind which an activation keeps
+    what it gives. Layers that run as they are keep the cast where it serves both products.
+    """
+    groups = [group for group in plan.fp8_inputs if is_within(group[0].name, [layer])]
+    if not groups or RECIPES[plan.layout.fp8].weight_grad is None:
+        return 0.0
+    recipe, found = RECIPES[plan.layout.fp8], 0.0
+    spanned = {dim for product, dim, _ in agreements(recipe, 1, 1, [1]) if product == "output"}
+    blocks = {f"{block.row}.weight": block.heads is not None for block in plan.facts.partition.tp_blocks}
+    for linear in (group[0] for group in groups):
+        is_row, of_attention = linear.name in blocks, blocks.get(linear.name, False)
+        agrees = any(plan.grid.size(linear.axes[dim]) > 1 for dim in spanned if dim in linear.axes)
+        if shape.compiled:
+            is_left_out = not (of_attention or (recipe.history and is_row))
+            is_cast_kept = (agrees or recipe.history > 0) and (recipe.casts_once or not of_attention)
+        else:
+            is_left_out, is_cast_kept = recipe.casts_once and not of_attention, recipe.casts_once
+        found += linear.inputs * (is_cast_kept / shape.compute_bytes - is_left_out)
+    return found
 
 
 def chunked_numbers(plan: "ParallelPlan", cost: LayerCost, *, compiled: bool) -> float:
