@@ -16,6 +16,7 @@ from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import MODES, Choice, Mode, Recompute
 from fivefold.core.schedule import Slot
+from fivefold.core.state_dtypes import AT_ONCE, RESTORED
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
 from fivefold.parallel.collectives import StepShape
@@ -181,6 +182,8 @@ def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -
     layout = plan.layout
     if layout.offload_optimizer:
         state = offloaded(state, largest)
+    restored = RESTORED[layout.state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
+    state = {**state, UPDATE: state.get(UPDATE, 0) + restored}
     return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
 
 
@@ -210,7 +213,8 @@ def resting_bytes(
     Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
     they are reduced. While a layer's activations are there, only its last matrix has a gradient, and the buffer of the
     experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
-    In the update there is nothing of a pass. `state` has under `UPDATE` what is there then of offloaded state.
+    In the update there is nothing of a pass. `state` has under `UPDATE` what is there then of offloaded state, and of a
+    piece of state that is restored to the type of the weights.
     `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total

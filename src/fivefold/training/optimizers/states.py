@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.optimizers import DIVIDED_BY, SCALE
-from fivefold.core.state_dtypes import StateDtype, block_length
+from fivefold.core.state_dtypes import AT_ONCE, StateDtype, block_length
 from fivefold.parallel.dtensor import local, zeros_by_block
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 
-PIECE = 2**22  # numbers that are restored at a time: their temporary tensors take about 200 MiB
 _GOLDEN, _MIX, _MIX_AGAIN = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  # as int32; of lowbias32 the last two
 _FRACTION = 2**16  # random numbers are whole below it: as many bits as bf16 leaves out of fp32
 
@@ -71,7 +70,7 @@ class KeptState:
     def pieces(self, parameter: Tensor) -> Iterator[slice]:
         """Rows of this rank's part, as many at a time as may be restored together."""
         rows, width = rows_of(local(parameter.detach())).shape
-        at_once = max(1, PIECE // max(1, width))
+        at_once = max(1, AT_ONCE // max(1, width))
         return (slice(first, first + at_once) for first in range(0, rows, at_once))
 
     def read(self, state: Mapping[str, Any], kind: str, rows: slice, dtype: torch.dtype) -> Tensor:
