@@ -3,6 +3,8 @@
     python benchmarks/planner_truth.py                      calibrates, trains all layouts, writes benchmarks/results/
     python benchmarks/planner_truth.py --hardware FILE      with what `fivefold calibrate` wrote before
     python benchmarks/planner_truth.py --only tp2,pp2.tp2   layouts that begin so, on the screen alone
+    python benchmarks/planner_truth.py --levers             the memory levers instead: results/cpu_levers.json and the
+                                                            table of docs/memory.md
     python benchmarks/planner_truth.py --again benchmarks/results/planner_truth.json    plans anew, measures nothing
 
 Every layout trains a small Llama (or Mixtral, for experts) for a few steps in processes of its own, started as
@@ -48,8 +50,11 @@ from fivefold.planner.plan import estimate
 from fivefold.training.metrics import PeakMemory
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
+from pages import put_between
 
 HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "memory.md"
+BEGIN, END = "<!-- table: python benchmarks/planner_truth.py --levers -->", "<!-- end of CPU levers -->"
 VOCABULARY, LENGTH, ROWS = 8192, 256, 8
 WARMUP, STEPS = 1, 3  # of memory alone: 2 steps, the second of which has the optimizer's state
 MIB = 2**20
@@ -77,6 +82,18 @@ LAYOUTS = (
     "pp2+mb1", "pp2+gpipe+mb2", "pp2+interleaved+v2+mb2", "pp2+zb+mb1", "pp2+zbv+mb1", "pp2+zero1+mb2+full",
     "shard4+mb1", "dp2.shard2+mb1", "shard2.tp2+mb1", "tp4+mb2", "pp4+mb1", "pp2.tp2+mb2", "shard2.pp2+mb1",
     "cp2.tp2+mb2", "shard2.cp2+mb1",
+)  # fmt: skip
+# What is offloaded goes to a file: on a CPU the host's memory is the device's own.
+LEVERS = (
+    "single+mb8", "single+mb8+selective", "single+mb8+full", "single+mb8+mlp4",
+    "single+mb8+full+mlp4", "single+mb8+offload", "single+mb8+selective+offload", "single+mb8+full+offload",
+    "single+mb8+offload_optimizer", "single+mb8+bf16_states", "single+mb8+8bit_states",
+    "single+mb8+full+8bit_states", "single+mb8+full+offload+offload_optimizer",
+    "shard2+mb4", "shard2+mb4+selective", "shard2+mb4+full", "shard2+mb4+offload_optimizer", "shard2+mb4+8bit_states",
+    "shard2+mb4+full+offload+offload_optimizer", "tp2+mb8", "tp2+mb8+selective", "tp2+mb8+full",
+    "tp2+mb8+full+offload_optimizer", "tp2+mb8+selective+bf16_states", "cp2+mb8", "cp2+mb8+selective",
+    "cp2+mb8+full+offload", "cp2+mb8+mlp4", "pp2+mb2", "pp2+mb2+selective", "pp2+mb2+full",
+    "pp2+mb2+full+offload_optimizer+8bit_states",
 )  # fmt: skip
 OF_EXPERTS = ("single+mb2", "shard2+mb2", "shard2.ep2+mb2", "tp2+mb2", "shard2.ep2.tp2+mb2")
 
@@ -128,7 +145,11 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
     """The body of a worker: steps of one case, and what they took into a file."""
     case = Case(request["family"], request["text"])
     heap, memory = Heap(), PeakMemory(torch.device("cpu"))
-    model = parallelize(build_meta(hf_config(case.family)), case.layout, device="cpu", seed=SEED)
+    layout = case.layout
+    model = parallelize(
+        build_meta(hf_config(case.family)), layout, device="cpu", seed=SEED, offload_to=request["out"],
+        step=(layout.padded(LENGTH), layout.accumulation(request["rows"])),
+    )  # fmt: skip
     optimizer, rank = build_optimizer(model, OPTIONS), state_of(model).plan.data_rank
     wall, cpu = [], []
     for step in range(WARMUP + request["steps"]):
@@ -238,6 +259,21 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
+def table(rows: Sequence[Row], memory: Mapping[str, Any]) -> str:
+    """Markdown, of memory alone."""
+    lines = [
+        f"{memory['within']} of {len(rows)} within {memory['aim']:.0%}; {memory['median']:.1%} off at the median, "
+        f"{memory['worst']:.1%} at worst.",
+        "",
+        "| layout | ranks | measured MiB | planned | off |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        sizes = f"{row.measured_mib:,.0f} | {row.planned_mib:,.0f} | {100 * row.memory_error:+.1f} %"
+        lines.append(f"| `{row.layout}` | {row.ranks} | {sizes} |")
+    return "\n".join(lines)
+
+
 def told(row: Row) -> str:
     """A line for people."""
     memory = f"{row.planned_mib:7.1f} {row.measured_mib:7.1f} MiB {100 * row.memory_error:+6.1f} %"
@@ -250,6 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hardware", type=Path, help="what fivefold calibrate wrote; by default it is called")
     parser.add_argument("--only", type=str, default="", help="beginnings of layouts")
+    parser.add_argument("--levers", action="store_true", help="the memory levers instead")
     parser.add_argument("--rows", type=int, default=ROWS, help="of a step")
     parser.add_argument("--steps", type=int, default=STEPS, help="to take the median of")
     parser.add_argument("--again", type=Path, help="plan anew what this file of results has measured")
@@ -258,7 +295,8 @@ def main() -> int:
     hardware = args.hardware.read_text() if args.hardware else before["hardware"] if before else calibrate()[0]
     rows, about = [], before["machine"] if before else machine()
     count = before["rows_of_a_step"] if before else args.rows
-    for case, seen in recorded(before) if before else measure(cases(args.only), rows=args.rows, steps=args.steps):
+    asked = cases(args.only, LEVERS if args.levers else LAYOUTS, () if args.levers else OF_EXPERTS)
+    for case, seen in recorded(before) if before else measure(asked, rows=args.rows, steps=args.steps):
         rows.append(row_of(case, planned(case, hardware, count), seen))
         print(told(rows[-1]), flush=True)
     result = {
@@ -267,15 +305,17 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(result["summary"]))
     if not args.only:
-        target = args.again or RESULTS / "planner_truth.json"
+        target = args.again or RESULTS / ("cpu_levers.json" if args.levers else "planner_truth.json")
         target.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {target}")
+    if args.levers and not args.only:
+        put_between(BEGIN, END, table(rows, result["summary"]["memory"]), PAGE)
     return 0
 
 
-def cases(only: str) -> list[Case]:
+def cases(only: str, llamas: Sequence[str], mixtrals: Sequence[str]) -> list[Case]:
     """Those whose layout begins with one of the words."""
-    every = [Case("llama", text) for text in LAYOUTS] + [Case("mixtral", text) for text in OF_EXPERTS]
+    every = [Case("llama", text) for text in llamas] + [Case("mixtral", text) for text in mixtrals]
     return [case for case in every if case.text.startswith(tuple(only.split(",")))]
 
 
