@@ -180,19 +180,22 @@ def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -
     is_shared = len(plan.users(plan.units[-1])) > 1
     largest = max((plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)), default=0)
     layout = plan.layout
-    if layout.offload_optimizer:
-        state = offloaded(state, largest)
-    restored = RESTORED[layout.state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
-    state = {**state, UPDATE: state.get(UPDATE, 0) + restored}
+    state = in_update(state, largest, shape, offloads=layout.offload_optimizer, state_dtype=layout.state_dtype)
     return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
 
 
-def offloaded(state: Mapping[str, int], largest: int) -> dict[str, int]:
-    """`state` with its optimizer state in host memory, but for what is on the device in the update. `largest`: bytes of
-    the largest parameter, which is a part of its own."""
+def in_update(
+    state: Mapping[str, int], largest: int, shape: StepShape, *, offloads: bool, state_dtype: str
+) -> dict[str, int]:
+    """`state`, with what an update has on the device besides: a piece of the state that it restores to the type of the
+    weights, and of state that lies in host memory what comes and goes. `largest`: bytes of the largest parameter, which
+    is a part of its own."""
+    more = RESTORED[state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
+    if not offloads:
+        return {**state, UPDATE: more}
     part = part_bytes(state["parameters"])
     share = min(1.0, (max(part, largest) + (PARTS - 1) * part) / max(1, state["parameters"]))
-    return {**state, "optimizer state": 0, UPDATE: round(state["optimizer state"] * share)}
+    return {**state, "optimizer state": 0, UPDATE: round(state["optimizer state"] * share) + more}
 
 
 def part_bytes(parameters: int) -> int:
@@ -226,7 +229,7 @@ def resting_bytes(
     last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
     numbers = (at_loss, in_backward, in_backward, root[0] + at_end, 0, at_loss, in_backward, in_backward)
     waiting = (0, at_begin, a_layer_later, last, 0, 0, at_begin, a_layer_later)
-    found, in_update = {}, state.get(UPDATE, 0)
+    found, more = {}, state.get(UPDATE, 0)
     state = {kind: size for kind, size in state.items() if kind != UPDATE}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
         is_there, is_update = moment not in FIRST, moment == UPDATE
@@ -234,7 +237,7 @@ def resting_bytes(
         found[moment] = {
             **state,
             "gradients": state["gradients"] if is_there and (zero > 1 or is_update) else 0,
-            "optimizer state": state.get("optimizer state", 0) + in_update * is_update,
+            "optimizer state": state.get("optimizer state", 0) + more * is_update,
             "gathered parameters": (total[0] if zero < 3 else gathered) * shape.compute_bytes,
             "unreduced gradients": unreduced + summed,
         }

@@ -636,8 +636,9 @@ class Step:
         content, chip = self.stages.contents[rank], self.cluster.chip
         waits = root_waits(self.shards, content, self.pipeline)
         resting = resting_bytes(
-            self.price_list, self.shards, content, self.layout.zero, waits=waits, offloads=self.layout.offload_optimizer
-        )
+            self.price_list, self.shards, content, self.layout.zero, waits=waits,
+            offloads=self.layout.offload_optimizer, state_dtype=self.layout.state_dtype,
+        )  # fmt: skip
         under_way = passing(
             self.engine, self.work, self.stages, self.in_flight, self.prices.logits,
             offloads=self.layout.offload_activations,
@@ -683,10 +684,11 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool, offloads: bool = False
-) -> Mapping[str, Mapping[str, float]]:
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool, offloads: bool = False,
+    state_dtype: str = "fp32",
+) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `offloads`: the optimizer's state."""
+    `offloads`, `state_dtype`: of the optimizer's state."""
     shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -697,9 +699,9 @@ def resting_bytes(
         "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
-    if offloads:
-        largest = max(unit.largest * unit.held // max(1, unit.gathered) for unit in units)
-        state = memory.offloaded(state, largest * shape.master_bytes)
+    if offloads or state_dtype != "fp32":
+        largest = max(unit.largest * unit.held // max(1, unit.gathered) for unit in units) * shape.master_bytes
+        state = memory.in_update(state, largest, shape, offloads=offloads, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
         moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
