@@ -261,6 +261,22 @@ def one_process() -> bool:
     return True
 
 
+def budgets() -> bool:
+    """A budget of recompute is spent for the rows of a step, and changes no number."""
+    model, batch = model_and_batch("tp2")
+    expected, layout = float(model.backward(batch)), "tp2+keep0.001GiB"
+    with refuses(r"a budget of 0\.001GiB is spent for rows and micro batches that are known"):
+        ff.parallelize(build("llama"), layout)
+    with refuses("step .* is no step"):
+        ff.parallelize(build("llama"), layout, step=(11, 0))
+    spent = ff.parallelize(build("llama"), layout, step=(600, 1))
+    assert set(spent.fivefold.plan.recompute.by_layer.values()) & {"selective", "full"}
+    assert float(spent.backward(batch)) == expected
+    for name, gradient in ff.gather(model, gradients=True).items():
+        assert torch.equal(ff.gather(spent, gradients=True)[name], gradient), name
+    return True
+
+
 def jetmoe() -> bool:
     options = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "kv_channels": 8}
     config = JetMoeConfig(**options, num_key_value_heads=2, num_local_experts=4, output_router_logits=True)

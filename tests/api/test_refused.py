@@ -44,6 +44,10 @@ def test_ranks_that_built_different_models_are_told(layout: str) -> None:
     assert all(run_ranks(2, refused.other_weights, layout))
 
 
+def test_a_budget_of_recompute_is_told_the_step() -> None:
+    assert all(run_ranks(2, refused.budgets))
+
+
 def test_one_process_needs_none_of_it() -> None:
     assert all(run_ranks(1, refused.one_process))
 

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from fivefold.core.errors import UserError
 from fivefold.core.fp8 import KINDS, RECIPES, WITH_KERNEL, Recipe
 from fivefold.core.layout import Layout
+from fivefold.core.legality import of_fp8
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.fp8 import DTYPES, Float8, casts, is_served, restored, scaled_matmul
@@ -227,6 +228,7 @@ def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:
     plan = lower(facts, Layout.parse("single+fp8+hp1").resolve(1), 0)
     assert {each.name.split(".")[2] for each in (*plan.fp8_linears, *plan.fp8_experts)} == {"1"}
     assert "without fp8" in _refused("tp2+hp1", "llama", 2)
+    assert next(of_fp8(Layout.parse("tp2+hp1"))).what == "fp8_high_layers 1 without fp8"  # before any model is there
     assert "fp8_high_layers 2 at each end leaves none of" in _refused("tp2+fp8+hp2", "llama", 2)
 
 

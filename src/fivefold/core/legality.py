@@ -87,7 +87,7 @@ def violations(
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
     where `batch` is not known. `dp_shard` -1 is taken as not known yet.
     """
-    found = [*of_cp_method(layout), *of_pipeline(layout), *of_mlp_chunks(layout)]
+    found = [*of_cp_method(layout), *of_pipeline(layout), *of_fp8(layout), *of_mlp_chunks(layout)]
     if world is not None:
         found += of_world(layout, world)
     if batch is not None and layout.dp_shard != -1:
@@ -198,6 +198,13 @@ def _of_virtual(layout: "Layout") -> Iterator[Violation]:
     elif layout.stages_per_rank < fewest:
         what, fix = f"{name} has two stages a rank or more", f"set pp_virtual to {fewest} (+v{fewest})"
         yield Violation("pp_virtual", what, fix, (fewest,))
+
+
+def of_fp8(layout: "Layout") -> Iterator[Violation]:
+    """Layers are left out of something."""
+    if layout.fp8_high_layers and layout.fp8 == "none":
+        what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
+        yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
 
 
 def of_mlp_chunks(layout: "Layout") -> Iterator[Violation]:

@@ -152,6 +152,7 @@ def parallelize(
     loss_chunks: int | None = None,
     compile_blocks: bool = False,
     offload_to: str = "host",
+    step: tuple[int, int] | None = None,
 ) -> ParallelModel:
     """Spread a `transformers` causal language model over the current world; the same model, changed in place.
 
@@ -160,7 +161,8 @@ def parallelize(
     fp16). Values come from `source`; without one, from the model itself, or, for a model on the meta device, from
     random initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
     (torchrun, srun) is joined, or one of this process alone. `offload_to`: where what the layout offloads
-    (`+offload_optimizer`) lies: `host` (memory), or a folder of a fast disk.
+    (`+offload_optimizer`) lies: `host` (memory), or a folder of a fast disk. `step`: tokens of a row and micro batches
+    of a step, for a layout with a budget of recompute (`+keep12GiB`), which is spent for them.
 
     Build the optimizer after this. Raises `UserError` when the layout does not fit the world or the model.
     """
@@ -181,7 +183,7 @@ def parallelize(
     _check_same_everywhere(model, values=source is None)
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
-        compile_blocks=compile_blocks, offload_to=offload_to,
+        compile_blocks=compile_blocks, offload_to=offload_to, step=_padded(step, layout),
     )  # fmt: skip
     state = state_of(model)
     if load and not state.plan.watches_routers:
@@ -197,6 +199,15 @@ def parallelize(
     assert isinstance(model, ParallelModel)
     model.given_dtype = given
     return model
+
+
+def _padded(step: tuple[int, int] | None, layout: Layout) -> tuple[int, int] | None:
+    """Rows as the layout pads them. Raises `UserError` for what is no pair of positive numbers."""
+    if step is None:
+        return None
+    if len(step) != 2 or not all(isinstance(size, int) and size > 0 for size in step):
+        raise UserError(f"step {step!r} is no step", fix="step=(tokens of a row, micro batches): step=(8192, 4)")
+    return layout.resolve(dist.get_world_size()).padded(step[0]), step[1]
 
 
 def _check_model(model: nn.Module) -> torch.dtype:

@@ -88,7 +88,7 @@ def parallelize(
     elif budget_bytes(layout.recompute) is not None:
         raise UserError(
             f"a budget of {layout.recompute} is spent for rows and micro batches that are known",
-            fix="+selective or +full here; fivefold train takes a budget",
+            fix="ff.parallelize(..., step=(tokens of a row, micro batches of a step)), or +selective or +full",
         )
     if facts.counted:
         check = partial(check_rows, facts.counted.name, facts.counted.most, layout.cp)

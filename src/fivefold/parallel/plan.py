@@ -570,9 +570,6 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
     of a block with one scale."""
     layout = plan.layout
-    if layout.fp8_high_layers and layout.fp8 == "none":
-        what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
-        yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
     layers = len(plan.anatomy.layers)
     if layout.fp8 != "none" and layout.fp8_high_layers * 2 >= layers:
         what = f"fp8_high_layers {layout.fp8_high_layers} at each end leaves none of {many(layers, 'layer')} to fp8"
