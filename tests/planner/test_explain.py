@@ -6,10 +6,14 @@ from dataclasses import replace
 import pytest
 
 from fivefold.core.layout import Layout
+from fivefold.models.facts_store import facts_of_config
 from fivefold.planner import price
+from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import DOUBTS, ITEMS, memory_interval, step_interval
+from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload, estimate
 from fivefold.planner.explain import USEFUL, binds, cures, neighbours, slower_by, tied
+from fivefold.planner.price import PriceList
 from tests.planner.settings import prices, with_memory
 
 WORKLOAD = Workload(8192, 16)
@@ -92,3 +96,19 @@ def test_neighbours_differ_in_one_respect() -> None:
 def test_nothing_cures_a_model_that_is_far_too_large() -> None:
     price_list = with_memory(prices("llama", "4xH100"), gib=0.001)
     assert cures(price_list, estimate(price_list, Layout.parse("dp4"), WORKLOAD)) == ()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "least", "expected"),
+    [
+        # A CPU's memory is the host's: nothing can be moved there.
+        ("1xcpu", "single+full+fp32", {"single+full+fp32+bf16_states", "single+full+fp32+8bit_states"}),
+        ("1xH100", "single+full", {"single+full+offload_optimizer", "single+full+offload+offload_optimizer"}),
+    ],
+)
+def test_state_is_rounded_where_nothing_else_fits(cluster: str, least: str, expected: set[str]) -> None:
+    whole = PriceList(facts_of_config("llama-3.2-1b"), Cluster.parse(cluster), ENGINES["fivefold"])
+    layout, needed = Layout.parse(least), Workload(1024, 1)
+    price_list = with_memory(whole, gib=0.97 * estimate(with_memory(whole, gib=80), layout, needed).reserved / 2**30)
+    found = cures(price_list, estimate(price_list, layout, needed))
+    assert {str(each.layout) for each in found} == expected and all(each.fits for each in found)

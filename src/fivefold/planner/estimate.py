@@ -17,6 +17,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.schedule import Kind, Slot, Timeline
+from fivefold.core.state_dtypes import RESTORED
 from fivefold.models.flops import Costs
 from fivefold.parallel import memory
 from fivefold.parallel.collectives import Call, StepShape
@@ -581,10 +582,13 @@ class Step:
 
     @cached_property
     def edges(self) -> Edges:
-        found = edges_of(self.price_list, self.shards, self.content, self.layout)
+        found, units = edges_of(self.price_list, self.shards, self.content, self.layout), self.shards.of(self.content)
+        if restored := RESTORED[self.layout.state_dtype]:  # what is made on the way is written and read
+            numbers = sum(unit.trained * count for shard, count in units for unit in shard.units)
+            found = replace(found, update=found.update + traffic_seconds(self.cluster.chip, 2 * restored * numbers))
         if not self.layout.offload_optimizer:
             return found
-        state = sum(unit.state * count for shard, count in self.shards.of(self.content) for unit in shard.units)
+        state = sum(unit.state * count for shard, count in units for unit in shard.units)
         copies = host_seconds(self.cluster.chip, state * len(OPTIMIZERS[self.shards.shape.optimizer].state))
         return replace(found, update=np.maximum(found.update, copies))
 

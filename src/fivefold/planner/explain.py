@@ -20,10 +20,12 @@ from fivefold.planner.search import NEAR
 
 USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
 MOST_CURES = 3
-OFFLOADS: tuple[dict[str, Any], ...] = (  # asked for where nothing else fits: the way to host memory is slow
+# Asked for where nothing else fits: the way to host memory is slow, and state in fewer bytes is rounded.
+OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload_activations": True}, {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
 )  # fmt: skip
+ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": "bf16"}, {"state_dtype": "8bit"})
 TIMES_NODES = (2, 4, 8, 16, 32, 64)  # so many more nodes are asked for what would fit
 
 
@@ -79,18 +81,24 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
             break
         asked = [step.layout for step in steps if step.needs > has * TIGHT][:MOST_CURES]
     if not fitting:
-        fitting = list(_offloaded(prices, [estimate.layout, *asked], estimate.workload))
+        fitting = list(_last_resorts(prices, [estimate.layout, *asked], estimate.workload))
         easily = [step for step in fitting if step.needs <= has * TIGHT]
     return tuple(step.estimate() for step in sorted(easily or fitting, key=lambda step: step.seconds)[:MOST_CURES])
 
 
-def _offloaded(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[Step]:
-    """Those that fit with state or activations in host memory. A CPU has no other."""
+def _last_resorts(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[Step]:
+    """Those that fit with state or activations in host memory (a CPU has no other), or else with rounded state."""
     chip = prices.cluster.chip
-    for layout, away in product(layouts, OFFLOADS) if not chip.is_host else ():
-        step = Step(prices, replace(layout, **away), workload)
-        if step.needs <= chip.memory_bytes:
-            yield step
+    for options in (() if chip.is_host else OFFLOADS, ROUNDED):
+        found = False
+        for layout, option in product(layouts, options):
+            with suppress(UserError):  # a cut through a block of 8-bit state
+                step = Step(prices, replace(layout, **option), workload)
+                if step.needs <= chip.memory_bytes:
+                    found = True
+                    yield step
+        if found:
+            return
 
 
 def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[Layout]:
@@ -158,8 +166,8 @@ def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iter
     with suppress(UserError):
         shorter = longest_sequence(prices, workload, closest.layout).seq_length
         yield f"rows of {shorter:,} tokens fit, with {closest.layout}"
-    for away in _offloaded(prices, [closest.layout], workload):
-        yield f"{away.layout} fits, with a step of {away.seconds:.3g} s"
+    for other in _last_resorts(prices, [closest.layout], workload):
+        yield f"{other.layout} fits, with a step of {other.seconds:.3g} s"
         break
     for times in TIMES_NODES:
         cluster = replace(prices.cluster, nodes=prices.cluster.nodes * times)
