@@ -472,21 +472,32 @@ def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
     Where gradients of weights come apart, the inputs of linears and the gradients of their outputs wait for them: about
     as much as forward left.
     """
-    now, last, count = dict.fromkeys((slot.stage for slot in order), 0), len(layers) - 1, 0
-    found, full, is_later = [dict(now) for _ in range(4)], [0] * 4, False
-    for slot in order:
-        if slot.kind == "F":
-            now[slot.stage] += 1
-            count += layers[slot.stage]
-        has_loss = slot.kind == "F" and slot.stage == (last if last in now else slot.stage)
-        for which, is_such in enumerate((True, has_loss, is_later, is_later and has_loss)):
-            if is_such and count > full[which]:
-                found[which], full[which] = dict(now), count
+    stages = {slot.stage for slot in order}
+    last = len(layers) - 1
+    gives_loss = {last} if last in stages else stages
+    count, is_later, full, places = 0, False, [0] * 4, [-1] * 4
+    for at, slot in enumerate(order):
+        count += layers[slot.stage] * (slot.kind == "F")
+        if count > full[0] or (is_later and count > full[2]) or (slot.kind == "F" and slot.stage in gives_loss):
+            has_loss = slot.kind == "F" and slot.stage in gives_loss
+            for which, is_such in enumerate((True, has_loss, is_later, is_later and has_loss)):
+                if is_such and count > full[which]:
+                    places[which], full[which] = at, count
         if slot.kind in "BW":
-            now[slot.stage] -= 1
             count -= layers[slot.stage]
             is_later = True
-    return UnderWay(*found)
+    return UnderWay(*(_counted(order, at, stages) for at in places))
+
+
+def _counted(order: Sequence[Slot], at: int, stages: Iterable[int]) -> dict[int, int]:
+    """Stage -> its micro batches between their forward and their backward during slot `at`; -1: before all slots."""
+    now = dict.fromkeys(stages, 0)
+    for number, slot in enumerate(order[: at + 1]):
+        if slot.kind == "F":
+            now[slot.stage] += 1
+        elif slot.kind in "BW" and number < at:
+            now[slot.stage] -= 1
+    return now
 
 
 def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
