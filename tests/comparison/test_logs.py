@@ -11,7 +11,8 @@ from fivefold.core.errors import UserError
 MEGATRON = (
     " [2026-01-02 03:04:05] iteration       10/     100 | consumed samples:         1280 | elapsed time per iteration "
     "(ms): 2000.0 | learning rate: 3.0E-04 | global batch size:   128 | lm loss: 4.5E+00 | loss scale: 1.0 |\n"
-    " validation loss at iteration 10 | lm loss value: 4.4E+00 |\n"
+    " validation loss at iteration 10 | lm loss value: 4.4E+00 | lm loss PPL: 8.1E+01 | \n"
+    " validation loss at iteration 10 on test set | lm loss value: 9.9E+00 | lm loss PPL: 2.0E+04 | \n"
 )
 TITAN = (
     "[rank0]:[titan] 2026-01-02 03:04:05 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  4.5000  \x1b[38;2;54m"
@@ -38,16 +39,17 @@ STATE = {
         ("a.csv", "step,loss,tps\n1,5.0,7\n2,4.5,8\n", " tokens_per_step=1k", None, Step(2, 2048, 4.5, None, 8)),
         ("excel.csv", "\ufeffstep, loss, tps\n2, 4.5, 8\n", "", None, Step(2, None, 4.5, None, 8)),
         ("trainer_state.json", json.dumps(STATE), "", None, Step(10, 1000, 4.5, 4.4)),
-        ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, None, 128 * 4096 / 2 / 8)),
-        ("m.log", MEGATRON, "", None, Step(10, None, 4.5)),
+        ("m.log", MEGATRON, " seq_length=4096 devices=8", 8, Step(10, 1280 * 4096, 4.5, 4.4, 128 * 4096 / 2 / 8)),
+        ("m.log", MEGATRON, "", None, Step(10, None, 4.5, 4.4)),
+        ("m.log", MEGATRON.replace("10 |", "10 on validation set |"), "", None, Step(10, None, 4.5, 4.4)),
         # Rows grew in number: samples are counted, not steps; and what is given stands above what is printed.
         (
             "m.log", MEGATRON.replace("1280", "900"), " seq_length=10 devices=8", 8,
-            Step(10, 9000, 4.5, None, 1280 / 2 / 8),
+            Step(10, 9000, 4.5, 4.4, 1280 / 2 / 8),
         ),
         (
             "m.log", MEGATRON, " seq_length=10 devices=8 tokens_per_step=640", 8,
-            Step(10, 12800, 4.5, None, 640 / 2 / 8),
+            Step(10, 12800, 4.5, 4.4, 640 / 2 / 8),
         ),
         ("t.log", TITAN, " tokens_per_step=8192", None, Step(10, 81920, 4.5, 4.4, 5432, 12.5, 31.77)),
         (
@@ -62,7 +64,7 @@ STATE = {
             "trainer_state.json", '{"log_history": [{"step": [1], "loss": 5}, {"step": 2, "loss": 4.5}]}',
             "", None, Step(2, None, 4.5),
         ),
-        ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5)),
+        ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5, 4.4)),
         ("a log.csv", "step,loss\n2,4.5\n", " devices=4  tokens_per_step=8", 4, Step(2, 16.0, 4.5)),
     ],
 )  # fmt: skip

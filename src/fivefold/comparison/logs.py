@@ -41,6 +41,11 @@ _MEGATRON = {
     "step": r"iteration\s+(\d+)/", "samples": r"consumed samples:\s*(\d+)", "loss": r"lm loss:\s*([-+.\deE]+)",
     "milliseconds": r"elapsed time per iteration \(ms\):\s*([\d.]+)", "rows": r"global batch size:\s*(\d+)",
 }  # fmt: skip
+# After a step, or of the validation set when training has ended; a test set's line says `on test set`.
+_MEGATRON_VALIDATION = {
+    "step": r"validation loss at iteration\s+(\d+)(?: on validation set)?\s*\|",
+    "eval_loss": r"\|\s*lm loss value:\s*([-+.\deE]+)",
+}
 _TORCHTITAN = {
     "step": r"step:\s*(\d+)", "loss": r"loss:\s*([-+.\deE]+)", "tps": r"tps:\s*([\d,]+)",
     "mfu_pct": r"mfu:\s*([\d.]+)%", "peak_gib": r"memory:\s*([\d.]+)GiB",
@@ -153,7 +158,8 @@ def _rows(text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
         return "CSV", list(csv.DictReader(lines, skipinitialspace=True))
     megatron = [_found(line, _MEGATRON) for line in lines if "lm loss:" in line and "iteration" in line]
     if megatron:
-        return "Megatron-LM", megatron
+        validations = (_found(line, _MEGATRON_VALIDATION) for line in lines if "validation loss at" in line)
+        return "Megatron-LM", _joined([*megatron, *(row for row in validations if len(row) == 2)])
     return "torchtitan", _joined([_titan(line) for line in lines if re.search(_TORCHTITAN["step"], line)])
 
 
