@@ -20,8 +20,9 @@ from fivefold.rehearsal.report import TIGHT, Rehearsal
 from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.rehearsal.stream_order import Group, issued
-from fivefold.rehearsal.watch import Watch, _asked, line_of
+from fivefold.rehearsal.watch import Watch, line_of
 from fivefold.report.render import write
+from fivefold.training.out_of_memory import asked_bytes
 
 GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
 COMPUTE, OTHER = 0, 5  # streams
@@ -240,7 +241,7 @@ def test_bytes_are_those_that_are_declared_but_for_an_exchange(kind: str, is_ok:
      ("Tried to allocate 512 bytes", 512), ("out of memory", 0)],
 )  # fmt: skip
 def test_what_an_error_says_was_asked_for(message: str, asked: int) -> None:
-    assert _asked(message) == asked
+    assert asked_bytes(message) == asked
 
 
 def test_of_a_phase_that_comes_again_the_last_time_counts() -> None:

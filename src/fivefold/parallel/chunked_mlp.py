@@ -37,4 +37,8 @@ def _in_pieces(
         return plain(enter(part)) if args else plain(**dict.fromkeys(named, enter(part)))
 
     run = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
-    return torch.cat([run(part) for part in torch.split(hidden, -(-hidden.shape[1] // pieces), dim=1)], dim=1)
+    tokens = hidden.shape[1]
+    size = -(-tokens // pieces)
+    # Not by `torch.split`: a checkpoint around this one would keep its views, two tensors a layer.
+    parts = (hidden[:, start : start + size] for start in range(0, tokens, size))
+    return torch.cat([run(part) for part in parts], dim=1)

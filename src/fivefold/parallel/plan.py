@@ -332,10 +332,11 @@ class ParallelPlan:
         return weight.removesuffix(".weight") in self.kept_linears
 
     def is_one_graph(self, layer: str) -> bool:
-        """Whether a compiled layer is one graph. Attention that sends, experts, and gradients of weights that are put
-        off run outside of graphs; fp8 agrees on scales outside of its kernels."""
+        """Whether a compiled layer is one graph. Attention that sends, experts, MLPs in pieces, and gradients of
+        weights that are put off run outside of graphs; fp8 agrees on scales outside of its kernels."""
         parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
-        return not (parts or any(is_within(each.name, [layer]) for each in self.facts.experts))
+        outside = (*(each.name for each in self.facts.experts), *self.chunked_mlps)
+        return not (parts or any(is_within(name, [layer]) for name in outside))
 
     @cached_property
     def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
