@@ -31,14 +31,10 @@ def _in_pieces(
 ) -> Tensor:
     """The forward of an MLP, whose one argument are hidden states [B, T, D]."""
     assert len(args) + len(named) == 1, "an MLP that is given more than hidden states is not run in pieces"
-    hidden = next(iter((*args, *named.values())))
+    hidden, name = next(iter((*args, *named.values()))), next(iter(named), None)
 
-    def piece(part: Tensor) -> Tensor:
-        return plain(enter(part)) if args else plain(**dict.fromkeys(named, enter(part)))
+    def piece(part: Tensor) -> Tensor:  # holds no tensor: until backward it is kept for each piece
+        return plain(enter(part)) if name is None else plain(**{name: enter(part)})
 
     run = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece
-    tokens = hidden.shape[1]
-    size = -(-tokens // pieces)
-    # Not by `torch.split`: a checkpoint around this one would keep its views, two tensors a layer.
-    parts = (hidden[:, start : start + size] for start in range(0, tokens, size))
-    return torch.cat([run(part) for part in parts], dim=1)
+    return torch.cat([run(part) for part in torch.split(hidden, -(-hidden.shape[1] // pieces), dim=1)], dim=1)
