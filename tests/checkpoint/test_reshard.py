@@ -64,6 +64,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save
 
 
+def test_scales_of_fp8_go_on_under_another_layout(tmp_path: Path) -> None:
+    """They follow from the steps before the save, of linears that tp cuts."""
+    case = Case("single+fp64+fp8_delayed", packing=False)
+    (alone,) = run_ranks(1, train_and_save, case, tmp_path, 2, 2)
+    for layout in ("single", "tp2"):
+        other = case.with_layout(f"{layout}+fp64+fp8_delayed")
+        (found,) = run_ranks(other.parsed.world, load_and_train, other, [newest(tmp_path)], 2)[0]
+        np.testing.assert_allclose(found.losses, alone.losses, rtol=1e-10, err_msg=layout)
+
+
 @pytest.mark.parametrize("square", SQUARES, ids=lambda square: f"{square[0]}-of-{len(square[1])}")
 def test_every_layout_reads_every_other(saved: Saved, square: tuple[str, tuple[str, ...]]) -> None:
     layout, writers = square

@@ -5,6 +5,7 @@ import json
 from functools import lru_cache
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import of_fp8
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
+from fivefold.ops.delayed import Delayed
 from fivefold.ops.fp8 import DTYPES, Float8, casts, is_served, restored, scaled_matmul
 from fivefold.ops.linear import Linears
 from fivefold.parallel.amax import AmaxHistory
@@ -121,10 +123,25 @@ def _noted() -> dict[str, Any]:
         history.end_step()
         seen.append(largest())
     with history.recording():
-        history.note([0, 1], "input", torch.tensor(float("inf")))
+        history.note([0, 1], "input", torch.tensor(9.0))
     nothing = history.largest(0, "gradient")
     assert nothing is not None
     return {"first": first, "largest": seen, "nothing": float(nothing), "skipped": largest()}
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_seen_and_forgotten(odd: float) -> None:
+    """A cast would make the largest number of it, and the step would pass; in the history it would spoil sixteen."""
+    history = AmaxHistory(["a"], 16, torch.device("cpu"))
+    history.load({"a": [[3.0, 3.0, 3.0]]})
+    linear = Delayed(RECIPES["delayed"], {}, False, history, (0,))
+    x, weight = torch.tensor([[1.0, 2.0, odd]]), torch.ones(1, 3)
+    with patch.object(dist, "all_reduce"), history.recording():
+        (out,), _ = linear.outputs(x, [weight])
+    assert out.isnan().all()
+    history.end_step()
+    (out,), _ = linear.outputs(torch.tensor([[1.0, 2.0, -3.0]]), [weight])
+    assert abs(out.item()) < 0.2  # of 1 + 2 - 3, in three bits each
 
 
 def test_a_history_goes_on_from_a_checkpoint_by_the_names_of_linears() -> None:
@@ -137,6 +154,8 @@ def test_a_history_goes_on_from_a_checkpoint_by_the_names_of_linears() -> None:
     more = AmaxHistory(["a", "b", "c"], 2, torch.device("cpu"))
     more.load(state)  # one layer more multiplies in fp8
     assert more.largest(0, "input") is None
+    one.load({})  # a checkpoint of a run in bf16
+    assert one.largest(0, "input") is None and one.state() == {}
 
 
 # ---- one process and the reference -----------------------------------------------------------------------------------

@@ -42,10 +42,13 @@ class Delayed(Float8):
     def _known(self, operand: Operand, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """The largest values of earlier steps; those of now are noted. All linears have the same input."""
         groups = [self.rows] if operand == "input" and tensors else [(row,) for row in self.rows[: len(tensors)]]
+        found = []
         for tensor, rows in zip(tensors, groups, strict=True):
-            self.history.note(rows, operand, tensor.detach().abs().amax())
-        found = [self.history.largest(rows[0], operand) for rows in groups]
-        return None if any(each is None for each in found) else [each for each in found if each is not None]
+            now, before = tensor.detach().abs().amax(), self.history.largest(rows[0], operand)
+            self.history.note(rows, operand, now)
+            if before is not None:
+                found.append(before + 0.0 * now)  # NaN where `now` is not finite, which a cast would hide
+        return found if len(found) == len(groups) else None
 
 
 def _cast(x: Tensor, cast: Cast, largest: Tensor) -> Rounded:

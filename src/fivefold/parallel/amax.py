@@ -45,6 +45,7 @@ class AmaxHistory:
             yield
         finally:
             self._is_open = False
+        self._now.nan_to_num_(nan=0.0, posinf=0.0)  # says nothing of the next step
         dist.all_reduce(self._now, dist.ReduceOp.MAX)
 
     def note(self, rows: Sequence[int], operand: Operand, largest: Tensor) -> None:
@@ -77,6 +78,7 @@ class AmaxHistory:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint keeps. One that has none of a linear (it did not train in fp8, or in fewer
         layers) leaves no history: the next step begins one."""
+        self.history, self._largest = self.history[:0], None
         if self.names and all(name in state for name in self.names):
             each = [state[name][-self.steps :] for name in self.names]
             self._keep(torch.tensor(each, dtype=torch.float64, device=self._now.device).transpose(0, 1).contiguous())

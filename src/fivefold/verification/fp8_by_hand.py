@@ -6,6 +6,7 @@ sorted table gives the nearest number. The rounded operands are multiplied in fp
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,7 +84,9 @@ class Amax:
 
     def end_step(self) -> None:
         for operand, value in self.now.items():
-            self.before[operand] = [*self.before.get(operand, []), value][-self.steps :]
+            self.before[operand] = [*self.before.get(operand, []), value if math.isfinite(value) else 0.0][
+                -self.steps :
+            ]
         self.now.clear()
 
 
