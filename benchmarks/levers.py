@@ -19,6 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.pages import put_between
+
 from fivefold.config import RunConfig, load_config
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.chips import GIB
@@ -157,9 +159,7 @@ def main() -> None:
             print(found[changes], flush=True)
             RESULTS.write_text("[\n" + ",\n".join(f" {json.dumps(asdict(row))}" for row in found.values()) + "\n]\n")
     text = table([found.get(changes, Row(changes)) for changes in ROWS])
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    put_between(BEGIN, END, text, PAGE)
     print(text)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.pages import put_between
 from benchmarks.planned_memory import prices
 
 from fivefold.core.errors import UserError
@@ -246,10 +247,7 @@ def rehearsed_table(seen: Sequence[Rehearsed]) -> str:
 
 def publish(name: str, text: str) -> None:
     """Put a table into the page, between its marks."""
-    page, begin, end = PAGE.read_text(encoding="utf-8"), f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, rest = page.split(begin)
-    _, after = rest.split(end)
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+    put_between(f"<!-- {name} -->", f"<!-- end of {name} -->", text, PAGE)
 
 
 def main() -> None:
