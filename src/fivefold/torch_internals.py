@@ -17,7 +17,7 @@ anything runs.
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fivefold.core.errors import UserError
 
@@ -103,6 +104,13 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def storage_key(tensor: Tensor) -> int:
     """What a tensor and its views have in common, on meta too, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Those that a tensor of a wrapper subclass is made of; a plain one alone."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -246,6 +254,19 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
             shared.reduce_scatter_state = None
 
 
+def fsdp_extend(module: "FSDPModule", gathers: Mapping[nn.Parameter, Any]) -> None:
+    """Let FSDP gather those parameters of a unit as `gathers` says: `before` and `after` become the hooks of the shard
+    (its all-gather extension), which is noted there with the rows that FSDP pads it to. FSDP looks for them when it
+    deals a parameter out, which is too early: a shard has its tensor when the model has left the meta device."""
+    for group in filter(None, _groups(module)):
+        for each in group.fsdp_params:
+            each.reset_sharded_param()  # pads it, as FSDP does when it is first called
+            if (gather := gathers.get(each.sharded_param)) is not None:
+                gather.shard, gather.rows = each.sharded_param._local_tensor, each.padded_sharded_param_size[0]
+                gather.shard.fsdp_pre_all_gather, gather.shard.fsdp_post_all_gather = gather.before, gather.after
+                each._init_extensions()
+
+
 def _groups(module: "FSDPModule") -> list[Any]:
     """The parameter groups of a unit (torch 2.11 has one)."""
     state = module._get_fsdp_state()
@@ -386,7 +407,12 @@ _OF_FSDP = {  # module and class -> what is read of it
     "_fully_shard.FSDPModule": ("_get_fsdp_state",),
     "_fsdp_state.FSDPState": ("_lazy_init",),
     "_fsdp_param_group.FSDPParamGroup": ("post_backward", "finalize_backward"),
-    "_fsdp_param.FSDPParam": ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"),
+    "_fsdp_param.FSDPParam": (
+        "to_accumulated_grad_if_needed",
+        "accumulate_unsharded_grad_if_needed",
+        "reset_sharded_param",
+        "_init_extensions",
+    ),
 }
 
 

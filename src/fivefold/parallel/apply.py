@@ -38,6 +38,7 @@ from fivefold.parallel import context, data, expert, passes, pipeline, probe, te
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.fp8_gather import Fp8Gathers
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -123,9 +124,22 @@ def parallelize(
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
     model.to_empty(device=device)  # the sharded parameters, and the buffers
     _tie(model, facts.anatomy)
+    gathers = Fp8Gathers(model, plan, amax, data.COMPUTE_DTYPES[layout.precision])
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
-        plan, mesh, tp, cp, experts, piped, partial_gradients, reduce_dtype, balance, offload, amax, compiled
+        plan,
+        mesh,
+        tp,
+        cp,
+        experts,
+        piped,
+        partial_gradients,
+        reduce_dtype,
+        balance,
+        offload,
+        amax,
+        gathers,
+        compiled,
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])

@@ -43,10 +43,10 @@ Bytes = Any  # a number, or an array of them: the planner adds up many layouts a
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of its own unit,
-    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`: of
-    the largest parameter of a layer. `ahead`: what backward gathers of a layer while the one behind it runs: its own
-    unit, or 0 where this rank has it whole."""
+    """Of a rank's FSDP units (bytes gathered, numbers reduced): of the largest layer with its experts; of its own unit,
+    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`:
+    numbers of the largest parameter of a layer. `ahead`: bytes that backward gathers of a layer while the one behind it
+    runs: its own unit, or 0 where this rank has it whole."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -164,7 +164,7 @@ def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _units(plan: "ParallelPlan") -> Units:
-    sizes = {unit.name: plan.padded_sizes(unit) for unit in plan.units}
+    sizes = {unit.name: (plan.gathered_bytes(unit), plan.padded_sizes(unit)[1]) for unit in plan.units}
     of_layers = [
         (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer]) for layer in plan.layers
     ]
@@ -238,7 +238,7 @@ def resting_bytes(
             **state,
             "gradients": state["gradients"] if is_there and (zero > 1 or is_update) else 0,
             "optimizer state": state.get("optimizer state", 0) + more * is_update,
-            "gathered parameters": (total[0] if zero < 3 else gathered) * shape.compute_bytes,
+            "gathered parameters": total[0] if zero < 3 else gathered,
             "unreduced gradients": unreduced + summed,
         }
     return found

@@ -704,7 +704,7 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if offloads or state_dtype != "fp32":
-        largest = max(unit.largest * unit.held // max(1, unit.gathered) for unit in units) * shape.master_bytes
+        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
         state = memory.in_update(state, largest, shape, offloads=offloads, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
@@ -736,8 +736,8 @@ def _exchanges(
     for moment, (kind, beside) in EXCHANGES.items():
         at_work, is_later = moments[beside], beside in LATER
         if kind == "a gather":
-            gathered, waiting = max(units.layer[0], 2 * own), own * is_later
-            buffers = (sent.gathered * compute + waiting * reduce) * (zero == 3)
+            gathered, waiting = max(units.layer[0], 2 * own), units.own[1] * is_later * bool(own)
+            buffers = (sent.gathered + waiting * reduce) * (zero == 3)
         else:
             gathered, waiting = units.layer[0] - sent.gathered + own, sent.reduced
             buffers = (sent.reduced + sent.trained) * reduce
@@ -745,7 +745,7 @@ def _exchanges(
         found[moment] = {
             **at_work,
             WAITING: at_work[WAITING] - computing + waiting * reduce,
-            GATHERED: (units.root[0] + gathered) * compute if zero == 3 else at_work[GATHERED],
+            GATHERED: units.root[0] + gathered if zero == 3 else at_work[GATHERED],
             BUFFERS: buffers,
         }
     return found
@@ -778,7 +778,7 @@ def _units(shards: Shards, content: Content) -> Units:
 
 def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
     """Bytes of another trainer's gathered parameters, and of gradients before they are reduced. `sizes`: of each unit
-    the numbers that it gathers and that it reduces; the model's own unit is the last.
+    the bytes that it gathers and the numbers that it reduces; the model's own unit is the last.
 
     ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
     all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
@@ -789,7 +789,7 @@ def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) ->
     gathered = everything if zero < 3 else root + sum(largest)
     reduced = [size for _, size in sizes]
     waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
-    return gathered * shape.compute_bytes, waiting
+    return gathered, waiting
 
 
 def spare_bytes(shards: Shards, content: Content) -> int:
@@ -797,7 +797,7 @@ def spare_bytes(shards: Shards, content: Content) -> int:
     units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
     if content.has_head:
         units += shards.rest((content.has_embedding, True)).units
-    return sum(unit.gathered for unit in units) * shards.shape.compute_bytes
+    return sum(unit.gathered for unit in units)
 
 
 def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
