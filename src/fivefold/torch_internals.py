@@ -17,7 +17,7 @@ anything runs.
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from fivefold.core.errors import UserError
 
 if TYPE_CHECKING:  # a second of imports that only training needs
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 SUPPORTED = "2.11 to 2.14"
 
@@ -254,17 +255,31 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
             shared.reduce_scatter_state = None
 
 
-def fsdp_extend(module: "FSDPModule", gathers: Mapping[nn.Parameter, Any]) -> None:
-    """Let FSDP gather those parameters of a unit as `gathers` says: `before` and `after` become the hooks of the shard
-    (its all-gather extension), which is noted there with the rows that FSDP pads it to. FSDP looks for them when it
-    deals a parameter out, which is too early: a shard has its tensor when the model has left the meta device."""
-    for group in filter(None, _groups(module)):
-        for each in group.fsdp_params:
-            each.reset_sharded_param()  # pads it, as FSDP does when it is first called
-            if (gather := gathers.get(each.sharded_param)) is not None:
-                gather.shard, gather.rows = each.sharded_param._local_tensor, each.padded_sharded_param_size[0]
-                gather.shard.fsdp_pre_all_gather, gather.shard.fsdp_post_all_gather = gather.before, gather.after
-                each._init_extensions()
+def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
+    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    found = (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params)
+    return {(each._module_info.module, each._module_info.param_name): each for each in found}
+
+
+def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
+    """Let FSDP gather a parameter as `gather` says. Its `before` and `after` become the hooks of the shard, an
+    all-gather extension of FSDP2; `gather.rest(size, dtype)` says where the shard lies, padded to `size`, or None for
+    where it is. `gather.shard` is the shard.
+
+    FSDP looks for hooks when it deals a parameter out, on the meta device; here it is on the device.
+    """
+    of.reset_sharded_param()  # type: ignore[no-untyped-call]  # pads, as FSDP does when it is first called
+    parameter: Any = of.sharded_param
+    size = of.padded_sharded_param_size
+    gather.rows, shard = size[0], parameter._local_tensor
+    if (home := gather.rest(size, shard.dtype)) is not None:
+        of._sharded_param_data, parameter._local_tensor = home.view(-1), home[: len(shard)]
+    gather.shard = shard = parameter._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gather.before, gather.after
+    of._init_extensions()
 
 
 def _groups(module: "FSDPModule") -> list[Any]:

@@ -107,9 +107,9 @@ class Float8:
     is_transposed: bool
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        turned, once = self._of_outputs(weights), self.recipe.casts_once
-        (rows,), matrices = self.casts("output", [_flat(x)], [] if once else turned)
-        matrices = _rounded(turned) if once else matrices
+        once = self.recipe.casts_once
+        (rows,), matrices = self.casts("output", [_flat(x)], [] if once else self._turned(weights, self.is_transposed))
+        matrices = self._rounded(weights, self.is_transposed) if once else matrices
         outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
         return outs, rows if once else (x,)
 
@@ -126,19 +126,18 @@ class Float8:
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
         flat, dtype = [_flat(grad) for grad in grads], grads[0].dtype
-        turned = [weight.T for weight in self._of_outputs(weights)]
         if self.recipe.casts_once:
             values, scale = kept
             rows, _ = self.casts("input_grad", flat, [])
             later: Later = partial(self._weight_grads, [(grad.T, own) for grad, own in rows], (values.T, scale), dtype)
             if not wants_input:
                 return None, later
-            matrices = _rounded(turned)
+            matrices = self._rounded(weights, not self.is_transposed)
         else:
             later = partial(self._cast_weight_grads, flat, *kept)
             if not wants_input:
                 return None, later
-            rows, matrices = self.casts("input_grad", flat, turned)
+            rows, matrices = self.casts("input_grad", flat, self._turned(weights, not self.is_transposed))
         parts = [self._product("input_grad", *both, dtype) for both in zip(rows, matrices, strict=True)]
         return sum(parts[1:], start=parts[0]).view(*grads[0].shape[:-1], -1), later
 
@@ -153,8 +152,13 @@ class Float8:
         made = (self._product("weight_grad", grad, x_IS, dtype) for grad in grads_OS)
         return tuple(each.T if self.is_transposed else each for each in made)
 
-    def _of_outputs(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return [weight.T if self.is_transposed else weight for weight in weights]
+    def _turned(self, weights: Sequence[Tensor], is_turned: bool) -> list[Tensor]:
+        return [weight.T if is_turned else weight for weight in weights]
+
+    def _rounded(self, weights: Sequence[Tensor], is_turned: bool) -> list[Rounded]:
+        """Of weights that FSDP has gathered in fp8."""
+        own = [typing.cast(Fp8Weight, weight) for weight in weights]
+        return [*zip(self._turned([each.codes for each in own], is_turned), (each.scale for each in own), strict=True)]
 
     def _product(self, which: Product, a_MK: Rounded, b_NK: Rounded, dtype: torch.dtype) -> Tensor:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
@@ -163,10 +167,6 @@ class Float8:
             return scaled_matmul(*a_MK, *b_NK, dtype, fast=which == "output")
         wide = held_in(dtype, pair)
         return (restored(*a_MK, wide) @ restored(*b_NK, wide).T).to(dtype)
-
-
-def _rounded(weights: Sequence[Tensor]) -> list[Rounded]:
-    return [typing.cast(Fp8Weight, each).rounded for each in weights]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from fivefold.planner.compute import (
     Product,
     attention_seconds,
     fused_saved,
+    host_seconds,
     matmul_seconds,
     traffic_seconds,
 )
@@ -426,6 +427,8 @@ class _Sharding(_Pricing):
         )
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
+        if self.plan.layout.offload_parameters:
+            gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
             held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit),
@@ -461,7 +464,7 @@ def shard_layout(layout: Layout) -> Layout:
     return Layout(
         dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
-        state_dtype=layout.state_dtype,
+        state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
     )  # fmt: skip
 
 
@@ -520,6 +523,8 @@ class PriceList:
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
         key = shard_layout(layout)
+        if self.engine.moments:  # what travels in fp8 is this runtime's
+            key = replace(key, fp8=layout.fp8)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
         return self._shards[key]
