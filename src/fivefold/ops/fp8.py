@@ -164,6 +164,8 @@ class Float8:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
         pair: Pair = getattr(self.recipe, which)
         if is_served(a_MK[0], b_NK[0], pair, dtype):
+            if which == "input_grad":
+                b_NK = laid_out(b_NK[0], a_MK[0]), b_NK[1]
             return scaled_matmul(*a_MK, *b_NK, dtype, fast=which == "output")
         wide = held_in(dtype, pair)
         return (restored(*a_MK, wide) @ restored(*b_NK, wide).T).to(dtype)
@@ -267,6 +269,18 @@ def _has_units(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= FP8_UNITS
+
+
+@torch.library.custom_op("fivefold::laid_out", mutates_args=())
+def laid_out(x: Tensor, beside: Tensor) -> Tensor:
+    """A copy of `x`, row after row. To a compiler it depends on `beside`: what is multiplied in backward is laid out
+    there, and not in forward, where a graph would keep the copy beside what it was made of."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@laid_out.register_fake
+def _(x: Tensor, beside: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def scaled_matmul(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
