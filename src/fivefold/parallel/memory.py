@@ -296,22 +296,29 @@ class LayerBytes:
 
 
 def layer_choices(plan: "ParallelPlan", shape: StepShape) -> dict[str, dict[Mode, Choice]]:
-    """Each layer of this rank under each mode of recompute. Its work is told in bytes of memory traffic: a multiply and
-    an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    """Each layer of this rank under each mode of recompute, with all its micro batches in flight."""
     layers = [last - first for first, last in plan.stages.splits]
     counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
-    tokens, found = shape.rows * shape.tokens, dict[str, dict[Mode, Choice]]()
-    for stage in plan.own_stages:
-        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]:
-            cost = costs[layer]
-            of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
-            features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
-            flops = tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
-            traffic = 2.0 * of["none"].saved
-            again = {"none": 0.0, "selective": traffic, "full": traffic + flops / FLOPS_PER_BYTE}
-            found[layer] = {mode: Choice(counts.most[stage] * of[mode].kept, again[mode]) for mode in MODES}
-    return found
+    return {
+        layer: {
+            mode: replace(choice, kept=counts.most[stage] * choice.kept)
+            for mode, choice in mode_choices(plan, layer, costs[layer], shape).items()
+        }
+        for stage in plan.own_stages
+        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]
+    }
+
+
+def mode_choices(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> dict[Mode, Choice]:
+    """A layer under each mode of recompute, in one micro batch. Its work is told in bytes of memory traffic: a multiply
+    and an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
+    features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
+    flops = shape.rows * shape.tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
+    traffic = 2.0 * of["none"].saved
+    again = {"none": 0.0, "selective": traffic, "full": traffic + flops / FLOPS_PER_BYTE}
+    return {mode: Choice(of[mode].kept, again[mode]) for mode in MODES}
 
 
 def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:

@@ -7,11 +7,10 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID
-from fivefold.core.units import many
+from fivefold.core.units import GIB, many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.answers import answer
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload

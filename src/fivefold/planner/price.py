@@ -13,9 +13,8 @@ from math import gcd, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import Recompute, budget_bytes
+from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import layer_calls, unit_calls
@@ -499,14 +498,8 @@ class PriceList:
         return other
 
     def of(self, layout: Layout, tokens: int) -> Prices:
-        """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
-        not fit the model."""
-        if budget_bytes(layout.recompute) is not None:
-            raise UserError(
-                f"a budget of {layout.recompute} is spent when a run starts, and not priced before",
-                fix="plan with memory.recompute: none, selective or full; fivefold doctor --layout spends a budget",
-                more="docs/memory.md",
-            )
+        """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Recompute is a mode; what a budget of it
+        is spent for, `budget.py` says. Raises `UserError` where the layout does not fit the model."""
         work = work_layout(layout)
         if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
             work = replace(work, fp8=layout.fp8)
@@ -598,8 +591,12 @@ class PriceList:
         plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
 
+    def splits(self, pipeline: Layout) -> Sequence[tuple[int, int]]:
+        """Of each stage, its first layer and the one behind its last."""
+        return self.engine.split(self.facts, pipeline)
+
     def _staged(self, pipeline: Layout) -> Stages:
-        splits, pp = self.engine.split(self.facts, pipeline), pipeline.pp
+        splits, pp = self.splits(pipeline), pipeline.pp
         kinds = len(self.short.anatomy.layers)
         layers, ranks = np.zeros((len(splits), kinds + 2)), np.zeros((pp, len(splits)))
         for stage, (first, last) in enumerate(splits):

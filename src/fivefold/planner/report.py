@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.units import many
-from fivefold.planner.chips import GIB
+from fivefold.core.units import GIB, many
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
@@ -191,6 +190,13 @@ def _against(asked: Estimate, best: Estimate | None) -> str:
         return f"; {-more:.1%} faster than {best.layout}"
     terms = ", ".join(f"{each.item} {each.share:+.1%}" for each in slower_by(asked, best)[:3] if each.share > 1e-3)
     return f"; {more:.1%} slower than {best.layout}: {terms}"
+
+
+def proposed(budget: Estimate, best: Estimate) -> str:
+    """What a budget of recompute would bring, in a sentence."""
+    less = 1 - budget.step_seconds / best.step_seconds
+    needs = f"{budget.reserved / GIB:.1f} GiB"
+    return f"{budget.layout}, which keeps as much as there is room for, takes {less:.1%} less than the fastest: {needs}"
 
 
 def title(model: str, cluster: Cluster, workload: Workload) -> str:
