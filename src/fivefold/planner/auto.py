@@ -7,6 +7,7 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID
+from fivefold.core.recompute import budget_bytes
 from fivefold.core.units import GIB, many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
@@ -60,7 +61,8 @@ def _given(config: RunConfig) -> dict[str, Any]:
     given = {name: value for name, value in config.given.items() if (name, value) != ("dp_shard", -1)}
     for name, value in given.items():
         said = SAID[name]
-        if name not in OPEN and value != said.file_default:
+        is_budget = name == "recompute" and budget_bytes(value) is not None
+        if is_budget or (name not in OPEN and value != said.file_default):
             raise UserError(
                 f"layout: auto does not go with {said.section}.{said.key} {value}",
                 fix=f"leave {said.section}.{said.key} out, or write the whole layout",

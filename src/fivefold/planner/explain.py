@@ -68,6 +68,7 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
 
     A neighbour differs in one option, or has twice the degree of one dimension at the cost of data parallelism. Where
     fewer than three fit, neighbours of neighbours are asked, and theirs. Tight ones count where all that fit are tight.
+    Where only recompute would be changed, a budget of it is named, if there is one that is faster.
     None where a layout that fits is further off.
     """
     has, seen, asked = prices.cluster.chip.memory_bytes, {estimate.layout}, [estimate.layout]
@@ -85,9 +86,11 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
     if not fitting:
         fitting = list(_last_resorts(prices, [estimate.layout, *asked], estimate.workload))
         easily = [step for step in fitting if step.needs <= has * TIGHT]
-    found = sorted(easily or fitting, key=lambda step: step.seconds)[:MOST_CURES]
-    found = [budgeted(step, has * TIGHT if easily else has) or step for step in found]
-    return tuple(step.estimate() for step in sorted(found, key=lambda step: step.seconds))
+    found = sorted(easily or fitting, key=lambda step: step.seconds)
+    again = [step for step in found if replace(step.layout, recompute="none") == estimate.layout]
+    if again and (budget := budgeted(again[0], has * TIGHT if easily else has)) is not None:
+        found = sorted([*(step for step in found if step not in again), budget], key=lambda step: step.seconds)
+    return tuple(step.estimate() for step in found[:MOST_CURES])
 
 
 def budgeted(step: Step, most: float) -> Step | None:
@@ -104,8 +107,10 @@ def budgeted(step: Step, most: float) -> Step | None:
     if of(MOST_HALVES).seconds > step.seconds * (1 - NEAR):  # with nothing computed again
         return None
     # Below what full recompute keeps, no budget can be kept.
-    found = of(largest(lambda halves: not most < of(halves).needs < inf, MOST_HALVES))
-    return found if found.needs <= most and found.seconds < step.seconds * (1 - NEAR) else None
+    halves = largest(lambda halves: not most < of(halves).needs < inf, MOST_HALVES)
+    found = of(halves)
+    is_one = halves < MOST_HALVES and found.needs <= most
+    return found if is_one and found.seconds < step.seconds * (1 - NEAR) else None
 
 
 def proposal(estimates: Sequence[Estimate], prices: PriceList) -> Estimate | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from fivefold.core.terminal import folded
 from fivefold.core.units import GIB, many
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import Interval
@@ -87,7 +88,7 @@ def _table(rows: Sequence[Ranked]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    texts = [_folded(row.layout) for row in rows]
+    texts = [folded(row.layout, LAYOUT, before="+") for row in rows]
     widest = max(len(line) for text in texts for line in text.splitlines())
     table.add_column("layout", overflow="fold", min_width=min(LAYOUT, widest))
     for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
@@ -97,17 +98,6 @@ def _table(rows: Sequence[Ranked]) -> "Table":
         speed = f"{row.tokens_per_second_per_device:,.0f}", f"{row.mfu_pct:.1f}"
         table.add_row(text, f"{row.reserved_gib:.1f}", row.step, *speed, row.says)
     return table
-
-
-def _folded(layout: str) -> str:
-    """A long layout on several lines, broken before its options."""
-    lines = [""]
-    for number, option in enumerate(layout.split("+")):
-        part = f"+{option}" if number else option
-        if lines[-1] and len(lines[-1]) + len(part) > LAYOUT:
-            lines.append(" ")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 def seconds_text(seconds: float) -> str:
