@@ -190,13 +190,14 @@ class Stages:
 @dataclass(frozen=True)
 class _Pricing:
     """What prices are computed from. `across`: the layout's pipeline leaves the node. `is_fp8`: the matmuls of layers
-    are."""
+    are. `forwards`: by layer, what was computed of its forward, which all modes of recompute share."""
 
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
     across: bool = False
     is_fp8: bool = False
+    forwards: dict[str, tuple[tuple[Product, ...], float, float, float, float]] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -211,6 +212,14 @@ class _Pricing:
         """Those of a micro batch, without FSDP's."""
         calls = self.prices.layer_calls(self.plan, self.shape)
         return tuple(call for call in calls if call.axis in AXES and call.phase != "step")
+
+    @cached_property
+    def calls_of(self) -> dict[str, list[Call]]:
+        """`calls` by the module that sends."""
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
 
     @property
     def dtype(self) -> str:
@@ -228,7 +237,7 @@ class _Pricing:
 
     def seconds(self, call: Call) -> float:
         """One of a call's collectives."""
-        return seconds(self.prices.cluster, self.prices.span(self.plan.grid.axes[call.axis]), call)
+        return self.prices.seconds(self.plan.grid.axes[call.axis], call)
 
     # ---- compute -----------------------------------------------------------------------------------------------------
 
@@ -267,15 +276,11 @@ class _Pricing:
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
-        chip, dtype, mode = self.chip, self.dtype, self.shape.recompute.of(layer)
-        engine, token = self.engine, self.tokens * self.shape.compute_bytes
-        products = tuple(self.products(layer, cost))
-        matmuls = sum(map(self._matmul_seconds, products))
-        attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
-        layout = self.plan.layout
-        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
-        scores = sum(map(self.scores, cost.attention))
-        traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
+        chip, mode = self.chip, self.shape.recompute.of(layer)
+        engine = self.engine
+        if layer not in self.forwards:
+            self.forwards[layer] = self._forward(layer, cost)
+        products, matmuls, attention, traffic, scores = self.forwards[layer]
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
         weights[:3] = matmuls, 0.0, self._added(products)
@@ -296,6 +301,18 @@ class _Pricing:
         host = self._host_seconds()
         kept, working = self._kept(layer, cost, keeps)
         return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
+
+    def _forward(self, layer: str, cost: LayerCost) -> tuple[tuple[Product, ...], float, float, float, float]:
+        """What recompute does not change of a layer: its matmuls; seconds of these, of attention and of memory traffic,
+        forward; scores."""
+        chip, engine, layout = self.chip, self.engine, self.plan.layout
+        products = tuple(self.products(layer, cost))
+        matmuls = sum(map(self._matmul_seconds, products))
+        attention = attention_seconds(chip, self.attention_flops(cost), self.dtype) / engine.attention
+        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
+        scores, token = sum(map(self.scores, cost.attention)), self.tokens * self.shape.compute_bytes
+        traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
+        return products, matmuls, attention, traffic, scores
 
     def _matmul_seconds(self, product: Product) -> float:
         """Of a layer, forward."""
@@ -340,7 +357,7 @@ class _Pricing:
         exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
         tensor = {"forward": 0.0, "backward": 0.0}
-        own = [call for call in self.calls if _is_of(call.layer, layer)]
+        own = [call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
             where = forward if call.phase == "forward" else backward
@@ -434,9 +451,10 @@ class _Sharding(_Pricing):
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
     """A part of a matmul: of its outputs, or of its inputs."""
+    rows, inputs, outputs, count = product.rows, product.inputs, product.outputs, product.count
     if cuts_outputs:
-        return replace(product, outputs=max(1, round(product.outputs * share)))
-    return replace(product, inputs=max(1, round(product.inputs * share)))
+        return Product(rows, inputs, max(1, round(outputs * share)), count)
+    return Product(rows, max(1, round(inputs * share)), outputs, count)
 
 
 def _is_of(module: str, layer: str) -> bool:
@@ -475,9 +493,11 @@ class PriceList:
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
     _found: dict[tuple[Layout, int, int, str, bool, bool], Prices] = field(init=False, default_factory=dict)
+    _modes: dict[tuple[Layout, int, int, bool, bool], tuple[_Pricing, Prices]] = field(init=False, default_factory=dict)
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
     _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
+    _seconds: dict[tuple[Axis, str, int], float] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -521,6 +541,13 @@ class PriceList:
         if axis not in self._spans:
             self._spans[axis] = self.cluster.tier_of(axis.members(0))
         return self._spans[axis]
+
+    def seconds(self, axis: Axis, call: Call) -> float:
+        """One of a call's collectives along an axis."""
+        key = axis, call.kind, call.bytes
+        if key not in self._seconds:
+            self._seconds[key] = seconds(self.cluster, self.span(axis), call)
+        return self._seconds[key]
 
     def stages(self, pipeline: Layout) -> Stages:
         """The stages of a layout that says its pipeline alone."""
@@ -566,10 +593,16 @@ class PriceList:
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool) -> Prices:
         plan = self.plan(work)
         shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled)
-        pricing = _Pricing(plan, shape, self, across, is_fp8)
+        shared = work, tokens, rows, across, is_fp8
+        like = self._modes.get(shared)  # of another mode of recompute, whose ends and forwards are these
+        pricing = _Pricing(plan, shape, self, across, is_fp8, like[0].forwards if like else {})
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
+        if like:
+            return replace(like[1], shape=shape, layers=layers)
+        found = Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
+        self._modes[shared] = pricing, found
+        return found
 
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)
