@@ -25,6 +25,7 @@ MOST_CURES = 3
 OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload_activations": True}, {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
+    {"offload_activations": True, "offload_optimizer": True, "offload_parameters": True},
 )  # fmt: skip
 ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": "bf16"}, {"state_dtype": "8bit"})
 MOST_HALVES = 2 * 10**5  # of a GiB: a budget that nothing exceeds
