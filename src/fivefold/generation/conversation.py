@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fivefold.core.errors import UserError
-from fivefold.data.chat import ChatTemplate, Turn
+from fivefold.data.chat import ChatTemplate
+from fivefold.data.spans import Turn
 from fivefold.data.tokenizer import put_bos
 from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import Seen
