@@ -66,6 +66,11 @@ ROWS: tuple[str, ...] = (
     "layout=pp2",
     "layout=pp2+full",
     "layout=pp2+full+offload_optimizer",
+    "layout=shard2+offload_parameters",
+    "layout=shard2+full+offload+offload_parameters",
+    "layout=shard2+full+offload+offload_optimizer+offload_parameters",
+    "layout=pp2+full+offload_optimizer+offload_parameters",
+    "layout=shard2+fp8+full+offload_optimizer+offload_parameters",
 )
 
 

@@ -29,11 +29,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fivefold.core.errors import UserError
 
 if TYPE_CHECKING:  # a second of imports that only training needs
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 SUPPORTED = "2.11 to 2.14"
 
@@ -103,6 +105,13 @@ def without_torch_function() -> AbstractContextManager[Any]:
 def storage_key(tensor: Tensor) -> int:
     """What a tensor and its views have in common, on meta too, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Those that a tensor of a wrapper subclass is made of; a plain one alone."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -246,6 +255,33 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
             shared.reduce_scatter_state = None
 
 
+def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
+    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    found = (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params)
+    return {(each._module_info.module, each._module_info.param_name): each for each in found}
+
+
+def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
+    """Let FSDP gather a parameter as `gather` says. Its `before` and `after` become the hooks of the shard, an
+    all-gather extension of FSDP2; `gather.rest(size, dtype)` says where the shard lies, padded to `size`, or None for
+    where it is. `gather.shard` is the shard.
+
+    FSDP looks for hooks when it deals a parameter out, on the meta device; here it is on the device.
+    """
+    of.reset_sharded_param()  # type: ignore[no-untyped-call]  # pads, as FSDP does when it is first called
+    parameter: Any = of.sharded_param
+    size = of.padded_sharded_param_size
+    gather.rows, shard = size[0], parameter._local_tensor
+    if (home := gather.rest(size, shard.dtype)) is not None:
+        of._sharded_param_data, parameter._local_tensor = home.view(-1), home[: len(shard)]
+    gather.shard = shard = parameter._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gather.before, gather.after
+    of._init_extensions()
+
+
 def _groups(module: "FSDPModule") -> list[Any]:
     """The parameter groups of a unit (torch 2.11 has one)."""
     state = module._get_fsdp_state()
@@ -386,7 +422,12 @@ _OF_FSDP = {  # module and class -> what is read of it
     "_fully_shard.FSDPModule": ("_get_fsdp_state",),
     "_fsdp_state.FSDPState": ("_lazy_init",),
     "_fsdp_param_group.FSDPParamGroup": ("post_backward", "finalize_backward"),
-    "_fsdp_param.FSDPParam": ("to_accumulated_grad_if_needed", "accumulate_unsharded_grad_if_needed"),
+    "_fsdp_param.FSDPParam": (
+        "to_accumulated_grad_if_needed",
+        "accumulate_unsharded_grad_if_needed",
+        "reset_sharded_param",
+        "_init_extensions",
+    ),
 }
 
 

@@ -20,7 +20,8 @@ from fivefold.core.legality import of_fp8
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.delayed import Delayed
-from fivefold.ops.fp8 import DTYPES, Float8, casts, is_served, restored, scaled_matmul
+from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, is_served, restored, scale_of, scaled_matmul
+from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.ops.linear import Linears
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
@@ -135,7 +136,7 @@ def test_what_is_not_finite_is_seen_and_forgotten(odd: float) -> None:
     history = AmaxHistory(["a"], 16, torch.device("cpu"))
     history.load({"a": [[3.0, 3.0, 3.0]]})
     linear = Delayed(RECIPES["delayed"], {}, False, history, (0,))
-    x, weight = torch.tensor([[1.0, 2.0, odd]]), torch.ones(1, 3)
+    x, weight = torch.tensor([[1.0, 2.0, odd]]), _gathered(torch.ones(1, 3))
     with patch.object(dist, "all_reduce"), history.recording():
         (out,), _ = linear.outputs(x, [weight])
     assert out.isnan().all()
@@ -172,6 +173,8 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
         expected = _gradients(linear, x, lambda x, w=linear: fp8_by_hand._forward(w, RECIPES[recipe], None, x))
         ours = Linears(products={"dense": lambda _, is_transposed: Float8(RECIPES[recipe], {}, is_transposed)})
         ours.place(linear, "dense", is_transposed=linear_dims(linear) == (1, 0), is_plain=True)
+        if RECIPES[recipe].casts_once:
+            linear.weight = nn.Parameter(_gathered(linear.weight))
         for one, other in zip(_gradients(linear, x, linear), expected, strict=True):
             assert torch.allclose(
                 one, other, rtol=0, atol=(1e-12 if dtype == torch.float64 else 1e-4) * float(other.abs().max())
@@ -189,6 +192,13 @@ def test_two_that_share_their_input_are_one_graph(has_gradient: bool) -> None:
     block = torch.compile(lambda x: (gate(x), up(x)), backend="eager", fullgraph=True)
     with torch.set_grad_enabled(has_gradient):
         assert all(torch.allclose(*both, atol=1e-5) for both in zip(block(x), expected, strict=True))
+
+
+def _gathered(weight: Tensor) -> Fp8Weight:
+    """As FSDP gathers it."""
+    cast = RECIPES["tensorwise"].output[1]
+    scale = scale_of(weight.detach().abs().amax().reshape(1, 1), cast, weight)
+    return Fp8Weight(cast_to_fp8(weight.detach(), cast, scale), scale, weight.dtype)
 
 
 def _gradients(linear: nn.Module, x: Tensor, forward: Any) -> list[Tensor]:

@@ -61,10 +61,11 @@ class Recipe:
         return is_whole and (x, w, g) == (x_again, w_again, g_again)
 
     def cast_for(self, product: Product) -> tuple[Operand, ...]:
-        """The operands that are cast when a product is computed; the others are not, or have been cast before."""
+        """The operands that are cast when a product is computed; the others are not, or have been cast before: weights
+        that are cast once, by FSDP before it gathers them."""
         if getattr(self, product) is None or (self.casts_once and product == "weight_grad"):
             return ()
-        return OPERANDS[product][: 1 if self.casts_once and product == "input_grad" else 2]
+        return OPERANDS[product][: 1 if self.casts_once else 2]
 
     @property
     def block(self) -> int:

@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from fivefold.core.fp8 import OPERANDS, Cast, Operand, Product
-from fivefold.ops.fp8 import Float8, Rounded, cast_to_fp8, scale_of
+from fivefold.ops.fp8 import Float8, cast_to_fp8, scale_of
+from fivefold.ops.fp8_weight import Rounded
 
 
 class History(Protocol):
@@ -28,20 +29,16 @@ class Delayed(Float8):
     def casts(
         self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
     ) -> tuple[list[Rounded], list[Rounded]]:
-        """The operands by their histories; without any by themselves, as ranks agree."""
-        first, second = OPERANDS[which]
-        largest_a, largest_b = self._known(first, a_MK), self._known(second, b_NK)
-        if largest_a is None or largest_b is None:
+        """The first operands by their histories; without any by themselves, as ranks agree."""
+        largest = self._known(OPERANDS[which][0], a_MK)
+        if largest is None:
             return super().casts(which, a_MK, b_NK)
-        a, b = getattr(self.recipe, which)
-        return (
-            [_cast(x, a, largest) for x, largest in zip(a_MK, largest_a, strict=True)],
-            [_cast(x, b, largest) for x, largest in zip(b_NK, largest_b, strict=True)],
-        )
+        cast, _ = getattr(self.recipe, which)
+        return [_cast(x, cast, own) for x, own in zip(a_MK, largest, strict=True)], []
 
     def _known(self, operand: Operand, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """The largest values of earlier steps; those of now are noted. All linears have the same input."""
-        groups = [self.rows] if operand == "input" and tensors else [(row,) for row in self.rows[: len(tensors)]]
+        groups = [self.rows] if operand == "input" else [(row,) for row in self.rows]
         found = []
         for tensor, rows in zip(tensors, groups, strict=True):
             now, before = tensor.detach().abs().amax(), self.history.largest(rows[0], operand)

@@ -10,6 +10,7 @@ Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a
 """
 
 import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +33,13 @@ from fivefold.core.fp8 import (
     by_row,
     shared_dims,
 )
+from fivefold.ops.fp8_weight import Fp8Weight, Rounded
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-30  # a region of zeros is scaled as if this were its largest value
 
 Agree = Callable[[Tensor], Tensor]  # largest values on this rank -> those of all ranks that split a dimension
-Rounded = tuple[Tensor, Tensor]  # numbers of eight bits, and the scale that they were multiplied by
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -94,7 +95,8 @@ def _largest(x_MK: Tensor, region: tuple[int | None, int | None]) -> Tensor:
 @dataclass(frozen=True)
 class Float8:
     """The products, by `recipe`, of linears that are given the same input. Their weights are [O, I], or [I, O] where
-    `is_transposed` (GPT-2). `agree`: of the dimensions that several ranks split.
+    `is_transposed` (GPT-2); a recipe that casts them once is given each as an `Fp8Weight`. `agree`: of the dimensions
+    that several ranks split.
 
     The input is cast once for all of them. Largest values that are needed at one moment travel together: one collective
     for the outputs, one for the gradient of the input, one for the gradients of the weights.
@@ -105,9 +107,11 @@ class Float8:
     is_transposed: bool
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        (rows,), matrices = self.casts("output", [_flat(x)], self._of_outputs(weights))
+        once = self.recipe.casts_once
+        (rows,), matrices = self.casts("output", [_flat(x)], [] if once else self._turned(weights, self.is_transposed))
+        matrices = self._rounded(weights, self.is_transposed) if once else matrices
         outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
-        return outs, (*rows, *(scale for _, scale in matrices)) if self.recipe.casts_once else (x,)
+        return outs, rows if once else (x,)
 
     def casts(
         self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
@@ -122,20 +126,18 @@ class Float8:
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
         flat, dtype = [_flat(grad) for grad in grads], grads[0].dtype
-        turned = [weight.T for weight in self._of_outputs(weights)]
         if self.recipe.casts_once:
-            values, scale, *scales = kept
+            values, scale = kept
             rows, _ = self.casts("input_grad", flat, [])
             later: Later = partial(self._weight_grads, [(grad.T, own) for grad, own in rows], (values.T, scale), dtype)
             if not wants_input:
                 return None, later
-            cast = self.recipe.input_grad[1]
-            matrices = [(cast_to_fp8(each, cast, own), own) for each, own in zip(turned, scales, strict=True)]
+            matrices = self._rounded(weights, not self.is_transposed)
         else:
             later = partial(self._cast_weight_grads, flat, *kept)
             if not wants_input:
                 return None, later
-            rows, matrices = self.casts("input_grad", flat, turned)
+            rows, matrices = self.casts("input_grad", flat, self._turned(weights, not self.is_transposed))
         parts = [self._product("input_grad", *both, dtype) for both in zip(rows, matrices, strict=True)]
         return sum(parts[1:], start=parts[0]).view(*grads[0].shape[:-1], -1), later
 
@@ -150,8 +152,13 @@ class Float8:
         made = (self._product("weight_grad", grad, x_IS, dtype) for grad in grads_OS)
         return tuple(each.T if self.is_transposed else each for each in made)
 
-    def _of_outputs(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return [weight.T if self.is_transposed else weight for weight in weights]
+    def _turned(self, weights: Sequence[Tensor], is_turned: bool) -> list[Tensor]:
+        return [weight.T if is_turned else weight for weight in weights]
+
+    def _rounded(self, weights: Sequence[Tensor], is_turned: bool) -> list[Rounded]:
+        """Of weights that FSDP has gathered in fp8."""
+        own = [typing.cast(Fp8Weight, weight) for weight in weights]
+        return [*zip(self._turned([each.codes for each in own], is_turned), (each.scale for each in own), strict=True)]
 
     def _product(self, which: Product, a_MK: Rounded, b_NK: Rounded, dtype: torch.dtype) -> Tensor:
         """`a` times `b` transposed, in `dtype`: [M, N]."""

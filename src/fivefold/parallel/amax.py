@@ -26,7 +26,7 @@ class AmaxHistory:
     """Of the linears `names` of the whole model, in fp64 on `device`. Without names it does nothing."""
 
     def __init__(self, names: Sequence[str], steps: int, device: torch.device) -> None:
-        self.names, self.steps = tuple(names), steps
+        self.names, self.steps, self.device = tuple(names), steps, device
         self.history = torch.zeros(0, len(self.names), len(KINDS), dtype=torch.float64, device=device)
         self.is_first = True  # whether the gradients computed last were computed without a history
         self._now = self.history.new_zeros(len(self.names), len(KINDS))  # of the step under way
@@ -53,6 +53,13 @@ class AmaxHistory:
         if self._is_open:
             own = self._now[rows[0] : rows[-1] + 1, KINDS.index(operand)]
             own.copy_(torch.maximum(own, largest.to(own.dtype)))
+
+    def of_weights(self, largest: Tensor) -> Tensor | None:
+        """Of all weights at once, by the values [len(names)] of those that are here, which are noted: the largest of
+        the last steps; None while there is no history. NaN where that of now is not finite: a cast would hide it."""
+        if self._is_open:
+            self._now[:, KINDS.index("weight")].copy_(torch.maximum(self._now[:, KINDS.index("weight")], largest))
+        return None if self._largest is None else self._largest[:, KINDS.index("weight")] + 0.0 * largest
 
     def largest(self, row: int, operand: Operand) -> Tensor | None:
         """Of the last steps, a scalar; None while there is no history. Of a tensor that was all zeros, 1."""

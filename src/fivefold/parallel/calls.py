@@ -91,11 +91,11 @@ def _of_units(step: _Step) -> Iterator[Call]:
     counts = plan.unshards(shape.micro_batches)
     for unit in filter(lambda unit: unit.parameters, plan.units):
         shards, axis = plan.grid.fsdp_shards(unit.over), plan.grid.fsdp_axis(unit.over)
-        gathered, reduced = plan.padded_sizes(unit)
+        _, reduced = plan.padded_sizes(unit)
         count, layer = counts[unit.name], unit.name
         both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
+        size = plan.gathered_bytes(unit)
         for phase, times in both:
-            size = gathered * shape.compute_bytes
             if times:
                 yield Call(
                     axis=axis, kind="all_gather", bytes=size, phase=phase, layer=layer, times=times, overlaps=True
@@ -368,10 +368,12 @@ def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
 
 
 def _of_world(step: _Step) -> Iterator[Call]:
-    """Counts of tokens before the passes; the largest values of linears in fp8, the loss and the gradients' norm after
-    them."""
-    amax = 8 * len(KINDS) * len(step.plan.amax_names)
-    for size in filter(None, (40, amax, 16)):
+    """Counts of tokens before the passes, and the largest values of weights that travel in fp8, where no history says
+    them; the largest values of linears with a history, the loss and the gradients' norm after them."""
+    plan = step.plan
+    weights = 0 if plan.amax_names and step.shape.has_amax else 8 * len(plan.fp8_gathers)
+    amax = 8 * len(KINDS) * len(plan.amax_names)
+    for size in filter(None, (40, weights, amax, 16)):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 

@@ -6,7 +6,7 @@ the real step on the real caching allocator are what it is held against (docs/pl
 of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -37,16 +37,17 @@ UPDATE = "the update"
 MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
 SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
 PARTS = 3  # of offloaded optimizer state, on the device at once: one comes, one is updated, one goes
+STATES = ("parameters", "optimizer state")  # what can rest in host memory
 PART_BYTES = 64 * 2**20  # of the parameters of a part; of a small model, an eighth of them
 Bytes = Any  # a number, or an array of them: the planner adds up many layouts at once
 
 
 @dataclass(frozen=True)
 class Units:
-    """Numbers of a rank's FSDP units, as (gathered, reduced): of the largest layer with its experts; of its own unit,
-    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`: of
-    the largest parameter of a layer. `ahead`: what backward gathers of a layer while the one behind it runs: its own
-    unit, or 0 where this rank has it whole."""
+    """Of a rank's FSDP units (bytes gathered, numbers reduced): of the largest layer with its experts; of its own unit,
+    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`:
+    numbers of the largest parameter of a layer. `ahead`: bytes that backward gathers of a layer while the one behind it
+    runs: its own unit, or 0 where this rank has it whole."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -148,7 +149,7 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         gradients=state["gradients"],
         optimizer=state["optimizer state"],
         host={
-            "optimizer state": state["optimizer state"] * plan.layout.offload_optimizer,
+            **{what: state[what] * (what in plan.layout.rests_in_host) for what in STATES},
             "saved activations": away,
         },
         saved=saved,
@@ -164,7 +165,7 @@ def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _units(plan: "ParallelPlan") -> Units:
-    sizes = {unit.name: plan.padded_sizes(unit) for unit in plan.units}
+    sizes = {unit.name: (plan.gathered_bytes(unit), plan.padded_sizes(unit)[1]) for unit in plan.units}
     of_layers = [
         (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer]) for layer in plan.layers
     ]
@@ -180,22 +181,21 @@ def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -
     is_shared = len(plan.users(plan.units[-1])) > 1
     largest = max((plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)), default=0)
     layout = plan.layout
-    state = in_update(state, largest, shape, offloads=layout.offload_optimizer, state_dtype=layout.state_dtype)
+    state = in_update(state, largest, shape, away=layout.rests_in_host, state_dtype=layout.state_dtype)
     return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
 
 
 def in_update(
-    state: Mapping[str, int], largest: int, shape: StepShape, *, offloads: bool, state_dtype: str
+    state: Mapping[str, int], largest: int, shape: StepShape, *, away: Collection[str], state_dtype: str
 ) -> dict[str, int]:
     """`state`, with what an update has on the device besides: a piece of the state that it restores to the type of the
-    weights, and of state that lies in host memory what comes and goes. `largest`: bytes of the largest parameter, which
-    is a part of its own."""
+    weights, and of what is `away`, in host memory, that which comes and goes. `largest`: bytes of the largest
+    parameter, which is a part of its own."""
     more = RESTORED[state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
-    if not offloads:
-        return {**state, UPDATE: more}
     part = part_bytes(state["parameters"])
     share = min(1.0, (max(part, largest) + (PARTS - 1) * part) / max(1, state["parameters"]))
-    return {**state, "optimizer state": 0, UPDATE: round(state["optimizer state"] * share) + more}
+    more += round(sum(state[what] for what in away) * share)
+    return {**state, **dict.fromkeys(away, 0), UPDATE: more}
 
 
 def part_bytes(parameters: int) -> int:
@@ -238,7 +238,7 @@ def resting_bytes(
             **state,
             "gradients": state["gradients"] if is_there and (zero > 1 or is_update) else 0,
             "optimizer state": state.get("optimizer state", 0) + more * is_update,
-            "gathered parameters": (total[0] if zero < 3 else gathered) * shape.compute_bytes,
+            "gathered parameters": total[0] if zero < 3 else gathered,
             "unreduced gradients": unreduced + summed,
         }
     return found

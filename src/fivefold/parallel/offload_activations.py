@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.parallel.host_memory import HostMemory
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import SMALL
-from fivefold.torch_internals import storage_key
+from fivefold.torch_internals import plain_tensors, storage_key
 
 
 class Saved:
@@ -180,7 +180,7 @@ class _Saving:
         layer has begun, and frees their memory behind forward: they are looked for when something is saved."""
         if key not in self._staying and not any(key == of for of, _ in self.found):
             gathered = (each for each in self._block.parameters() if not isinstance(each, DTensor))
-            self._staying.update(map(storage_key, gathered))
+            self._staying.update(storage_key(own) for each in gathered for own in plain_tensors(each))
         return key in self._staying
 
 

@@ -51,6 +51,7 @@ def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
     pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
+        state.fp8_scales.begin_passes()
         return pipeline.run(model, state.pipeline, batch)
 
 
@@ -69,6 +70,7 @@ def loss(model: Any, inputs: LossInputs) -> Tensor:
     """The summed loss of a micro batch, forward only: 0 on the ranks of a pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
+        state.fp8_scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
@@ -80,6 +82,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
+        state.fp8_scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline,
             ids_BT,

@@ -299,11 +299,16 @@ class ParallelPlan:
         """Steps of which delayed scaling keeps largest values; 0: other recipes keep none."""
         return 0 if self.layout.fp8 == "none" else RECIPES[self.layout.fp8].history
 
-    @cached_property
+    @property
     def amax_names(self) -> tuple[str, ...]:
-        """The weights of the whole model of whose linears delayed scaling keeps largest values, those that share their
-        input one behind the other."""
-        if not self.amax_steps:
+        """The weights of the whole model of whose linears delayed scaling keeps largest values."""
+        return self.fp8_gathers if self.amax_steps else ()
+
+    @cached_property
+    def fp8_gathers(self) -> tuple[str, ...]:
+        """The weights of the whole model that FSDP gathers in fp8, those that share their input one behind the other:
+        of recipes that cast whole weights, once."""
+        if self.layout.fp8 == "none" or not RECIPES[self.layout.fp8].casts_once:
             return ()
         names = [name for name, _ in self.fp8_matmuls(self.anatomy.layers)]
         shared = {
@@ -455,6 +460,16 @@ class ParallelPlan:
         shards = self.grid.fsdp_shards(unit.over)
         sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
+
+    def gathered_bytes(self, unit: Unit) -> int:
+        """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte."""
+        shards, size = self.grid.fsdp_shards(unit.over), BYTES[self.layout.precision]
+        shapes = {name: self.gathered_shape(name) for name in unit.parameters}
+        return sum(_padded(each, shards) * (1 if name in self._in_fp8 else size) for name, each in shapes.items())
+
+    @cached_property
+    def _in_fp8(self) -> frozenset[str]:
+        return frozenset(self.fp8_gathers)
 
     def largest(self, unit: Unit) -> int:
         """Numbers of the largest parameter that a unit gathers."""

@@ -27,7 +27,7 @@ from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.chips import GIB, Chip
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.compute import traffic_seconds
+from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
@@ -475,7 +475,7 @@ class Step:
     def copying(self) -> Numbers:
         """Seconds of each stage and micro batch to copy saved activations to host memory, or back."""
         moved = moved_bytes(self.work, self.stages) * self.layout.offload_activations
-        return host_seconds(self.cluster.chip, moved)
+        return np.asarray(host_seconds(self.cluster.chip, moved))
 
     @cached_property
     def busiest(self) -> int:
@@ -586,10 +586,13 @@ class Step:
         if restored := RESTORED[self.layout.state_dtype]:  # what is made on the way is written and read
             numbers = sum(unit.trained * count for shard, count in units for unit in shard.units)
             found = replace(found, update=found.update + traffic_seconds(self.cluster.chip, 2 * restored * numbers))
-        if not self.layout.offload_optimizer:
+        if not (away := self.layout.rests_in_host):
             return found
-        state = sum(unit.state * count for shard, count in units for unit in shard.units)
-        copies = host_seconds(self.cluster.chip, state * len(OPTIMIZERS[self.shards.shape.optimizer].state))
+        shape, each = self.shards.shape, [(unit, count) for shard, count in units for unit in shard.units]
+        kinds = len(OPTIMIZERS[shape.optimizer].state) * ("optimizer state" in away)
+        moved = sum(unit.state * count for unit, count in each) * kinds
+        moved += sum(unit.held * count for unit, count in each) * shape.master_bytes * ("parameters" in away)
+        copies = host_seconds(self.cluster.chip, moved)
         return replace(found, update=np.maximum(found.update, copies))
 
     @cached_property
@@ -641,7 +644,7 @@ class Step:
         waits = root_waits(self.shards, content, self.pipeline)
         resting = resting_bytes(
             self.price_list, self.shards, content, self.layout.zero, waits=waits,
-            offloads=self.layout.offload_optimizer, state_dtype=self.layout.state_dtype,
+            away=self.layout.rests_in_host, state_dtype=self.layout.state_dtype,
         )  # fmt: skip
         under_way = passing(
             self.engine, self.work, self.stages, self.in_flight, self.prices.logits,
@@ -688,11 +691,11 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool, offloads: bool = False,
-    state_dtype: str = "fp32",
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
+    away: frozenset[str] = frozenset(), state_dtype: str = "fp32",
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `offloads`, `state_dtype`: of the optimizer's state."""
+    `away`: what rests in host memory. `state_dtype`: of the optimizer's state."""
     shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -703,9 +706,9 @@ def resting_bytes(
         "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
-    if offloads or state_dtype != "fp32":
-        largest = max(unit.largest * unit.held // max(1, unit.gathered) for unit in units) * shape.master_bytes
-        state = memory.in_update(state, largest, shape, offloads=offloads, state_dtype=state_dtype)
+    if away or state_dtype != "fp32":
+        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
+        state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
         moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
@@ -736,8 +739,8 @@ def _exchanges(
     for moment, (kind, beside) in EXCHANGES.items():
         at_work, is_later = moments[beside], beside in LATER
         if kind == "a gather":
-            gathered, waiting = max(units.layer[0], 2 * own), own * is_later
-            buffers = (sent.gathered * compute + waiting * reduce) * (zero == 3)
+            gathered, waiting = max(units.layer[0], 2 * own), units.own[1] * is_later * bool(own)
+            buffers = (sent.gathered + waiting * reduce) * (zero == 3)
         else:
             gathered, waiting = units.layer[0] - sent.gathered + own, sent.reduced
             buffers = (sent.reduced + sent.trained) * reduce
@@ -745,7 +748,7 @@ def _exchanges(
         found[moment] = {
             **at_work,
             WAITING: at_work[WAITING] - computing + waiting * reduce,
-            GATHERED: (units.root[0] + gathered) * compute if zero == 3 else at_work[GATHERED],
+            GATHERED: units.root[0] + gathered if zero == 3 else at_work[GATHERED],
             BUFFERS: buffers,
         }
     return found
@@ -778,7 +781,7 @@ def _units(shards: Shards, content: Content) -> Units:
 
 def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
     """Bytes of another trainer's gathered parameters, and of gradients before they are reduced. `sizes`: of each unit
-    the numbers that it gathers and that it reduces; the model's own unit is the last.
+    the bytes that it gathers and the numbers that it reduces; the model's own unit is the last.
 
     ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
     all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
@@ -789,7 +792,7 @@ def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) ->
     gathered = everything if zero < 3 else root + sum(largest)
     reduced = [size for _, size in sizes]
     waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
-    return gathered * shape.compute_bytes, waiting
+    return gathered, waiting
 
 
 def spare_bytes(shards: Shards, content: Content) -> int:
@@ -797,7 +800,7 @@ def spare_bytes(shards: Shards, content: Content) -> int:
     units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
     if content.has_head:
         units += shards.rest((content.has_embedding, True)).units
-    return sum(unit.gathered for unit in units) * shards.shape.compute_bytes
+    return sum(unit.gathered for unit in units)
 
 
 def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
@@ -821,11 +824,6 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
     )
-
-
-def host_seconds(chip: Chip, size: Numbers | float) -> Numbers:
-    """To copy so many bytes to host memory, or back; both ways at once take as long."""
-    return np.asarray(size / (chip.host_gbs * 1e9))
 
 
 def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:

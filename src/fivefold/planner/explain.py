@@ -24,6 +24,7 @@ MOST_CURES = 3
 OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload_activations": True}, {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
+    {"offload_activations": True, "offload_optimizer": True, "offload_parameters": True},
 )  # fmt: skip
 ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": "bf16"}, {"state_dtype": "8bit"})
 TIMES_NODES = (2, 4, 8, 16, 32, 64)  # so many more nodes are asked for what would fit

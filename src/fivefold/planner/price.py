@@ -29,6 +29,7 @@ from fivefold.planner.compute import (
     Product,
     attention_seconds,
     fused_saved,
+    host_seconds,
     matmul_seconds,
     traffic_seconds,
 )
@@ -48,10 +49,10 @@ def nothing() -> Seconds:
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """One FSDP unit. `held`: numbers of it at rest on a rank; `gathered`, `reduced`: numbers, with padding. `state`:
-    bytes of one kind of the optimizer's state.
-    `calls`: of each kind one: all_gather, reduce_scatter, and all_reduce over replicas.
-    `gather_seconds`, `reduce_seconds`: of one each. `largest`: numbers of its largest parameter, gathered."""
+    """One FSDP unit. `held`, `trained`: numbers of it at rest on a rank; `gathered`: bytes, and `reduced`: numbers,
+    with padding. `state`: bytes of one kind of the optimizer's state. `shards`: ranks that it is dealt out to. `calls`:
+    of each kind one: all_gather, reduce_scatter, and all_reduce over replicas. `gather_seconds`, `reduce_seconds`: of
+    one each. `largest`: numbers of its largest parameter, gathered."""
 
     held: int
     trained: int
@@ -62,6 +63,7 @@ class UnitPrice:
     reduce_seconds: float
     largest: int = 0
     state: int = 0
+    shards: int = 1
 
     @property
     def is_sent(self) -> bool:
@@ -416,20 +418,22 @@ class _Sharding(_Pricing):
 
     def unit(self, unit: Unit) -> UnitPrice:
         """Its numbers, and its collectives, found among the calls by its name."""
-        gathered, reduced = self.plan.padded_sizes(unit)
+        gathered, (_, reduced) = self.plan.gathered_bytes(unit), self.plan.padded_sizes(unit)
         held = sum(self.plan.held_bytes(name, 1) for name in unit.parameters)
         frozen = sum(self.plan.held_bytes(name, 1) for name in unit.frozen)
         calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
         )
-        itemsize = self.shape.compute_bytes
-        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered * itemsize)
-        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * itemsize)
+        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
+        reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
+        if self.plan.layout.offload_parameters:
+            gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
             held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit),
             sum(self.plan.state_bytes(name, self.shape.master_bytes) for name in trained),
+            self.plan.grid.fsdp_shards(unit.over),
         )  # fmt: skip
 
 
@@ -460,7 +464,7 @@ def shard_layout(layout: Layout) -> Layout:
     return Layout(
         dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
-        state_dtype=layout.state_dtype,
+        state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
     )  # fmt: skip
 
 
@@ -519,6 +523,8 @@ class PriceList:
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
         key = shard_layout(layout)
+        if self.engine.moments:  # what travels in fp8 is this runtime's
+            key = replace(key, fp8=layout.fp8)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
         return self._shards[key]
