@@ -670,6 +670,11 @@ class Step:
         found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
+        if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
+            of_rank = self.shards.of(content)
+            found["allocator"] += (
+                largest_shard(unit for shard, _ in of_rank for unit in shard.units) * self.shards.shape.master_bytes
+            )
         found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 
@@ -726,7 +731,7 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if away or state_dtype != "fp32":
-        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
+        largest = largest_shard(units) * shape.master_bytes
         state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
@@ -743,6 +748,11 @@ def resting_bytes(
     if price_list.engine.spares:
         found["spare gradients"] = spare_bytes(shards, content)
     return {AT_ONCE: found}
+
+
+def largest_shard(units: Iterable[UnitPrice]) -> int:
+    """Numbers of the largest part of a parameter on a rank."""
+    return max((-(-unit.largest // unit.shards) for unit in units), default=0)
 
 
 def _exchanges(
