@@ -118,6 +118,9 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # of a subclass that does all in `__torch_dispatch__`
+
+
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """(pack, unpack) of the innermost `saved_tensors_hooks` that are on; None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -260,12 +263,17 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
 
 
 def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
-    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model."""
+    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model. A tied one has several."""
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    found = (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params)
-    return {(each._module_info.module, each._module_info.param_name): each for each in found}
+    found = dict[tuple[nn.Module, str], FSDPParam]()
+    for each in (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params):
+        own = each._module_info
+        found[own.module, own.param_name] = each
+        found |= dict.fromkeys(zip(own.shared_modules, own.shared_param_names, strict=True), each)
+    return found
 
 
 def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
@@ -413,6 +421,7 @@ def surfaces() -> Iterator[Surface]:
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
     yield Surface("cuda._is_in_bad_fork")
+    yield Surface("_C._disabled_torch_function_impl")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
     for name in ("_record_memory_history", "_snapshot"):
         yield Surface(f"cuda.memory.{name}", is_optional=True)

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.plan import lower
 from fivefold.verification import fp8_by_hand
+from tests.parallel.test_context_parity import compiled, uncompiled
 from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference_model
 from tests.pool import run_ranks
 from tests.tiers import every
@@ -179,6 +181,16 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
             assert torch.allclose(
                 one, other, rtol=0, atol=(1e-12 if dtype == torch.float64 else 1e-4) * float(other.abs().max())
             )
+
+
+def test_a_compiled_layer_is_one_graph() -> None:
+    """Weights that are gathered in fp8 are tensors of a class of their own: no graph breaks at one, nor is it taken for
+    another's."""
+    case = Case("single+mb8+fp64+fp8", overrides=(("num_hidden_layers", 1),))
+    ((loss, found, breaks),), ((other, plain),) = run_ranks(1, compiled, case), run_ranks(1, uncompiled, case)
+    assert not breaks and loss == pytest.approx(other, rel=1e-12)
+    for (name, _, a), (_, _, b) in zip(found, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11, err_msg=name)
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])

@@ -30,7 +30,7 @@ from fivefold.core.fp8 import (
     by_row,
     shared_dims,
 )
-from fivefold.ops.fp8_kernels import grouped_matmul, is_served, is_served_grouped, scaled_matmul
+from fivefold.ops.fp8_kernels import grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
 from fivefold.ops.fp8_weight import Fp8Weight, Rounded
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 
@@ -162,6 +162,8 @@ class Float8:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
         pair: Pair = getattr(self.recipe, which)
         if is_served(a_MK[0], b_NK[0], pair, dtype):
+            if which == "input_grad":
+                b_NK = laid_out(b_NK[0], a_MK[0]), b_NK[1]
             return scaled_matmul(a_MK, b_NK, pair, dtype, fast=which == "output")
         wide = held_in(dtype, pair)
         return (restored(*a_MK, wide) @ restored(*b_NK, wide).T).to(dtype)

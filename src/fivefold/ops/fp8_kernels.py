@@ -85,6 +85,18 @@ def _asked(kernel: Kernel) -> str:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("fivefold::laid_out", mutates_args=())
+def laid_out(x: Tensor, beside: Tensor) -> Tensor:
+    """A copy of `x`, row after row. To a compiler it depends on `beside`: what is multiplied in backward is laid out
+    there, and not in forward, where a graph would keep the copy beside what it was made of."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@laid_out.register_fake
+def _(x: Tensor, beside: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def scaled_matmul(a_MK: Rounded, b_NK: Rounded, pair: Pair, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and what they were multiplied by.
     `fast`: sums are kept in fewer bits inside a tile, which is enough in forward. Blocks have no such choice."""

@@ -108,14 +108,15 @@ def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None,
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
-    """A stage on `inputs` of the model's forward: hidden states in and out; of the last stage, the logits."""
+    """A stage on `inputs` of the model's base: hidden states in and out; of the last stage, the logits."""
     state = state_of(model)
-    staged = state.pipeline.staged
+    staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
-        if staged.is_last(stage):
-            return cast(Tensor, type(model).forward(model, **inputs, logits_to_keep=logits_to_keep).logits)
-        model.get_submodule(state.plan.anatomy.base)(**inputs)
-        return given_out()
+        out = model.get_submodule(anatomy.base)(**inputs)  # not by the whole model's forward, which may drop cu_seqlens
+        if not staged.is_last(stage):
+            return given_out()
+        with head_only(model, anatomy) as logits_of:
+            return logits_of(out.last_hidden_state[:, -logits_to_keep:])
 
 
 def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:

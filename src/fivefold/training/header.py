@@ -10,8 +10,7 @@ from fivefold.config import RunConfig
 from fivefold.core.fp8 import KERNELS, RECIPES
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.units import human, human_bytes, many
-from fivefold.launch.memory import GIB
+from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel.census import fp8_part
