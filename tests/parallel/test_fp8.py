@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import KINDS, RECIPES, WITH_KERNEL, Recipe
+from fivefold.core.fp8 import KINDS, RECIPES, Recipe
 from fivefold.core.layout import Layout
 from fivefold.core.legality import of_fp8
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.delayed import Delayed
-from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, is_served, restored, scale_of, scaled_matmul
+from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
 from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.ops.linear import Linears
 from fivefold.parallel.amax import AmaxHistory
@@ -239,19 +239,6 @@ def test_a_rounding_leaves_what_three_bits_leave(size: float) -> None:
     assert values.dtype == torch.float8_e4m3fn
     error = (restored(values, scale, scale.dtype) - x).abs() / x.abs().clamp(min=1e-2 * size)
     assert 2**-6 < float(error.max()) <= 2**-4
-
-
-@pytest.mark.parametrize("which", ["output", "input_grad"])
-@pytest.mark.parametrize("recipe", WITH_KERNEL)
-def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None:
-    """PyTorch has its scaled matmul on a CPU too."""
-    pair = getattr(RECIPES[recipe], which)
-    a, b = torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(64, 48, dtype=torch.bfloat16)
-    [x], [y] = casts(which, RECIPES[recipe], {}, [a], [b])
-    expected = restored(*x, torch.float32) @ restored(*y, torch.float32).T
-    found = scaled_matmul(*x, *y, torch.bfloat16, fast=False)
-    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2)
-    assert not is_served(x[0], y[0], pair, torch.bfloat16)
 
 
 def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None:
