@@ -154,9 +154,10 @@ def preference(
         said = {name: _said(answer, f"{where}, {name}") for name, answer in answers.items()}
         before: object = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         if asked is None:
-            shared = _shared(said["chosen"], said["rejected"])
+            least = max(0, min(map(len, said.values())) - 1)  # an answer has a turn, whatever it says
+            shared = min(_shared(said["chosen"], said["rejected"]), least)
             before, said = said["chosen"][:shared], {name: turns[shared:] for name, turns in said.items()}
-        each = [_answer(where, name, turns, before, system=system, tools=tools) for name, turns in said.items()]
+        each = [chat(where, turns, context=before, system=system, tools=tools) for turns in said.values()]
         return Preference(*each)
     texts = [_string(answer, where, f"the {name} answer") for name, answer in answers.items()]
     if asked is None:
@@ -172,13 +173,6 @@ def _said(answer: object, where: str) -> list[Turn]:
     if isinstance(answer, list | tuple):
         return _turns(answer, where)
     return [{"role": "assistant", "content": _string(answer, where, "the answer")}]
-
-
-def _answer(where: str, name: str, turns: list[Turn], asked: object, *, system: object, tools: object) -> Example:
-    """One answer of a pair, which may be none at all where the other goes on after it."""
-    if not turns:
-        raise UserError(f"{where}: the {name} answer is the beginning of the other", fix="remove the record")
-    return chat(where, turns, context=asked, system=system, tools=tools)
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
