@@ -63,7 +63,10 @@ def _text(tokens: list[int]) -> str:
         ({"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         ({"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         ({"question": "q", "chosen": "good", "rejected": "b"}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
-        ({"p": "x", "w": "yy", "l": "z"}, {"columns": {"prompt": "p", "chosen": "w", "rejected": "l"}}, "x", "yy$", "z$"),
+        (
+            {"p": "x", "w": "yy", "l": "z"},
+            {"columns": {"prompt": "p", "chosen": "w", "rejected": "l"}}, "x", "yy$", "z$",
+        ),
         (
             {"messages": [*ASKED, GOOD], "prompt": "x", "chosen": "y", "rejected": "z"},
             {"format": "preference"}, "x", "y$", "z$",
@@ -85,9 +88,9 @@ def test_the_answers_of_a_record(
 def random_records(seed: int, number: int = 97) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     return [
-        {"prompt": "p" * int(rng.integers(1, 9)), "chosen": "c" * int(rng.integers(1, 31)), "rejected": "r" * int(rng.integers(1, 31))}
-        for _ in range(number)
-    ]  # fmt: skip
+        {"prompt": "p" * asked, "chosen": "c" * chosen, "rejected": "r" * rejected}
+        for asked, chosen, rejected in rng.integers(1, (9, 31, 31), (number, 3)).tolist()
+    ]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -129,11 +132,10 @@ def test_a_side_that_is_held_out_has_its_own_numbers(tmp_path: Path) -> None:
     assert first is not None and first[0] == 0
 
 
-def test_answers_that_are_alike_are_left_out_and_counted(tmp_path: Path) -> None:
-    data = read(tmp_path, [{"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}], seq_length=200)
-    assert data.counts.train.untrained == 0
-    with pytest.raises(UserError, match="is the beginning of the other"):
-        read(tmp_path, [{"chosen": [*ASKED, GOOD], "rejected": ASKED}])
+def test_a_pair_of_which_one_has_no_answer_is_left_out_and_counted(tmp_path: Path) -> None:
+    pair = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+    data = read(tmp_path, [pair, {**pair, "rejected": ASKED}, pair | {"rejected": pair["chosen"]}], seq_length=400)
+    assert (data.counts.train.untrained, data.counts.train.pairs) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -81,18 +81,15 @@ def test_preferences_are_named_and_no_key_is_advised(tmp_path: Path, name: str, 
     record, expected = RECORDS[name]
     error = refusal(written(tmp_path, record, kind))
     assert expected.startswith("preference records")
-    assert "holds preference records, and objective.name is sft" in error.what and "objective.name: dpo" in str(
-        error.fix
-    )
-    assert "text_key" not in str(error)
+    assert "holds preference records, and objective.name is sft" in error.what
+    assert "text_key" not in str(error) and "objective.name: dpo" in str(error.fix)
 
 
 @pytest.mark.parametrize("key", ["messages", "chosen"])
 def test_a_list_of_turns_is_no_text(tmp_path: Path, key: str) -> None:
     record = {"messages": TURNS} if key == "messages" else {"chosen": TURNS, "rejected": TURNS}
     error = refusal(written(tmp_path, record, "jsonl"), text_key=key)
-    said = {"messages": "is not to be told", "chosen": "holds a list, not a string"}[key]
-    assert said in error.what and "text_key" not in str(error)
+    assert "is not to be told" in error.what and "text_key" not in str(error)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv"])
