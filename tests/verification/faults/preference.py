@@ -95,18 +95,19 @@ def preference_is_a_mean_over_tokens() -> Any:
 
 
 @fault(
-    "the pass that gives log-probabilities drops hidden states",
+    "the pass that gives log-probabilities, and so the reference, drops hidden states",
     known="TRL disables dropout in the policy and the reference (disable_dropout)",
     layout="single", expects=LOG_PROBS, model=DPO,
 )  # fmt: skip
 def log_probabilities_with_dropout() -> Any:
-    plain = losses.target_log_probs
+    plain = passes._last_hidden
 
-    def target_log_probs(logits_of: Any, hidden: Tensor, *rest: Any) -> Tensor:
+    def last_hidden(model: Any, inputs: Any) -> Tensor:
+        hidden = plain(model, inputs)
         draw = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
-        return plain(logits_of, hidden * (draw > 0.1) / 0.9, *rest)
+        return hidden if inputs.answers is None else hidden * (draw > 0.1) / 0.9
 
-    return patch.object(losses, "target_log_probs", target_log_probs)
+    return patch.object(passes, "_last_hidden", last_hidden)
 
 
 @fault(
