@@ -43,7 +43,7 @@ class Objective:
 @dataclass(frozen=True)
 class Judged:
     """Of P pairs: the loss [P], its derivative by each answer's summed log-probability [P, 2], and metrics [P] by the
-    names that TRL gives them. All fp64."""
+    names that TRL gives them: of sums over tokens where there is a reference, else of means. All fp64."""
 
     loss_P: Tensor
     slope_P2: Tensor
@@ -66,8 +66,8 @@ def judge(objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_
             before = reference_P2.to(sums) / counts if objective.uses_means else reference_P2.to(sums)
         loss = LOSSES[objective.name](objective, answers, answers - before)
         (slope,) = torch.autograd.grad(loss.sum(), sums)
-    gains = answers.detach() - before
-    rewards, shown = objective.beta * gains, answers.detach()
+    shown = sums.detach() if objective.needs_reference else answers.detach()
+    rewards = objective.beta * (shown - reference_P2.to(shown) if reference_P2 is not None else shown)
     return Judged(
         loss.detach(),
         slope,

@@ -35,7 +35,7 @@ def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]
         rewards, shown = beta * (sums - before), sums
     elif case.objective == "ipo":
         gains = means - before / counts
-        each, rewards, shown = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)) ** 2, beta * gains, means
+        each, rewards, shown = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)) ** 2, beta * (sums - before), sums
     elif case.objective == "simpo":
         each = -F.logsigmoid(beta * (means[:, 0] - means[:, 1] - case.gamma / beta))
         rewards, shown = beta * means, means
