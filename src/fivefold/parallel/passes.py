@@ -90,7 +90,7 @@ def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
     the same on all ranks that share the rows."""
     state = state_of(model)
     with torch.no_grad(), state.guard.library():
-        state.fp8_gathers.begin_passes()
+        state.fp8_scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
