@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.pages import put_between
 
 from fivefold.config import RunConfig, load_config
+from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import OUTSIDE
 from fivefold.planner.relief import planned

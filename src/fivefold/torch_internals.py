@@ -11,6 +11,7 @@ anything runs.
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
+| `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | nothing else asks |
 """
@@ -51,12 +52,15 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 # (rows [S, I], weights [E, I, O], offs=[E] int32 ends) -> [S, O]. None: this torch has none.
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
+# (rows [S, K] and weights [E, K, N] in e4m3, their decoding scales [S] and [E, N], offs=[E] int32 ends, out_dtype,
+# use_fast_accum) -> [S, N]. `F.scaled_grouped_mm` calls the same kernel, and has no shapes for graphs in torch 2.13.
+scaled_grouped_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_grouped_mm", None)
 
 # What selective recompute keeps: products of linears, and attention in one operator.
 DEAR = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     )
@@ -112,6 +116,9 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # of a subclass that does all in `__torch_dispatch__`
 
 
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -256,12 +263,17 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
 
 
 def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
-    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model."""
+    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model. A tied one has several."""
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    found = (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params)
-    return {(each._module_info.module, each._module_info.param_name): each for each in found}
+    found = dict[tuple[nn.Module, str], FSDPParam]()
+    for each in (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params):
+        own = each._module_info
+        found[own.module, own.param_name] = each
+        found |= dict.fromkeys(zip(own.shared_modules, own.shared_param_names, strict=True), each)
+    return found
 
 
 def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
@@ -402,12 +414,14 @@ def surfaces() -> Iterator[Surface]:
     ):
         yield Surface(name)
     yield Surface("nn.functional.grouped_mm", is_optional=True)
+    yield Surface("_scaled_grouped_mm", is_optional=True)
     yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))
     yield Surface("nn.init._calculate_fan_in_and_fan_out")
     for name in ("_get_default_store", "_resolve_process_group"):
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
     yield Surface("cuda._is_in_bad_fork")
+    yield Surface("_C._disabled_torch_function_impl")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
     for name in ("_record_memory_history", "_snapshot"):
         yield Surface(f"cuda.memory.{name}", is_optional=True)

@@ -30,7 +30,7 @@ CASES = {  # all levers, in turns with each fold; more micro batches than stages
     "shard2.tp2+full+mb1": {"optimizer": "muon"},
     "pp2+zb+v2+mb1": {"overrides": (("num_hidden_layers", 8),)},
     "shard2.ep2+selective+mb1": {"family": "mixtral"},
-    "cp2+ring+mb2": {"optimizer": "muon"},
+    "cp2+ring+mb2": {"optimizer": "muon", "overrides": (("tie_word_embeddings", True),)},
 }
 
 
@@ -74,6 +74,10 @@ def on_rank(case: Case, place: str, fault: str) -> Bits:
                 model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
             )
             losses.append(result.loss)
+    if case.parsed.offload_parameters:
+        segments = [segment.untyped_storage().data_ptr() for segment, _ in state_of(model).offload.memory._segments]
+        resting = [local(each).untyped_storage().data_ptr() for each in model.parameters()]
+        assert set(resting) <= set(segments), "all parameters are in host memory again"
     found = {name: local(each).clone() for name, each in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.torch_internals import NO_TORCH_FUNCTION
+
 Rounded = tuple[Tensor, Tensor]  # numbers of eight bits, and the scale that they were multiplied by
 
 _VIEWS = frozenset(
@@ -48,7 +50,7 @@ class Fp8Weight(Tensor):
     def __tensor_unflatten__(inner: Mapping[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
         return Fp8Weight(inner["codes"], inner["scale"], dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

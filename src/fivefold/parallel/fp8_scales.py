@@ -31,6 +31,7 @@ class Fp8Scales:
         here = ((place, gathers.get(name)) for place, name in enumerate(self._names))
         self._gathers = {place: each for place, each in here if each is not None and each.in_fp8}
         self._cast = RECIPES[plan.layout.fp8].output[1] if self._names else None
+        self._rows = torch.tensor([*self._gathers], dtype=torch.int64, device=amax.device)
 
     @torch.no_grad()
     def begin_passes(self) -> None:
@@ -41,7 +42,7 @@ class Fp8Scales:
         largest = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         if self._gathers:
             own = torch.stack([each.largest() for each in self._gathers.values()])
-            largest[torch.tensor([*self._gathers], device=device)] = own.to(self._dtype).double()
+            largest[self._rows] = own.to(self._dtype).double()
         known = self._amax.of_weights(largest)
         if known is None:
             dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -95,6 +95,8 @@ def gather_parameters(
     found = dict[str, Gather]()
     in_fp8, shards = frozenset(plan.fp8_gathers), fsdp_shards(model)
     for path, module in model.named_modules():
+        if not any(each.is_meta for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            continue  # the other name of a tied one
         module.to_empty(device=device, recurse=False)
         for leaf in module._parameters:
             name, of = f"{path}.{leaf}", shards.get((module, leaf))

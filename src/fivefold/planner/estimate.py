@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,10 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.recompute import budget_bytes
 from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
+from fivefold.core.units import GIB
 from fivefold.models.flops import Costs
 from fivefold.parallel import memory
 from fivefold.parallel.collectives import Call, StepShape
@@ -25,7 +28,8 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.memory import Passing, Units, buffer_bytes
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
-from fivefold.planner.chips import GIB, Chip
+from fivefold.planner.budget import Parts, under_budget
+from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
@@ -165,7 +169,7 @@ class Estimate:
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
 MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
-GATHERED = "gathered parameters"
+GATHERED, SAVED = "gathered parameters", "saved activations"
 
 # Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
 LATER = ("a layer later", "a layer later in it")
@@ -358,7 +362,7 @@ def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str,
         found = of.at()
         beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
         return found | beside if chip.is_host else found
-    return {AT_ONCE: {"saved activations": of.saved, "working memory": of.working, "loss": of.loss}}
+    return {AT_ONCE: {SAVED: of.saved, "working memory": of.working, "loss": of.loss}}
 
 
 def crowded(
@@ -422,20 +426,29 @@ class Step:
         return self.layout.padded(self.workload.seq_length)
 
     @cached_property
+    def parts(self) -> Parts:
+        """What is added up. Raises `UserError` for a budget of recompute that `full` exceeds."""
+        prices, layout = self.price_list, self.layout
+        stages = prices.stages(self.pipeline)
+        if budget_bytes(layout.recompute) is not None:
+            return under_budget(prices, layout, self.tokens, stages, self.in_flight.most)
+        return Parts(prices.of(layout, self.tokens), prices.shards(layout), stages)
+
+    @property
     def prices(self) -> Prices:
-        return self.price_list.of(self.layout, self.tokens)
+        return self.parts.prices
 
-    @cached_property
+    @property
     def shards(self) -> Shards:
-        return self.price_list.shards(self.layout)
+        return self.parts.shards
 
-    @cached_property
+    @property
     def stages(self) -> Stages:
-        return self.price_list.stages(self.pipeline)
+        return self.parts.stages
 
     @cached_property
     def in_flight(self) -> InFlight:
-        return in_flight(self.pipeline, self.micro_batches, self.stages.sizes)
+        return in_flight(self.pipeline, self.micro_batches, self.price_list.stages(self.pipeline).sizes)
 
     @cached_property
     def gathers(self) -> Gathers:
@@ -657,6 +670,11 @@ class Step:
         found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
+        if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
+            of_rank = self.shards.of(content)
+            found["allocator"] += (
+                largest_shard(unit for shard, _ in of_rank for unit in shard.units) * self.shards.shape.master_bytes
+            )
         found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 
@@ -668,14 +686,20 @@ class Step:
 
     @cached_property
     def needs(self) -> float:
-        """Bytes of the fullest rank, all in all."""
-        return sum(self.fullest[1].values())
+        """Bytes of the fullest rank, all in all; infinite under a budget of recompute that cannot be kept."""
+        try:
+            return sum(self.fullest[1].values())
+        except UserError:
+            if budget_bytes(self.layout.recompute) is None:
+                raise
+            return inf
 
     # ---- the whole ---------------------------------------------------------------------------------------------------
 
     def estimate(self, span: float | None = None) -> Estimate:
         rank, memory = self.fullest
-        items = [Item("memory", name, amount) for name, amount in memory.items() if amount]
+        why = {SAVED: f"recompute: {self.parts.spent[rank]}"} if self.parts.spent else {}
+        items = [Item("memory", name, amount, why.get(name, "")) for name, amount in memory.items() if amount]
         items += self.time(self.span() if span is None else span)
         costs = Costs.of(self.price_list.facts)
         length = self.workload.seq_length
@@ -707,7 +731,7 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if away or state_dtype != "fp32":
-        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
+        largest = largest_shard(units) * shape.master_bytes
         state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
@@ -724,6 +748,11 @@ def resting_bytes(
     if price_list.engine.spares:
         found["spare gradients"] = spare_bytes(shards, content)
     return {AT_ONCE: found}
+
+
+def largest_shard(units: Iterable[UnitPrice]) -> int:
+    """Numbers of the largest part of a parameter on a rank."""
+    return max((-(-unit.largest // unit.shards) for unit in units), default=0)
 
 
 def _exchanges(

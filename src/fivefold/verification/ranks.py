@@ -24,7 +24,8 @@ from fivefold.core.fp8 import RECIPES
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
-from fivefold.launch.memory import GIB, room
+from fivefold.core.units import GIB
+from fivefold.launch.memory import room
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals
 from fivefold.models.build import load_model_config
@@ -165,7 +166,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
         aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=bool(recipes),
-        prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
+        objective=config.objective.name if not recipes else "sft", beta=config.objective.beta,
+        gamma=config.objective.gamma, prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
     )  # fmt: skip
 
 
