@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.pages import put_between
 
 from fivefold.config import RunConfig, load_config
+from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import OUTSIDE
 from fivefold.planner.relief import planned
@@ -66,6 +66,11 @@ ROWS: tuple[str, ...] = (
     "layout=pp2",
     "layout=pp2+full",
     "layout=pp2+full+offload_optimizer",
+    "layout=shard2+offload_parameters",
+    "layout=shard2+full+offload+offload_parameters",
+    "layout=shard2+full+offload+offload_optimizer+offload_parameters",
+    "layout=pp2+full+offload_optimizer+offload_parameters",
+    "layout=shard2+fp8+full+offload_optimizer+offload_parameters",
 )
 
 

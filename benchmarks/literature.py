@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.planner.chips import GIB
+from fivefold.core.units import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload

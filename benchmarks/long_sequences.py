@@ -26,8 +26,8 @@ from benchmarks.planned_memory import prices
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.units import GIB
 from fivefold.planner.answers import answer
-from fivefold.planner.chips import GIB
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.inverse import longest_sequence
 

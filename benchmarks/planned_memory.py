@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.pages import put_between
 
 from fivefold.core.layout import Layout
+from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
-from fivefold.planner.chips import GIB, Chip
+from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import OUTSIDE, Step, Workload

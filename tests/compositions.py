@@ -1,8 +1,8 @@
 """The folds together: every pair, triples and quadruples, each with options that make the other folds matter.
 
 A case is a layout with its options, a family (experts where there is `ep`), and what hides nothing else: accumulation,
-packing, ties, clipping that bites, decay, unequal token counts, prime sizes, more than ten experts. `tests/parallel/
-test_composition.py` runs two cases of eight ranks each time, and all cases in a campaign.
+packing, ties, what saves memory, clipping that bites, decay, unequal token counts, prime sizes, more than ten experts.
+`tests/parallel/test_composition.py` runs two cases of eight ranks each time, and all cases in a campaign.
 `benchmarks/compositions.py` runs all of them and writes docs/compositions.md.
 """
 
@@ -15,18 +15,18 @@ ROWS = 16
 _PAIRS = (
     ("dp2.shard2+zero1", "qwen2", True),
     ("dp2.cp2+ring", "llama", False),
-    ("dp2.tp2+full", "gemma2", True),
-    ("dp2.pp2", "qwen3", True),
-    ("dp2.shard2.ep2", "mixtral", False),
-    ("shard2.cp2+zero1+ulysses", "mistral", False),
+    ("dp2.tp2+full+offload_optimizer", "gemma2", True),
+    ("dp2.pp2+selective", "qwen3", True),
+    ("dp2.shard2.ep2+offload", "mixtral", False),
+    ("shard2.cp2+zero1+ulysses+selective", "mistral", False),
     ("shard2.tp2+zero2+nosp", "olmo2", False),
     ("shard2.pp2+zero1", "llama", True),
-    ("shard2.ep2+zero2", "qwen3_moe", False),
-    ("cp2.tp2+allgather", "gemma3", True),
-    ("cp2.pp2+ring", "smollm3", True),
+    ("shard2.ep2+zero2+offload_optimizer", "qwen3_moe", False),
+    ("cp2.tp2+allgather+offload", "gemma3", True),
+    ("cp2.pp2+ring+offload", "smollm3", True),
     ("cp2.ep2+full", "olmoe", False),
     ("tp2.pp2+gpipe", "phi3", False),
-    ("tp2.ep2", "qwen3_moe", False),
+    ("tp2.ep2+selective", "qwen3_moe", False),
     ("shard2.pp2.ep2+zero1", "mixtral", False),
 )
 _TRIPLES = (
@@ -37,7 +37,7 @@ _TRIPLES = (
     ("dp2.cp2.pp2+ring", "granite", True),
     ("dp2.tp2.pp2+interleaved+v2", "llama", False),
     ("shard2.cp2.tp2+zero1+ulysses", "nemotron", False),
-    ("shard2.cp2.pp2+zero1+allgather", "qwen3", False),
+    ("shard2.cp2.pp2+zero1+allgather+offload_optimizer", "qwen3", False),
     ("shard2.tp2.pp2+zero2+full", "gemma3", True),
     ("cp2.tp2.pp2+ring", "llama", True),
     ("shard2.cp2.ep4+zero1", "olmoe", False),

@@ -50,6 +50,7 @@ OTHER_VALUES = {
     "recompute": "full",
     "offload_activations": True,
     "offload_optimizer": True,
+    "offload_parameters": True,
     "precision": "fp64",
     "fp8": "rowwise",
     "state_dtype": "bf16",

@@ -11,13 +11,14 @@ anything runs.
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
+| `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | nothing else asks |
 """
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +36,7 @@ from fivefold.core.errors import UserError
 
 if TYPE_CHECKING:  # a second of imports that only training needs
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 SUPPORTED = "2.11 to 2.14"
 
@@ -50,12 +52,15 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 # (rows [S, I], weights [E, I, O], offs=[E] int32 ends) -> [S, O]. None: this torch has none.
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
+# (rows [S, K] and weights [E, K, N] in e4m3, their decoding scales [S] and [E, N], offs=[E] int32 ends, out_dtype,
+# use_fast_accum) -> [S, N]. `F.scaled_grouped_mm` calls the same kernel, and has no shapes for graphs in torch 2.13.
+scaled_grouped_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_grouped_mm", None)
 
 # What selective recompute keeps: products of linears, and attention in one operator.
 DEAR = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     )
@@ -111,6 +116,9 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # of a subclass that does all in `__torch_dispatch__`
 
 
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
@@ -254,17 +262,36 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
             shared.reduce_scatter_state = None
 
 
-def fsdp_extend(module: "FSDPModule", gathers: Mapping[nn.Parameter, Any]) -> None:
-    """Let FSDP gather those parameters of a unit as `gathers` says: `before` and `after` become the hooks of the shard
-    (its all-gather extension), which is noted there with the rows that FSDP pads it to. FSDP looks for them when it
-    deals a parameter out, which is too early: a shard has its tensor when the model has left the meta device."""
-    for group in filter(None, _groups(module)):
-        for each in group.fsdp_params:
-            each.reset_sharded_param()  # pads it, as FSDP does when it is first called
-            if (gather := gathers.get(each.sharded_param)) is not None:
-                gather.shard, gather.rows = each.sharded_param._local_tensor, each.padded_sharded_param_size[0]
-                gather.shard.fsdp_pre_all_gather, gather.shard.fsdp_post_all_gather = gather.before, gather.after
-                each._init_extensions()
+def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
+    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model. A tied one has several."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    found = dict[tuple[nn.Module, str], FSDPParam]()
+    for each in (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params):
+        own = each._module_info
+        found[own.module, own.param_name] = each
+        found |= dict.fromkeys(zip(own.shared_modules, own.shared_param_names, strict=True), each)
+    return found
+
+
+def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
+    """Let FSDP gather a parameter as `gather` says. Its `before` and `after` become the hooks of the shard, an
+    all-gather extension of FSDP2; `gather.rest(size, dtype)` says where the shard lies, padded to `size`, or None for
+    where it is. `gather.shard` is the shard.
+
+    FSDP looks for hooks when it deals a parameter out, on the meta device; here it is on the device.
+    """
+    of.reset_sharded_param()  # type: ignore[no-untyped-call]  # pads, as FSDP does when it is first called
+    parameter: Any = of.sharded_param
+    size = of.padded_sharded_param_size
+    gather.rows, shard = size[0], parameter._local_tensor
+    if (home := gather.rest(size, shard.dtype)) is not None:
+        of._sharded_param_data, parameter._local_tensor = home.view(-1), home[: len(shard)]
+    gather.shard = shard = parameter._local_tensor
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gather.before, gather.after
+    of._init_extensions()
 
 
 def _groups(module: "FSDPModule") -> list[Any]:
@@ -387,12 +414,14 @@ def surfaces() -> Iterator[Surface]:
     ):
         yield Surface(name)
     yield Surface("nn.functional.grouped_mm", is_optional=True)
+    yield Surface("_scaled_grouped_mm", is_optional=True)
     yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))
     yield Surface("nn.init._calculate_fan_in_and_fan_out")
     for name in ("_get_default_store", "_resolve_process_group"):
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
     yield Surface("cuda._is_in_bad_fork")
+    yield Surface("_C._disabled_torch_function_impl")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
     for name in ("_record_memory_history", "_snapshot"):
         yield Surface(f"cuda.memory.{name}", is_optional=True)

@@ -1,6 +1,7 @@
 """`fivefold compare`: whole, with real runs; its turns, interruptions and failures, with a trainer that pretends."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,17 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from rich.console import Console
 
 from fivefold import cli
 from fivefold.comparison.configurations import Configuration, Contest, PlannedRun, fresh, in_turns, unlike
-from fivefold.comparison.launch import Comparison, Request
+from fivefold.comparison.launch import RECORD, Comparison, Request, main
+from fivefold.comparison.measure import Measured, rows
+from fivefold.comparison.report import CompareReport
 from fivefold.config import RunConfig, load_config
-from fivefold.core.errors import RunFailed
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.events import Listener
+from fivefold.launch.folder import FolderLock
 from tests.commands import fivefold
 from tests.report.html import asks_for_nothing
 from tests.training.bodies import run_file
@@ -43,6 +48,29 @@ def test_what_a_comparison_does_not_need_is_off_whatever_is_asked(tmp_path: Path
     config = load_config(None, run.overrides(tmp_path))
     assert (config.log.every, config.checkpoint.resume, config.train.seed) == (1, "auto", 8)
     assert config.run_dir == tmp_path / "a-on-1-repeat-2"
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path: Path) -> None:
+    request = Request(overrides=["train.max_steps=5"], out=tmp_path)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(UserError, match="another run writes to") as refused:
+        main(request, lambda report: None, quiet=True)
+    assert refused.value.fix == "wait for it, end it, or name another folder: --out DIR"
+    assert not (tmp_path / RECORD).exists()
+    lock.release()
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_long_name_is_broken_between_its_parts(width: int) -> None:
+    name = "shard2.tp2+selective+fp8_rowwise, optimizer.state_dtype=8bit memory.offload_activations=true"
+    runs = [Measured(each, 1, 1, "", [], []) for each in ("a", name)]
+    found = CompareReport(
+        title="", rows=tuple(rows(runs, [("a", 1), (name, 1)], {}, base="a")), ok=True, runs=tuple(runs)
+    )
+    with (console := Console(width=width)).capture() as screen:
+        found.show(console)
+    assert set(re.findall("[a-z0-9]+", name)) <= set(re.findall("[a-z0-9]+", screen.get()))
+    assert max(map(len, screen.get().splitlines())) <= width
 
 
 def test_losses_of_other_text_are_not_set_against_the_first() -> None:

@@ -88,6 +88,7 @@ def test_what_lies_beside_a_dataset_is_not_read_with_its_folder(tmp_path: Path) 
 
 BAD: dict[str, tuple[bytes, str, str]] = {
     "no-header.csv": (b"a text,1\nmore,2\n", ":1: no column 'text'; the columns are 'a text', '1'", "text_key"),
+    "asked.csv": (b"frage,antwort\na,b\n", ":1: no column 'text'", "data.train.columns: {prompt: KEY, completion: "),
     "ragged.csv": (b'text,n\none,1\n"two\nlines",2\na,b,3\n', ":5: 3 fields, and the first row has 2", "quotes"),
     "open.csv": (b'text\none\n"two\nthree\n', ":3: not CSV: unexpected end of data", "doubled"),
     "semicolons.csv": (b"id;text\n1;one\n", ":1: the fields are separated by ';'", "commas"),

@@ -11,9 +11,10 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.units import GIB
 from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
-from fivefold.launch.memory import GIB, Needs, Pressure, Room, room
+from fivefold.launch.memory import Needs, Pressure, Room, room
 from fivefold.launch.world import World
 from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.plan import lower

@@ -47,6 +47,16 @@ def test_every_pair_of_folds_is_there() -> None:
     assert len([case for case in QUADRUPLES if len(folds(case)) == 4 and case.parsed.world == 8]) >= 2
 
 
+@pytest.mark.parametrize(
+    "lever",
+    [{"recompute": "selective"}, {"recompute": "full"}, {"offload_activations": True}, {"offload_optimizer": True}],
+    ids=str,
+)
+def test_every_fold_meets_what_saves_memory(lever: dict[str, object]) -> None:
+    ((name, value),) = lever.items()
+    assert {fold for case in CASES if getattr(case.parsed, name) == value for fold in folds(case)} == set(DEGREES)
+
+
 WAY = ("tp2.pp2", "shard4", "shard4.ep2", "cp2.tp2.ep4", "cp2.tp2.ep2+etp", "cp2.pp2.ep2", "single")
 
 

@@ -38,9 +38,9 @@ def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:
 )  # fmt: skip
 def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: list[int], waiting: list[int]) -> None:
     """A layer of 20 numbers, 5 of them of experts, 8 of the others in one matrix, an embedding of 10, the model's own
-    unit of 5, 65 in all, in bf16, reduced in fp32."""
+    unit of 5, 65 in all, in bf16, reduced in fp32; they are gathered in twice as many bytes."""
     shape: Any = SimpleNamespace(compute_bytes=2, reduce_bytes=4, micro_batches=1)
-    units = Units(layer=(20, 20), own=(15, 15), embedding=(10, 10), root=(5, 5), total=(65, 65), matrix=8, ahead=15)
+    units = Units(layer=(40, 20), own=(30, 15), embedding=(20, 10), root=(10, 5), total=(130, 65), matrix=8, ahead=30)
     found = resting_bytes({"parameters": 7, "gradients": 9}, units, zero, shape, root_waits=False)
     moments = [found[moment] for moment in MOMENTS[:4]]
     assert [each["parameters"] for each in moments] == [7, 7, 7, 7]
@@ -75,15 +75,20 @@ def test_what_comes_from_host_memory_is_there_beside_its_layer() -> None:
 
 
 def test_both_levers_of_offload_leave_one_layer_and_three_parts() -> None:
-    """Of 32 layers, 31 go to host memory; state is there in the update alone, a matrix of the vocabulary at once."""
+    """Of 32 layers, 31 go to host memory; state is there in the update alone, a matrix of the vocabulary at once. So
+    are parameters, with a third lever."""
     plan = lower(facts_of_config("llama-3.1-8b"), Layout.parse("single+offload+offload_optimizer"), 0)
     shape = plan.step_shape(1, 1000, 1)
     found, kept = plan.bytes(shape), layer_bytes(plan, plan.layers[0], plan.facts.layer_costs[0], shape).kept
     state = 2 * found.parameters
-    assert found.host == {"optimizer state": state, "saved activations": 31 * kept} and found.optimizer == state
+    assert found.host == {"parameters": 0, "optimizer state": state, "saved activations": 31 * kept}
+    assert found.optimizer == state
     assert [found.moments[each]["saved activations"] // kept for each in MOMENTS] == [0, 1, 0, 0, 0, 1, 2, 2]
     part = 2 * (128256 * 4096 * 4 + 2 * PART_BYTES)
     assert [found.moments[each]["optimizer state"] for each in MOMENTS] == [part * (each == UPDATE) for each in MOMENTS]
+    all_away = lower(plan.facts, replace(plan.layout, offload_parameters=True), 0).bytes(shape)
+    assert all_away.host["parameters"] == found.parameters and all_away.by_kind["parameters"] == 0
+    assert all_away.moments[UPDATE]["optimizer state"] == part * 3 // 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import GIB, MODES, Choice, Mode, spent
+from fivefold.core.recompute import MODES, Choice, Mode, spent
+from fivefold.core.units import GIB
 from fivefold.ops import keep
 from fivefold.parallel.collectives import differing
 from fivefold.torch_internals import Dispatch

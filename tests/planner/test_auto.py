@@ -10,9 +10,10 @@ import pytest
 
 from fivefold.config import RunConfig, load_config, parse_config
 from fivefold.core.errors import UserError
+from fivefold.core.units import GIB
 from fivefold.launch import cluster as of_machine
 from fivefold.launch.cluster import cluster_here
-from fivefold.launch.memory import GIB, Room
+from fivefold.launch.memory import Room
 from fivefold.planner import auto, of_run
 from fivefold.planner.auto import chosen, facts_of_run
 from fivefold.planner.cluster import Cluster

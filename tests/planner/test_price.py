@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fivefold.core.layout import Layout
+from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import (

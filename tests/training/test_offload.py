@@ -25,12 +25,12 @@ from tests.parity import OPTIONS, Case, batch_of, build, documents, reference_mo
 from tests.pool import RankError, run_ranks
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
-CASES = {  # both levers, in turns with each fold; more micro batches than stages
+CASES = {  # all levers, in turns with each fold; more micro batches than stages
     "dp2.shard2+mb2": {},
     "shard2.tp2+full+mb1": {"optimizer": "muon"},
     "pp2+zb+v2+mb1": {"overrides": (("num_hidden_layers", 8),)},
     "shard2.ep2+selective+mb1": {"family": "mixtral"},
-    "cp2+ring+mb2": {"optimizer": "muon"},
+    "cp2+ring+mb2": {"optimizer": "muon", "overrides": (("tie_word_embeddings", True),)},
 }
 
 
@@ -58,8 +58,8 @@ def test_no_bit_changes(layout: str, tmp_path: Path) -> None:
 
 
 def bits(case: Case, place: str | None = None, fault: str = "") -> list[Bits]:
-    """Of every rank; `place`: both levers are on."""
-    layout = f"{case.layout}{'+offload+offload_optimizer' if place else ''}"
+    """Of every rank; `place`: all levers are on."""
+    layout = f"{case.layout}{'+offload+offload_optimizer+offload_parameters' if place else ''}"
     return run_ranks(case.parsed.world, on_rank, replace(case, layout=layout), place or "host", fault)
 
 
@@ -74,7 +74,11 @@ def on_rank(case: Case, place: str, fault: str) -> Bits:
                 model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
             )
             losses.append(result.loss)
-    found = {name: local(each.detach()).clone() for name, each in model.named_parameters()}
+    if case.parsed.offload_parameters:
+        segments = [segment.untyped_storage().data_ptr() for segment, _ in state_of(model).offload.memory._segments]
+        resting = [local(each).untyped_storage().data_ptr() for each in model.parameters()]
+        assert set(resting) <= set(segments), "all parameters are in host memory again"
+    found = {name: local(each).clone() for name, each in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             found[f"{kind}/{name}"] = local(value).clone()
@@ -96,9 +100,9 @@ def _counting(moved: list[int]) -> Iterator[None]:
         moved[0] += values.nbytes
         return take(self, values)
 
-    def putting(self: Any, optimizer: Any, part: Any) -> Any:
-        moved[1] += sum(local(each.detach()).nbytes for each in part)
-        return put(self, optimizer, part)
+    def putting(self: Any, optimizer: Any, part: Any, **options: Any) -> Any:
+        moved[1] += sum(local(each).nbytes for each in part)
+        return put(self, optimizer, part, **options)
 
     with (
         patch.object(offload_activations.HostActivations, "take", taken),
@@ -116,9 +120,9 @@ def _not_written_back() -> Iterator[None]:
     put = offload.OptimizerStates._put
     lost = patch.object(Lane, "copy", lambda self, pairs: offload.Copies(()))
 
-    def putting(self: Any, optimizer: Any, part: Any) -> Any:
+    def putting(self: Any, optimizer: Any, part: Any, **options: Any) -> Any:
         with lost if all(each in self._homes for each in part) else nullcontext():
-            return put(self, optimizer, part)
+            return put(self, optimizer, part, **options)
 
     with patch.object(offload.OptimizerStates, "_put", putting):
         yield
@@ -129,8 +133,8 @@ def _stale() -> Iterator[None]:
     """A part is fetched two parts ahead of its turn, from where the one before it lies."""
     fetch, last = offload.OptimizerStates._fetch, list[Any]()
 
-    def fetching(self: Any, optimizer: Any, part: Any) -> Any:
-        values, copies = fetch(self, optimizer, part)
+    def fetching(self: Any, optimizer: Any, part: Any, **options: Any) -> Any:
+        values, copies = fetch(self, optimizer, part, **options)
         for each, (*_, before) in zip(values, last, strict=False):
             if each[2].shape == before.shape:
                 each[2].copy_(before)
@@ -201,7 +205,7 @@ def test_faults_show(fault: str) -> None:
 def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
     """Saved with state in host memory and loaded without, and the other way round: the bits of the run left alone."""
     options: dict[str, Any] = {"train__max_steps": 4, "checkpoint__every": 2, "optimizer__max_grad_norm": 0.1}
-    on = {"memory__offload_optimizer": True, "memory__offload_activations": True}
+    on = {f"memory__offload_{what}": True for what in ("optimizer", "activations", "parameters")}
     alone = run_file(tmp_path, **options, run__name="alone")
     assert train(alone).error is None
     for name, first, then in (("on", {**on, "memory__offload_to": str(tmp_path / "fast")}, {}), ("off", {}, on)):

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from fivefold.calibration.found import Attention, Collective, Found, Matmul
+from fivefold.core.units import GIB
 from fivefold.parallel.collectives import Call
-from fivefold.planner.chips import GIB, Chip, Link
+from fivefold.planner.chips import Chip, Link
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import Product, matmul_seconds
 from fivefold.planner.links import seconds

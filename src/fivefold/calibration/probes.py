@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fivefold.calibration.found import FOUND, Attention, Collective, Found, Matmul, Sizes
-from fivefold.launch.memory import GIB, room
+from fivefold.core.units import GIB
+from fivefold.launch.memory import room
 from fivefold.launch.world import World, multiplies_bf16
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.training.metrics import resident

@@ -211,7 +211,7 @@ def restore(
         }
         for kind, source in sources:
             if name in source.names():
-                state[kind] = _moment(model, name, parameter.detach(), source, is_scale=kind.endswith(SCALE))
+                state[kind] = _moment(model, name, parameter, source, is_scale=kind.endswith(SCALE))
         optimizer.state[parameter] = state
         state_of(model).offload.states.keep(optimizer, parameter)
 

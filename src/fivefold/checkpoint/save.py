@@ -248,7 +248,7 @@ def collect(
     """
     plan = state_of(model).plan
     for name, parameter in model.named_parameters():
-        weight = parameter.grad if gradients else parameter.detach()
+        weight = parameter.grad if gradients else parameter
         if weight is None or not plan.is_owner(name):
             continue
         for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():

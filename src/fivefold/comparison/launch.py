@@ -122,7 +122,7 @@ def _claimed(out: Path, some: Sequence[Configuration]) -> Iterator[None]:
     says = yaml.safe_dump({each.name: each.tree for each in some}, sort_keys=False, allow_unicode=True)
     with writing(out, instead=instead):
         out.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(out)
+        lock = FolderLock(out, instead=instead)
     try:
         with writing(out / RECORD, instead=instead):
             if (out / RECORD).exists():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.comparison.configurations import Contest
 from fivefold.comparison.logs import Log
 from fivefold.comparison.measure import LAST, SLACK, Cell, Difference, Measured, Row, Spread, common_tokens, rows
-from fivefold.core.terminal import shown
+from fivefold.core.terminal import folded, shown
 from fivefold.core.text import listed
 from fivefold.core.units import human, many
 from fivefold.core.version import versions
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NONE, BASE = "-", "base"
+LEAST_NAME = 12  # columns of the terminal that names have at least
+PARTS_OF_NAMES = "+,=._-/ "  # a long name goes on in another line before one of these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +69,19 @@ class CompareReport(Report[Row]):
             return
         columns = self.columns_shown
         table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("", overflow="fold", min_width=12)
+        texts = [[cell(row) for _, cell in columns] for row in self.rows]
+        widths = (
+            max(map(len, [*header.split("\n"), *cells])) for (header, _), *cells in zip(columns, *texts, strict=True)
+        )
+        room = max(LEAST_NAME, console.width - sum(width + 1 for width in widths) - 1)
+        table.add_column("", overflow="fold", min_width=LEAST_NAME)
         for header, _ in columns:
             table.add_column(header, justify="right", no_wrap=True, vertical="bottom")
-        for number, row in enumerate(self.rows):
+        for number, (row, cells) in enumerate(zip(self.rows, texts, strict=True)):
             if not number or row.devices != self.rows[number - 1].devices:
                 table.add_row(Text(on(row.devices), "bold"))
-            table.add_row(Text(shown(f"  {row.configuration}")), *(Text(cell(row)) for _, cell in columns))
+            name = folded(f"  {shown(row.configuration)}", room, before=PARTS_OF_NAMES, indent="    ")
+            table.add_row(Text(name), *map(Text, cells))
         console.print(table)
         for note in self.notes:
             console.print(f"  {shown(note)}", highlight=False, markup=False)

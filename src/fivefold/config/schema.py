@@ -350,6 +350,7 @@ class MemorySection(Section):
     mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
     offload_activations: bool = of_layout("offload_activations")
     offload_optimizer: bool = of_layout("offload_optimizer")
+    offload_parameters: bool = of_layout("offload_parameters")
     offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
     trial: Literal["auto"] | bool = Field(

@@ -123,6 +123,9 @@ class Layout:
     offload_activations: bool = _said(
         False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}
     )
+    offload_parameters: bool = _said(
+        False, "memory.offload_parameters", "keep parameters in host memory", words={"offload_parameters": True}
+    )
     offload_optimizer: bool = _said(
         False, "memory.offload_optimizer", "keep optimizer state in host memory", words={"offload_optimizer": True}
     )
@@ -199,6 +202,12 @@ class Layout:
         if self.dp_shard == -1:
             raise UserError("dp_shard is -1, so the world is not known yet", fix="call resolve(world) first")
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def rests_in_host(self) -> frozenset[str]:
+        """What rests in host memory between steps, in words."""
+        both = {"parameters": self.offload_parameters, "optimizer state": self.offload_optimizer}
+        return frozenset(what for what, is_there in both.items() if is_there)
 
     @property
     def data_ranks(self) -> int:

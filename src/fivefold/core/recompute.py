@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from fivefold.core.errors import UserError
-from fivefold.core.units import many
+from fivefold.core.units import GIB, many
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 BUDGET = r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?GiB"  # of what a rank keeps, in place of a mode
-GIB = 2**30
 
 
 @dataclass(frozen=True)

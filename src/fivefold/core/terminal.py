@@ -4,6 +4,7 @@ Escape sequences move the cursor, set titles and answer back; a carriage return 
 controls reorder it (CVE-2021-42574). Each is shown as Python writes it, `\x1b`; line feeds and tabs stay.
 """
 
+import re
 import sys
 from typing import TextIO
 
@@ -16,6 +17,18 @@ _SHOWN = {code: ascii(chr(code))[1:-1] for code in (*_CONTROLS, *_LINES, *_BIDIR
 def shown(text: str) -> str:
     """`text` with its control characters written out."""
     return text.translate(_SHOWN)
+
+
+def folded(name: str, width: int, *, before: str, indent: str = " ") -> str:
+    """A long name on several lines of `width` characters, none of its parts broken: a line ends before one of the
+    characters `before`, and the next begins with `indent`. A part that is longer than a line has one to itself."""
+    first, *parts = re.split(f"(?=[{re.escape(before)}])", name)
+    lines = [first]
+    for part in parts:
+        if lines[-1].strip() and len(lines[-1]) + len(part) > width:
+            lines.append(indent)
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def say(text: object, *, stream: TextIO | None = None) -> None:

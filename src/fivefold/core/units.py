@@ -6,6 +6,7 @@ Read once, at the edge of the run file and of the command line; inside there are
 import re
 from typing import Any
 
+GIB = 2**30  # bytes
 _WRITTEN = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKmMgGbB]?)")
 _STEP = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3}
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fivefold.core.errors import UserError
-from fivefold.data.chat import ChatTemplate, Span, Turn
+from fivefold.data.chat import ChatTemplate
+from fivefold.data.spans import Span, Turn, inside
 
 TrainOn = Literal["assistant", "all", "last"]
 
@@ -117,8 +118,7 @@ class Text:
     def is_trained(self, ends: Sequence[int]) -> list[bool]:
         """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
         with the answer "yes" the token " yes" is."""
-        spans = self.trained or ()
-        return [any(first < end <= last for first, last in spans) for end in ends]
+        return inside(self.trained or (), ends)
 
 
 def chat(

@@ -250,10 +250,12 @@ def no_text(
             more=_MORE,
         )
     if kind is not None:
-        return UserError(f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun))
+        return UserError(
+            f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun, names)
+        )
     return UserError(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
-        fix=_fix(source, None if _asks(names) else likely, noun),
+        fix=_fix(source, None if _asks(names) else likely, noun, names),
         more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
     )
 
@@ -264,10 +266,11 @@ def _columns(source: Source) -> str:
     )
 
 
-def _fix(source: Source, likely: str | None, noun: str) -> str:
+def _fix(source: Source, likely: str | None, noun: str, names: Collection[str]) -> str:
     """As it would be typed, where one key looks like the text."""
     if likely is None:
-        return f"{source.label}.text_key names the {noun} that holds the text"
+        of_two = f"; where one asks and another answers, {_columns(source)}" if len(names) > 1 else ""
+        return f"{source.label}.text_key names the {noun} that holds the text{of_two}"
     return f"add {source.option('text_key', likely)}"
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.core.errors import first_line
-from fivefold.launch.memory import GIB, room
+from fivefold.core.units import GIB
+from fivefold.launch.memory import room
 from fivefold.launch.world import cores
 from fivefold.report.table import Report
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from fivefold.core import legality
 from fivefold.core.heads import legal_degrees
 from fivefold.core.layout import Layout
-from fivefold.core.units import human
-from fivefold.launch.memory import GIB
+from fivefold.core.units import GIB, human
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.facts import Partition, Untrainable
 from fivefold.models.facts_store import facts_of_config

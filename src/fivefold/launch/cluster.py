@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from fivefold.core.errors import UserError
-from fivefold.launch.memory import GIB, room
+from fivefold.core.units import GIB
+from fivefold.launch.memory import room
 from fivefold.planner.chips import chip_of_device
 from fivefold.planner.cluster import Cluster, nodes_of
 

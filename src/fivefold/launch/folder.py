@@ -85,8 +85,9 @@ def last_saved_step(config: RunConfig) -> int:
 class FolderLock:
     """Held by the one process that writes to a run folder; the system drops it when that process ends in any way."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it.
+    def __init__(self, run_dir: Path, *, instead: str = "take another run.name") -> None:
+        """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it. `instead`:
+        what to do where it is not to end.
 
         On a filesystem that knows no locks, and on Windows, there is nothing to take.
         """
@@ -104,7 +105,7 @@ class FolderLock:
             self.release()
             raise UserError(
                 f"another run writes to {run_dir}: {owner or 'its owner is not known'}",
-                fix="wait for it, end it, or take another run.name",
+                fix=f"wait for it, end it, or {instead}",
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

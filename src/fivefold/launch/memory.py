@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fivefold.core.errors import RunFailed
+from fivefold.core.units import GIB
 
-GIB = 2**30
 SCARCE = 0.03  # of all memory: less than that free, and a process that was killed was killed for it
 LOOK_SECONDS = 0.25
 _NEEDS = "needs.json"

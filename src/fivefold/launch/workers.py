@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
+from fivefold.core.units import GIB
 from fivefold.launch.failure import (
     HANGS,
     WorkerDied,
@@ -22,7 +23,7 @@ from fivefold.launch.failure import (
     place,
     put_aside,
 )
-from fivefold.launch.memory import GIB, Needs, Pressure, address_said, room
+from fivefold.launch.memory import Needs, Pressure, address_said, room
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED

@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from fivefold.core.fp8 import OPERANDS, Cast, Operand, Product
-from fivefold.ops.fp8 import Float8, Rounded, cast_to_fp8, scale_of
+from fivefold.ops.fp8 import Float8, cast_to_fp8, scale_of
+from fivefold.ops.fp8_weight import Rounded
 
 
 class History(Protocol):

@@ -20,10 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.fp8 import (
-    ALIGNED,
     DIMS,
-    FP8_UNITS,
-    WITH_KERNEL,
     Cast,
     Dim,
     Format,
@@ -33,6 +30,7 @@ from fivefold.core.fp8 import (
     by_row,
     shared_dims,
 )
+from fivefold.ops.fp8_kernels import grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
 from fivefold.ops.fp8_weight import Fp8Weight, Rounded
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 
@@ -107,9 +105,9 @@ class Float8:
     is_transposed: bool
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        turned, once = self._of_outputs(weights), self.recipe.casts_once
-        (rows,), matrices = self.casts("output", [_flat(x)], [] if once else turned)
-        matrices = _rounded(turned) if once else matrices
+        once = self.recipe.casts_once
+        (rows,), matrices = self.casts("output", [_flat(x)], [] if once else self._turned(weights, self.is_transposed))
+        matrices = self._rounded(weights, self.is_transposed) if once else matrices
         outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
         return outs, rows if once else (x,)
 
@@ -126,19 +124,18 @@ class Float8:
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
         flat, dtype = [_flat(grad) for grad in grads], grads[0].dtype
-        turned = [weight.T for weight in self._of_outputs(weights)]
         if self.recipe.casts_once:
             values, scale = kept
             rows, _ = self.casts("input_grad", flat, [])
             later: Later = partial(self._weight_grads, [(grad.T, own) for grad, own in rows], (values.T, scale), dtype)
             if not wants_input:
                 return None, later
-            matrices = _rounded(turned)
+            matrices = self._rounded(weights, not self.is_transposed)
         else:
             later = partial(self._cast_weight_grads, flat, *kept)
             if not wants_input:
                 return None, later
-            rows, matrices = self.casts("input_grad", flat, turned)
+            rows, matrices = self.casts("input_grad", flat, self._turned(weights, not self.is_transposed))
         parts = [self._product("input_grad", *both, dtype) for both in zip(rows, matrices, strict=True)]
         return sum(parts[1:], start=parts[0]).view(*grads[0].shape[:-1], -1), later
 
@@ -153,20 +150,23 @@ class Float8:
         made = (self._product("weight_grad", grad, x_IS, dtype) for grad in grads_OS)
         return tuple(each.T if self.is_transposed else each for each in made)
 
-    def _of_outputs(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        return [weight.T if self.is_transposed else weight for weight in weights]
+    def _turned(self, weights: Sequence[Tensor], is_turned: bool) -> list[Tensor]:
+        return [weight.T if is_turned else weight for weight in weights]
+
+    def _rounded(self, weights: Sequence[Tensor], is_turned: bool) -> list[Rounded]:
+        """Of weights that FSDP has gathered in fp8."""
+        own = [typing.cast(Fp8Weight, weight) for weight in weights]
+        return [*zip(self._turned([each.codes for each in own], is_turned), (each.scale for each in own), strict=True)]
 
     def _product(self, which: Product, a_MK: Rounded, b_NK: Rounded, dtype: torch.dtype) -> Tensor:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
         pair: Pair = getattr(self.recipe, which)
         if is_served(a_MK[0], b_NK[0], pair, dtype):
-            return scaled_matmul(*a_MK, *b_NK, dtype, fast=which == "output")
+            if which == "input_grad":
+                b_NK = laid_out(b_NK[0], a_MK[0]), b_NK[1]
+            return scaled_matmul(a_MK, b_NK, pair, dtype, fast=which == "output")
         wide = held_in(dtype, pair)
         return (restored(*a_MK, wide) @ restored(*b_NK, wide).T).to(dtype)
-
-
-def _rounded(weights: Sequence[Tensor]) -> list[Rounded]:
-    return [typing.cast(Fp8Weight, each).rounded for each in weights]
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -199,6 +199,8 @@ class Float8Grouped(OneByOne):
     def _product(self, which: Product, rows_SK: Tensor, weight_ENK: Tensor) -> Tensor:
         (rows,), (weight,) = casts(which, by_row(self.recipe), {}, [rows_SK], [weight_ENK])
         plain, dtype = Grouped(self.counts_E, False, self.is_served), rows_SK.dtype
+        if self.is_served and is_served_grouped(rows[0], weight[0], getattr(self.recipe, which), dtype):
+            return grouped_matmul(rows, weight, plain.ends, dtype, fast=which == "output")
         return plain.output(restored(*rows, dtype), restored(*weight, dtype))
 
 
@@ -242,44 +244,3 @@ def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
     """The type in which emulated operands are multiplied: `dtype` where it holds what they stand for (bf16 does, where
     scales are powers of 2), else a wider one."""
     return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
-
-
-def emulated(recipe: str, device: str, precision: str) -> str | None:
-    """Why the products of `recipe` are emulated on `device`, which costs time; None where a kernel multiplies them."""
-    if not _has_units(torch.device(device)):
-        return "this device has no fp8 units"
-    if recipe not in WITH_KERNEL:
-        return f"PyTorch has no kernel for it; {' and '.join(WITH_KERNEL)} have one"
-    return None if precision == "bf16" else "the kernel multiplies for precision.compute: bf16"
-
-
-def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's scaled matmul takes these operands for a result in `dtype`: on a device with fp8 units, one
-    scale a row or a tensor, aligned."""
-    if dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
-        return False
-    sizes = (*b_NK.shape, a_MK.shape[1])
-    return _has_units(a_MK.device) and not any(size % ALIGNED for size in sizes)
-
-
-def _has_units(device: torch.device) -> bool:
-    """Whether a device multiplies e4m3 and e5m2 as they are here. (AMD's MI300 has formats of its own.)"""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= FP8_UNITS
-
-
-def scaled_matmul(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and their scales, one a row or a tensor.
-    `fast`: sums are kept in fewer bits inside a tile, which is enough in forward."""
-    by_tensor = of_a.numel() == of_b.numel() == 1
-    scaling = F.ScalingType.TensorWise if by_tensor else F.ScalingType.RowWise
-    scales = [1 / scale for scale in (of_a, of_b)]
-    if by_tensor:
-        scale_a, scale_b = (scale.reshape(()) for scale in scales)
-    else:
-        scale_a, scale_b = scales[0].expand(len(a_MK), 1).contiguous(), scales[1].expand(len(b_NK), 1).contiguous().T
-    return F.scaled_mm(
-        a_MK.contiguous(), b_NK.contiguous().T, scale_a, scaling, scale_b, scaling, output_dtype=dtype,
-        use_fast_accum=fast,
-    )  # fmt: skip

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.torch_internals import NO_TORCH_FUNCTION
+
 Rounded = tuple[Tensor, Tensor]  # numbers of eight bits, and the scale that they were multiplied by
 
 _VIEWS = frozenset(
@@ -19,49 +21,43 @@ _VIEWS = frozenset(
 
 
 class Fp8Weight(Tensor):
-    """A weight [O, I] of `dtype`: `values` [O, I] in e4m3 divided by `scale` [1, 1].
+    """A weight [O, I] of `dtype`: `codes` [O, I] in e4m3 divided by `scale` [1, 1].
 
-    `values` may share storage that FSDP frees and fills again; `scale` is replaced when it does.
+    `codes` may share storage that FSDP frees and fills again; `scale` is replaced when it does.
     """
 
-    values: Tensor
+    codes: Tensor
     scale: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor, scale: Tensor, dtype: torch.dtype) -> "Fp8Weight":
-        return Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
-            cls, values.shape, strides=values.stride(), dtype=dtype, device=values.device
-        )
+    def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> "Fp8Weight":
+        return Tensor._make_wrapper_subclass(cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device)
 
-    def __init__(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-        self.values, self.scale = values, scale
-
-    @property
-    def rounded(self) -> Rounded:
-        return self.values, self.scale
+    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.scale = codes, scale
 
     def restored(self) -> Tensor:
         """What the weight stands for, a plain tensor."""
-        return (self.values.to(self.scale.dtype) / self.scale).to(self.dtype)
+        return (self.codes.to(self.scale.dtype) / self.scale).to(self.dtype)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Fp8Weight({tuple(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["values", "scale"], self.dtype
+        return ["codes", "scale"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], dtype: torch.dtype, size: Any, stride: Any) -> "Fp8Weight":
-        return Fp8Weight(inner["values"], inner["scale"], dtype)
+        return Fp8Weight(inner["codes"], inner["scale"], dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _VIEWS:
             own: Fp8Weight = args[0]
-            return Fp8Weight(func(own.values, *args[1:], **(kwargs or {})), own.scale, own.dtype)
+            return Fp8Weight(func(own.codes, *args[1:], **(kwargs or {})), own.scale, own.dtype)
         plain = torch.utils._pytree.tree_map_only(Fp8Weight, Fp8Weight.restored, (args, kwargs or {}))
         return func(*plain[0], **plain[1])

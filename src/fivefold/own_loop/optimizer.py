@@ -67,11 +67,13 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
         raise _not_the_models(optimizer)
     layout: Layout | None = next((getattr(each, _LAYOUT) for each in parameters if hasattr(each, _LAYOUT)), None)
     checked = (len(optimizer.param_groups), layout)
-    if steps and layout and layout.offload_optimizer and not getattr(optimizer, WALKING, False):
+    away = [what for what in ("optimizer", "parameters") if layout and getattr(layout, f"offload_{what}")]
+    if steps and away and not getattr(optimizer, WALKING, False):
+        what = {"optimizer": "its state", "parameters": "what it updates"}[away[0]]
         raise refusal(
-            f"{type(optimizer).__name__}.step() under {layout}: its state is in host memory, and comes to the device "
+            f"{type(optimizer).__name__}.step() under {layout}: {what} is in host memory, and comes to the device "
             "part by part",
-            fix="ff.train_step(model, optimizer, batch), which takes the step; or leave offload_optimizer out",
+            fix=f"ff.train_step(model, optimizer, batch), which takes the step; or leave offload_{away[0]} out",
         )
     if layout is None or getattr(optimizer, _CHECKED, None) == checked:
         return
@@ -172,5 +174,5 @@ def _steps(
             part.grad = made(own.clone())
             twin.step()
     for view, part in zip(cut(result), parts, strict=True):
-        view.copy_(local(part.detach()))
+        view.copy_(local(part))
     return result

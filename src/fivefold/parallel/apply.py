@@ -38,7 +38,8 @@ from fivefold.parallel import context, data, expert, passes, pipeline, probe, te
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
-from fivefold.parallel.fp8_gather import Fp8Gathers
+from fivefold.parallel.fp8_scales import Fp8Scales
+from fivefold.parallel.gathers import gather_parameters
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
@@ -112,7 +113,8 @@ def parallelize(
     hand_on_cu_seqlens(model, facts.forgetful)
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
-    staged = install(model, plan, tp, cp, dtype=data.COMPUTE_DTYPES[layout.precision])
+    dtype = data.COMPUTE_DTYPES[layout.precision]
+    staged = install(model, plan, tp, cp, dtype=dtype)
     compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
     offload = offload_of(layout, offload_to, device)
     _keep_products(model, plan, recompute, is_compiled=compile_blocks)
@@ -122,9 +124,10 @@ def parallelize(
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
     groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
-    model.to_empty(device=device)  # the sharded parameters, and the buffers
+    gathers = gather_parameters(model, plan, device, dtype, offload.memory if layout.offload_parameters else None)
     _tie(model, facts.anatomy)
-    gathers = Fp8Gathers(model, plan, amax, data.COMPUTE_DTYPES[layout.precision])
+    at_home = {name: gather.shard for name, gather in gathers.items() if layout.offload_parameters}
+    offload.states.rest({model.get_parameter(name): shard for name, shard in at_home.items()})
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
     model.fivefold = ParallelState(
         plan,
@@ -138,7 +141,7 @@ def parallelize(
         balance,
         offload,
         amax,
-        gathers,
+        Fp8Scales(plan, gathers, amax, dtype),
         compiled,
     )
     for name, buffer in model.named_buffers():

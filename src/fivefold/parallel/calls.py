@@ -17,7 +17,7 @@ from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups, TPBlock
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
-from fivefold.parallel.ranks import Tokens, ring_gradients, ring_keys, tokens_by_rank
+from fivefold.parallel.ranks import Tokens, ring_hops, tokens_by_rank
 from fivefold.parallel.shard_rules import feature_blocks
 
 if TYPE_CHECKING:
@@ -265,8 +265,7 @@ def _of_attention(step: _Step) -> Iterator[Call]:
 def _ring(step: _Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
     """Keys and values go round the ring in forward, and once more in backward, when their gradients go straight to the
     owners. `size`: bytes of the keys and values of one token."""
-    for part in range(1, len(tokens)):
-        keys, gradients = ring_keys(tokens, rank, part), ring_gradients(tokens, rank, part)
+    for keys, gradients in ring_hops(tokens, rank):
         for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
             yield from step.forwards(axis, kind, of_keys * size, site, is_kept=True, overlaps=True)
             yield step.call(axis, kind, of_keys * size, "backward", step.layer_of(site), overlaps=True)

@@ -6,8 +6,9 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor; a tensor that is no DTensor is its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's shard of a tensor, apart from autograd; a tensor that is no DTensor is its own. (A parameter that
+    rests in host memory could not be detached: it says that it is on the device.)"""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def with_local(tensor: Tensor, values: Tensor) -> Tensor:
@@ -18,12 +19,19 @@ def with_local(tensor: Tensor, values: Tensor) -> Tensor:
     return DTensor(values, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def put_local(tensor: Tensor, values: Tensor) -> None:
+    """Let a DTensor have `values` on this rank, of the same shape, wherever they lie. It goes on to say the device that
+    it was made on."""
+    assert isinstance(tensor, DTensor), "parameters of a parallelized model are DTensors"
+    tensor._local_tensor = values
+
+
 def zeros_by_block(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, one for each `length` of a row of `like`, spread as it is."""
+    """Zeros, one for each `length` of a row of `like`, spread as it is, on the device that it says."""
     if length == 1:
-        return torch.zeros_like(like, dtype=dtype)
+        return torch.zeros_like(like, dtype=dtype, device=like.device)
     own, shape = local(like), (*like.shape[:-1], like.shape[-1] // length)
-    zeros = torch.zeros(*own.shape[:-1], shape[-1], dtype=dtype, device=own.device)
+    zeros = torch.zeros(*own.shape[:-1], shape[-1], dtype=dtype, device=like.device)
     if not isinstance(like, DTensor):
         return zeros
     stride = torch.empty(shape, device="meta").stride()

@@ -6,7 +6,7 @@ the real step on the real caching allocator are what it is held against (docs/pl
 of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -37,6 +37,7 @@ UPDATE = "the update"
 MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
 SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
 PARTS = 3  # of offloaded optimizer state, on the device at once: one comes, one is updated, one goes
+STATES = ("parameters", "optimizer state")  # what can rest in host memory
 PART_BYTES = 64 * 2**20  # of the parameters of a part; of a small model, an eighth of them
 Bytes = Any  # a number, or an array of them: the planner adds up many layouts at once
 
@@ -148,7 +149,7 @@ def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
         gradients=state["gradients"],
         optimizer=state["optimizer state"],
         host={
-            "optimizer state": state["optimizer state"] * plan.layout.offload_optimizer,
+            **{what: state[what] * (what in plan.layout.rests_in_host) for what in STATES},
             "saved activations": away,
         },
         saved=saved,
@@ -180,22 +181,21 @@ def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -
     is_shared = len(plan.users(plan.units[-1])) > 1
     largest = max((plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)), default=0)
     layout = plan.layout
-    state = in_update(state, largest, shape, offloads=layout.offload_optimizer, state_dtype=layout.state_dtype)
+    state = in_update(state, largest, shape, away=layout.rests_in_host, state_dtype=layout.state_dtype)
     return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
 
 
 def in_update(
-    state: Mapping[str, int], largest: int, shape: StepShape, *, offloads: bool, state_dtype: str
+    state: Mapping[str, int], largest: int, shape: StepShape, *, away: Collection[str], state_dtype: str
 ) -> dict[str, int]:
     """`state`, with what an update has on the device besides: a piece of the state that it restores to the type of the
-    weights, and of state that lies in host memory what comes and goes. `largest`: bytes of the largest parameter, which
-    is a part of its own."""
+    weights, and of what is `away`, in host memory, that which comes and goes. `largest`: bytes of the largest
+    parameter, which is a part of its own."""
     more = RESTORED[state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
-    if not offloads:
-        return {**state, UPDATE: more}
     part = part_bytes(state["parameters"])
     share = min(1.0, (max(part, largest) + (PARTS - 1) * part) / max(1, state["parameters"]))
-    return {**state, "optimizer state": 0, UPDATE: round(state["optimizer state"] * share) + more}
+    more += round(sum(state[what] for what in away) * share)
+    return {**state, **dict.fromkeys(away, 0), UPDATE: more}
 
 
 def part_bytes(parameters: int) -> int:
@@ -296,22 +296,29 @@ class LayerBytes:
 
 
 def layer_choices(plan: "ParallelPlan", shape: StepShape) -> dict[str, dict[Mode, Choice]]:
-    """Each layer of this rank under each mode of recompute. Its work is told in bytes of memory traffic: a multiply and
-    an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    """Each layer of this rank under each mode of recompute, with all its micro batches in flight."""
     layers = [last - first for first, last in plan.stages.splits]
     counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
-    tokens, found = shape.rows * shape.tokens, dict[str, dict[Mode, Choice]]()
-    for stage in plan.own_stages:
-        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]:
-            cost = costs[layer]
-            of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
-            features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
-            flops = tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
-            traffic = 2.0 * of["none"].saved
-            again = {"none": 0.0, "selective": traffic, "full": traffic + flops / FLOPS_PER_BYTE}
-            found[layer] = {mode: Choice(counts.most[stage] * of[mode].kept, again[mode]) for mode in MODES}
-    return found
+    return {
+        layer: {
+            mode: replace(choice, kept=counts.most[stage] * choice.kept)
+            for mode, choice in mode_choices(plan, layer, costs[layer], shape).items()
+        }
+        for stage in plan.own_stages
+        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]
+    }
+
+
+def mode_choices(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> dict[Mode, Choice]:
+    """A layer under each mode of recompute, in one micro batch. Its work is told in bytes of memory traffic: a multiply
+    and an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
+    features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
+    flops = shape.rows * shape.tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
+    traffic = 2.0 * of["none"].saved
+    again = {"none": 0.0, "selective": traffic, "full": traffic + flops / FLOPS_PER_BYTE}
+    return {mode: Choice(of[mode].kept, again[mode]) for mode in MODES}
 
 
 def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
@@ -330,13 +337,16 @@ def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepSh
         return LayerBytes(saved, saved, working)
     if shape.recompute.keeps(layer):
         dear = round(dear_numbers(plan, layer, cost, shape) * token)
-    return LayerBytes(saved, entered + dear, working + max(0, saved - dear))
+    again = saved - dear - entered * shape.compiled  # whose norm reads the input itself, and keeps no cast of it
+    return LayerBytes(saved, entered + dear, working + max(0, again))
 
 
 def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that selective recompute keeps of a layer: outputs of its linears and of attention, with one
-    statistic of each query in fp32, and rows of experts."""
+    statistic of each query in fp32, and rows of experts. The last linear's only in fp8, whose products are kept by the
+    linears themselves."""
     tp, splits, partition = plan.layout.tp, plan.splits_sequence, plan.facts.partition
+    in_fp8 = set() if plan.reduces_rows else {linear.name for linear in plan.fp8_linears}
     inside = sum(
         each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes) for each in cost.attention
     )
@@ -348,6 +358,8 @@ def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepS
         role = partition.roles.get(name)
         if role is not None and role.kind == "experts":
             found += _dear_rows(plan, name, matmul, shape)
+        elif name in in_fp8 and not plan.keeps(name):
+            found += matmul.outputs
         elif plan.keeps(name) and role is not None and role.kind == "column":
             inside += sizes[role.dim or 0]
         elif plan.keeps(name) and role is not None and role.kind == "row":
@@ -373,21 +385,26 @@ def cast_numbers(plan: "ParallelPlan", layer: str, shape: StepShape) -> float:
 
     Where an input is cast for the gradients of weights, backward does not read the input itself. A compiled layer makes
     it again, element by element, from what the norm or the activation in front of the linear keeps (attention keeps
-    what it gives in any case), and casts it again by the same scale. A cast is kept, one byte a number, where the scale
-    comes from other ranks, and where linears stay outside of graphs (delayed scaling), behind which an activation keeps
-    what it gives. Layers that run as they are keep the cast where it serves both products.
+    what it gives in any case; over cp it is outside of graphs, and so is the norm in front of q, k and v), and casts it
+    again by the same scale. A cast is kept, one byte a number, where the scale comes from other ranks (of one that
+    serves both products also where that of the gradients does), and where linears stay outside of graphs (delayed
+    scaling), behind which an activation keeps what it gives. Layers that run as they are keep the cast where it serves
+    both products.
     """
     groups = [group for group in plan.fp8_inputs if is_within(group[0].name, [layer])]
     if not groups or RECIPES[plan.layout.fp8].weight_grad is None:
         return 0.0
     recipe, found = RECIPES[plan.layout.fp8], 0.0
-    spanned = {dim for product, dim, _ in agreements(recipe, 1, 1, [1]) if product == "output"}
+    first = ("output", "input_grad") if recipe.casts_once else ("output",)
+    spanned = {dim for product, dim, _ in agreements(recipe, 1, 1, [1]) if product in first}
     blocks = {f"{block.row}.weight": block.heads is not None for block in plan.facts.partition.tp_blocks}
+    outside = [block.owner for block in plan.facts.partition.tp_blocks if block.heads and plan.grid.size("cp") > 1]
     for linear in (group[0] for group in groups):
         is_row, of_attention = linear.name in blocks, blocks.get(linear.name, False)
         agrees = any(plan.grid.size(linear.axes[dim]) > 1 for dim in spanned if dim in linear.axes)
         if shape.compiled:
-            is_left_out = not (of_attention or (recipe.history and is_row))
+            is_given = of_attention or is_within(linear.name, outside)
+            is_left_out = not (is_given or (recipe.history and is_row))
             is_cast_kept = (agrees or recipe.history > 0) and (recipe.casts_once or not of_attention)
         else:
             is_left_out, is_cast_kept = recipe.casts_once and not of_attention, recipe.casts_once
@@ -427,17 +444,24 @@ def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
     tensor and of what it was made of, and of the hidden states. Experts: the gradient of what they have made, and of
-    the same weighted, which is in fp32. An MLP in pieces has that of a piece, and all that its forward makes again."""
+    the same weighted, which is in fp32. An MLP in pieces has that of a piece, and all that its forward makes again.
+
+    Compiled, a layer that is one graph has the gradients of gate, up and their product at once, and that of what it
+    gave. One whose graph ends at attention over cp frees the product before gate and up have gradients."""
     matmuls = [each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.chunked_linears]
     widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
     experts = max((each.times for each in matmuls), default=1)
     weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
-    whole = max((widest + max(widest, weighted)) / plan.layout.tp, attention_numbers(plan, cost, shape))
+    made, hidden = widest + max(widest, weighted), 2 * shape.hidden
+    if shape.compiled and experts == 1 and plan.layout.fp8 == "none":
+        ends_inside = plan.grid.size("cp") > 1 or bool(plan.chunked_linears)
+        made, hidden = widest * (1 if ends_inside else 3), shape.hidden
+    whole = max(made / plan.layout.tp, attention_numbers(plan, cost, shape))
     if not (inside := chunked_numbers(plan, cost, compiled=False)):
-        return whole + 2 * shape.hidden
+        return whole + hidden
     widest = max(max(each.inputs, each.outputs) for each in set(cost.matmuls) - set(matmuls))
     piece = (inside + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
-    return max(whole, piece + shape.hidden) + 2 * shape.hidden
+    return max(whole + hidden, piece + 3 * shape.hidden)
 
 
 def attention_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:

@@ -1,4 +1,5 @@
-"""Optimizer state in host memory: it comes to the device part by part while the optimizer updates that part.
+"""Optimizer state, and parameters, in host memory: they come to the device part by part while the optimizer updates
+that part.
 
 The arithmetic is that of the same optimizer on the same values, part after part instead of all at once. So a step gives
 the same bits, for an optimizer that updates a parameter by its own gradient and state.
@@ -9,10 +10,11 @@ the same bits, for an optimizer that updates a parameter by its own gradient and
     back to the host                           1         2        part 1 while part 2 is updated
 
 At most `PARTS` parts of the state are on the device. Between steps `optimizer.state` holds the same tensors with their
-values in host memory: checkpoints and checks read them there.
+values in host memory: checkpoints and checks read them there. So it is with parameters, which FSDP gathers from there
+(`gathers.py`); their gradients stay on the device.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +24,14 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.parallel.dtensor import local, with_local
+from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.host_memory import HostMemory, most_bytes
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import part_bytes
 from fivefold.parallel.offload_activations import HostActivations
 from fivefold.torch_internals import step_hooks
 
+WEIGHT = ""  # the kind of a parameter itself, beside those of its state
 WALKING = "fivefold_walking"  # an attribute of an optimizer whose state is on the device part by part
 
 
@@ -43,65 +46,66 @@ class Offload:
 
 def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
     """What `layout` asks for, at `place`: see `HostMemory`."""
-    is_on = layout.offload_optimizer or layout.offload_activations
+    is_on = layout.offload_optimizer or layout.offload_activations or layout.offload_parameters
     memory = HostMemory(place, locks=device.type == "cuda") if is_on else None
-    states = OptimizerStates(memory if layout.offload_optimizer else None, device)
+    states = OptimizerStates(memory, device, is_on=layout.offload_optimizer)
     return Offload(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
 
 
 class OptimizerStates:
-    """The state of the optimizers of one model. `memory` None: it stays on the device."""
+    """What the optimizers of one model update: its parameters and their state. `is_on`: the state lies in `memory`."""
 
-    def __init__(self, memory: HostMemory | None, device: torch.device) -> None:
-        self._memory, self._device = memory, device
+    def __init__(self, memory: HostMemory | None, device: torch.device, *, is_on: bool) -> None:
+        self._memory, self._device, self.is_on = memory, device, is_on
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # parameter -> kind -> its values in host memory
+        self._weights: dict[Tensor, Tensor] = {}  # parameter -> its own values there, of those that rest there
         # A CPU reads and writes a file's pages where they are: nothing is copied.
         self._in_place = memory is not None and memory.is_file and device.type == "cpu"
-        self._inward = Lane(device) if memory else None
-        self._outward = Lane(device) if memory else None
+        self._inward, self._outward = Lane(device), Lane(device)
 
-    @property
-    def is_on(self) -> bool:
-        return self._memory is not None
+    def rest(self, weights: Mapping[Tensor, Tensor]) -> None:
+        """Parameters rest in host memory; `weights`: their shards there."""
+        self._weights = {} if self._in_place else dict(weights)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()`, once for each part of its parameters. Its hooks run as for one step.
 
         Raises `UserError` for an optimizer that counts its steps in its parameter groups.
         """
-        if not self.is_on or getattr(optimizer, "walks_its_states", False):
+        if not (self.is_on or self._weights) or getattr(optimizer, "walks_its_states", False):
             optimizer.step()
             return
         groups = optimizer.param_groups
         parts = list(_parts([parameter for group in groups for parameter in group["params"]]))
         before = [_options(group) for group in groups]
-        for at, part in enumerate(self.walk(optimizer, parts)):
+        for at, part in enumerate(self.walk(optimizer, parts, weights=True)):
             with _only(optimizer, part), step_hooks(optimizer, before=at == 0, after=at == len(parts) - 1):
                 optimizer.step()
             if len(parts) > 1 and at == 0 and [_options(group) for group in groups] != before:
                 raise UserError(
                     f"{type(optimizer).__name__} counts in its parameter groups, so it cannot update part after part",
-                    fix="leave offload_optimizer out of the layout, or use another optimizer",
+                    fix="leave offload_optimizer and offload_parameters out of the layout, or use another optimizer",
                 )
 
-    def walk(self, optimizer: torch.optim.Optimizer, parts: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Each of `parts`, lists of parameters, while the state of these parameters is on the device.
+    def walk(
+        self, optimizer: torch.optim.Optimizer, parts: Iterable[Sequence[Tensor]], *, weights: bool = False
+    ) -> Iterator[Sequence[Tensor]]:
+        """Each of `parts`, lists of parameters, while the state of these parameters is on the device; `weights`: they
+        are there too.
 
         What runs between two of them must update the first. All that was put back is in host memory at the end.
         """
-        if not self.is_on:
+        if not (self.is_on or (weights and self._weights)):
             yield from parts
             return
         todo, leaving = list(parts), Copies(())
-        coming = self._fetch(optimizer, todo[0]) if todo else None
+        coming = self._fetch(optimizer, todo[0], weights=weights) if todo else None
         for at, part in enumerate(todo):
             assert coming is not None
             values, arriving = coming
             arriving.meet()
-            for parameter, kind, value in values:
-                state = optimizer.state[parameter]
-                state[kind] = with_local(state[kind], value)
-            coming = self._fetch(optimizer, todo[at + 1]) if at + 1 < len(todo) else None
+            self._use(optimizer, values)
+            coming = self._fetch(optimizer, todo[at + 1], weights=weights) if at + 1 < len(todo) else None
             setattr(optimizer, WALKING, True)
             try:
                 yield part
@@ -109,14 +113,28 @@ class OptimizerStates:
                 setattr(optimizer, WALKING, False)
             values.clear()
             leaving.meet()
-            leaving = self._put(optimizer, part)
+            leaving = self._put(optimizer, part, weights=weights)
         leaving.wait()  # what reads host memory asks no stream
         leaving.meet()
+
+    @contextmanager
+    def there(self, parameter: Tensor) -> Iterator[Tensor]:
+        """Inside, the values of a parameter are on the device, to be changed: for an optimizer that walks its states
+        itself, and changes parameters later."""
+        if parameter not in self._weights:
+            yield local(parameter)
+            return
+        home, values = self._weights[parameter], torch.empty_like(self._weights[parameter], device=self._device)
+        self._inward.copy([(values, home)]).meet()
+        yield values
+        copies = self._outward.copy([(home, values)])
+        copies.wait()
+        copies.meet()
 
     def keep(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
         """The state of a parameter, which was set anew, goes to host memory."""
         if self.is_on:
-            copies = self._put(optimizer, [parameter])
+            copies = self._put(optimizer, [parameter], weights=False)
             copies.wait()
             copies.meet()
 
@@ -126,38 +144,51 @@ class OptimizerStates:
             self._memory.reserve(most_bytes(optimizer_bytes, tensors))
 
     def _fetch(
-        self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor]
+        self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor], *, weights: bool
     ) -> tuple[list[tuple[Tensor, str, Tensor]], Copies]:
-        """Begin to copy the state of a part to the device: (parameter, kind, values there)."""
-        assert self._inward is not None
+        """Begin to copy a part to the device: (parameter, kind of its state or `WEIGHT`, values there)."""
         found, pairs = list[tuple[Tensor, str, Tensor]](), list[tuple[Tensor, Tensor]]()
         for parameter in part if not self._in_place else ():
-            for kind, tensor in _tensors(optimizer.state.get(parameter)):
-                home = self._home(parameter, kind, tensor)
+            homes = {WEIGHT: self._weights.get(parameter)} if weights else {}
+            for kind, tensor in _tensors(optimizer.state.get(parameter)) if self.is_on else ():
+                homes[kind] = self._home(parameter, kind, tensor)
+            for kind, home in homes.items():
                 if home is not None:
                     found.append((parameter, kind, torch.empty_like(home, device=self._device)))
                     pairs.append((found[-1][2], home))
         return found, self._inward.copy(pairs)
 
-    def _put(self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor]) -> Copies:
-        """Begin to copy the state of a part to host memory, where `optimizer.state` then has it."""
-        assert self._outward is not None and self._memory is not None
-        pairs = list[tuple[Tensor, Tensor]]()
+    def _use(self, optimizer: torch.optim.Optimizer, values: Iterable[tuple[Tensor, str, Tensor]]) -> None:
+        """What was fetched is what the optimizer updates."""
+        for parameter, kind, value in values:
+            if kind == WEIGHT:
+                put_local(parameter, value)
+            else:
+                state = optimizer.state[parameter]
+                state[kind] = with_local(state[kind], value)
+
+    def _put(self, optimizer: torch.optim.Optimizer, part: Sequence[Tensor], *, weights: bool) -> Copies:
+        """Begin to copy a part to host memory, where parameters and `optimizer.state` then have it."""
+        assert self._memory is not None
+        pairs, homes = list[tuple[Tensor, Tensor]](), list[Tensor]()
         for parameter in part:
-            homes = self._homes.setdefault(parameter, {})
-            for kind, tensor in _tensors(optimizer.state.get(parameter)):
-                values = local(tensor)
-                home = homes.get(kind)
+            if weights and (home := self._weights.get(parameter)) is not None:
+                pairs.append((home, local(parameter)))
+                put_local(parameter, home)
+                homes.append(home)
+            for kind, tensor in _tensors(optimizer.state.get(parameter)) if self.is_on else ():
+                values, own = local(tensor), self._homes.setdefault(parameter, {})
+                home = own.get(kind)
                 if home is None or (home.shape, home.dtype) != (values.shape, values.dtype):
                     block = self._memory.take(values.nbytes)
-                    home = homes[kind] = block.view(values.dtype).view(values.shape)
+                    home = own[kind] = block.view(values.dtype).view(values.shape)
                 if home.data_ptr() != values.data_ptr():
                     pairs.append((home, values))
                     optimizer.state[parameter][kind] = with_local(tensor, home)
+                homes.append(home)
         copies = self._outward.copy(pairs)
-        for parameter in part:
-            for home in self._homes[parameter].values():
-                self._memory.rest(home)
+        for home in homes:
+            self._memory.rest(home)
         return copies
 
     def _home(self, parameter: Tensor, kind: str, tensor: Tensor) -> Tensor | None:
@@ -174,9 +205,9 @@ def _tensors(state: Any) -> list[tuple[str, Tensor]]:
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
     part, size = list[Tensor](), 0
-    most = part_bytes(sum(local(each.detach()).nbytes for each in parameters))
+    most = part_bytes(sum(local(each).nbytes for each in parameters))
     for parameter in parameters:
-        own = local(parameter.detach()).nbytes
+        own = local(parameter).nbytes
         if part and size + own > most:
             yield part
             part, size = [], 0

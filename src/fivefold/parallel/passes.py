@@ -59,7 +59,7 @@ def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
     pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
-        state.fp8_gathers.begin_passes()
+        state.fp8_scales.begin_passes()
         return pipeline.run(model, state.pipeline, batch)
 
 
@@ -78,7 +78,7 @@ def loss(model: Any, inputs: LossInputs) -> Tensor:
     """The summed loss of a micro batch, forward only: 0 on the ranks of a pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
-        state.fp8_gathers.begin_passes()
+        state.fp8_scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
@@ -90,7 +90,7 @@ def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
     the same on all ranks that share the rows."""
     state = state_of(model)
     with torch.no_grad(), state.guard.library():
-        state.fp8_gathers.begin_passes()
+        state.fp8_scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
@@ -103,7 +103,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
-        state.fp8_gathers.begin_passes()
+        state.fp8_scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline,
             ids_BT,
@@ -129,14 +129,15 @@ def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None,
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
-    """A stage on `inputs` of the model's forward: hidden states in and out; of the last stage, the logits."""
+    """A stage on `inputs` of the model's base: hidden states in and out; of the last stage, the logits."""
     state = state_of(model)
-    staged = state.pipeline.staged
+    staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
-        if staged.is_last(stage):
-            return cast(Tensor, type(model).forward(model, **inputs, logits_to_keep=logits_to_keep).logits)
-        model.get_submodule(state.plan.anatomy.base)(**inputs)
-        return given_out()
+        out = model.get_submodule(anatomy.base)(**inputs)  # not by the whole model's forward, which may drop cu_seqlens
+        if not staged.is_last(stage):
+            return given_out()
+        with head_only(model, anatomy) as logits_of:
+            return logits_of(out.last_hidden_state[:, -logits_to_keep:])
 
 
 def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:

@@ -243,6 +243,15 @@ def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
 # ---- what a ring sends -----------------------------------------------------------------------------------------------
 
 
+Hop = tuple[tuple[int, int], tuple[int, int]]  # of `ring_keys`, of `ring_gradients`
+
+
+@lru_cache(maxsize=256)
+def ring_hops(tokens: Tokens, rank: int) -> tuple[Hop, ...]:
+    """What a rank of a ring sends and receives in each hop."""
+    return tuple((ring_keys(tokens, rank, hop), ring_gradients(tokens, rank, hop)) for hop in range(1, len(tokens)))
+
+
 def ring_keys(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
     """(tokens whose keys and values a rank of a ring sends, tokens that it receives) for hop `step`, from 1."""
     size = len(tokens)

@@ -17,7 +17,7 @@ from fivefold.parallel import context, expert, pipeline, tensor
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fp8_gather import Fp8Gathers
+from fivefold.parallel.fp8_scales import Fp8Scales
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload import Offload
@@ -42,7 +42,7 @@ class ParallelState:
     balance: balancing.Balance  # of routers
     offload: Offload  # to host memory
     amax: AmaxHistory  # of linears in fp8
-    fp8_gathers: Fp8Gathers  # of their weights
+    fp8_scales: Fp8Scales  # of their weights
     compiled: Compiled | None = None  # None where blocks run as they are
     guard: Guard = field(default_factory=Guard)
 

@@ -7,11 +7,11 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID
-from fivefold.core.units import many
+from fivefold.core.recompute import budget_bytes
+from fivefold.core.units import GIB, many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.answers import answer
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
@@ -61,7 +61,8 @@ def _given(config: RunConfig) -> dict[str, Any]:
     given = {name: value for name, value in config.given.items() if (name, value) != ("dp_shard", -1)}
     for name, value in given.items():
         said = SAID[name]
-        if name not in OPEN and value != said.file_default:
+        is_budget = name == "recompute" and budget_bytes(value) is not None
+        if is_budget or (name not in OPEN and value != said.file_default):
             raise UserError(
                 f"layout: auto does not go with {said.section}.{said.key} {value}",
                 fix=f"leave {said.section}.{said.key} out, or write the whole layout",

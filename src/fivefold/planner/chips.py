@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.core.units import GIB
 
 HARDWARE = Path(__file__).parent / "hardware"
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")  # that a table by dtype may have
-GIB = 2**30
 
 # What a file may leave out.
 _DEFAULTS = {

@@ -5,6 +5,7 @@ keeps the others waiting; a short inner dimension does not fill the pipeline of 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.models.facts import LayerCost, Partition, Saved
@@ -62,6 +63,11 @@ def attention_seconds(chip: Chip, flops: float, dtype: str) -> float:
 def traffic_seconds(chip: Chip, size: float) -> float:
     """Element-wise work that reads and writes so many bytes."""
     return size / chip.memory_bytes_per_second
+
+
+def host_seconds(chip: Chip, size: Any) -> Any:
+    """To copy so many bytes, or each of an array of them, to host memory, or back; both ways at once take as long."""
+    return size / (chip.host_gbs * 1e9)
 
 
 def fused_saved(layer: str, cost: LayerCost, partition: Partition, hidden: int) -> Saved:

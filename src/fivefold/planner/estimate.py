@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,10 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.recompute import budget_bytes
 from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
+from fivefold.core.units import GIB
 from fivefold.models.flops import Costs
 from fivefold.parallel import memory
 from fivefold.parallel.collectives import Call, StepShape
@@ -25,9 +28,10 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.memory import Passing, Units, buffer_bytes
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
-from fivefold.planner.chips import GIB, Chip
+from fivefold.planner.budget import Parts, under_budget
+from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.compute import traffic_seconds
+from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
@@ -165,7 +169,7 @@ class Estimate:
 
 OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
 MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
-GATHERED = "gathered parameters"
+GATHERED, SAVED = "gathered parameters", "saved activations"
 
 # Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
 LATER = ("a layer later", "a layer later in it")
@@ -358,7 +362,7 @@ def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str,
         found = of.at()
         beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
         return found | beside if chip.is_host else found
-    return {AT_ONCE: {"saved activations": of.saved, "working memory": of.working, "loss": of.loss}}
+    return {AT_ONCE: {SAVED: of.saved, "working memory": of.working, "loss": of.loss}}
 
 
 def crowded(
@@ -422,20 +426,29 @@ class Step:
         return self.layout.padded(self.workload.seq_length)
 
     @cached_property
+    def parts(self) -> Parts:
+        """What is added up. Raises `UserError` for a budget of recompute that `full` exceeds."""
+        prices, layout = self.price_list, self.layout
+        stages = prices.stages(self.pipeline)
+        if budget_bytes(layout.recompute) is not None:
+            return under_budget(prices, layout, self.tokens, stages, self.in_flight.most)
+        return Parts(prices.of(layout, self.tokens), prices.shards(layout), stages)
+
+    @property
     def prices(self) -> Prices:
-        return self.price_list.of(self.layout, self.tokens)
+        return self.parts.prices
 
-    @cached_property
+    @property
     def shards(self) -> Shards:
-        return self.price_list.shards(self.layout)
+        return self.parts.shards
 
-    @cached_property
+    @property
     def stages(self) -> Stages:
-        return self.price_list.stages(self.pipeline)
+        return self.parts.stages
 
     @cached_property
     def in_flight(self) -> InFlight:
-        return in_flight(self.pipeline, self.micro_batches, self.stages.sizes)
+        return in_flight(self.pipeline, self.micro_batches, self.price_list.stages(self.pipeline).sizes)
 
     @cached_property
     def gathers(self) -> Gathers:
@@ -475,7 +488,7 @@ class Step:
     def copying(self) -> Numbers:
         """Seconds of each stage and micro batch to copy saved activations to host memory, or back."""
         moved = moved_bytes(self.work, self.stages) * self.layout.offload_activations
-        return host_seconds(self.cluster.chip, moved)
+        return np.asarray(host_seconds(self.cluster.chip, moved))
 
     @cached_property
     def busiest(self) -> int:
@@ -586,10 +599,13 @@ class Step:
         if restored := RESTORED[self.layout.state_dtype]:  # what is made on the way is written and read
             numbers = sum(unit.trained * count for shard, count in units for unit in shard.units)
             found = replace(found, update=found.update + traffic_seconds(self.cluster.chip, 2 * restored * numbers))
-        if not self.layout.offload_optimizer:
+        if not (away := self.layout.rests_in_host):
             return found
-        state = sum(unit.state * count for shard, count in units for unit in shard.units)
-        copies = host_seconds(self.cluster.chip, state * len(OPTIMIZERS[self.shards.shape.optimizer].state))
+        shape, each = self.shards.shape, [(unit, count) for shard, count in units for unit in shard.units]
+        kinds = len(OPTIMIZERS[shape.optimizer].state) * ("optimizer state" in away)
+        moved = sum(unit.state * count for unit, count in each) * kinds
+        moved += sum(unit.held * count for unit, count in each) * shape.master_bytes * ("parameters" in away)
+        copies = host_seconds(self.cluster.chip, moved)
         return replace(found, update=np.maximum(found.update, copies))
 
     @cached_property
@@ -641,7 +657,7 @@ class Step:
         waits = root_waits(self.shards, content, self.pipeline)
         resting = resting_bytes(
             self.price_list, self.shards, content, self.layout.zero, waits=waits,
-            offloads=self.layout.offload_optimizer, state_dtype=self.layout.state_dtype,
+            away=self.layout.rests_in_host, state_dtype=self.layout.state_dtype,
         )  # fmt: skip
         under_way = passing(
             self.engine, self.work, self.stages, self.in_flight, self.prices.logits,
@@ -654,6 +670,11 @@ class Step:
         found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
+        if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
+            of_rank = self.shards.of(content)
+            found["allocator"] += (
+                largest_shard(unit for shard, _ in of_rank for unit in shard.units) * self.shards.shape.master_bytes
+            )
         found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 
@@ -665,14 +686,20 @@ class Step:
 
     @cached_property
     def needs(self) -> float:
-        """Bytes of the fullest rank, all in all."""
-        return sum(self.fullest[1].values())
+        """Bytes of the fullest rank, all in all; infinite under a budget of recompute that cannot be kept."""
+        try:
+            return sum(self.fullest[1].values())
+        except UserError:
+            if budget_bytes(self.layout.recompute) is None:
+                raise
+            return inf
 
     # ---- the whole ---------------------------------------------------------------------------------------------------
 
     def estimate(self, span: float | None = None) -> Estimate:
         rank, memory = self.fullest
-        items = [Item("memory", name, amount) for name, amount in memory.items() if amount]
+        why = {SAVED: f"recompute: {self.parts.spent[rank]}"} if self.parts.spent else {}
+        items = [Item("memory", name, amount, why.get(name, "")) for name, amount in memory.items() if amount]
         items += self.time(self.span() if span is None else span)
         costs = Costs.of(self.price_list.facts)
         length = self.workload.seq_length
@@ -688,11 +715,11 @@ class Step:
 
 
 def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool, offloads: bool = False,
-    state_dtype: str = "fp32",
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
+    away: frozenset[str] = frozenset(), state_dtype: str = "fp32",
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `offloads`, `state_dtype`: of the optimizer's state."""
+    `away`: what rests in host memory. `state_dtype`: of the optimizer's state."""
     shape, of_rank = shards.shape, shards.of(content)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -703,9 +730,9 @@ def resting_bytes(
         "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
-    if offloads or state_dtype != "fp32":
-        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
-        state = memory.in_update(state, largest, shape, offloads=offloads, state_dtype=state_dtype)
+    if away or state_dtype != "fp32":
+        largest = largest_shard(units) * shape.master_bytes
+        state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
         moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
@@ -721,6 +748,11 @@ def resting_bytes(
     if price_list.engine.spares:
         found["spare gradients"] = spare_bytes(shards, content)
     return {AT_ONCE: found}
+
+
+def largest_shard(units: Iterable[UnitPrice]) -> int:
+    """Numbers of the largest part of a parameter on a rank."""
+    return max((-(-unit.largest // unit.shards) for unit in units), default=0)
 
 
 def _exchanges(
@@ -821,11 +853,6 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
     )
-
-
-def host_seconds(chip: Chip, size: Numbers | float) -> Numbers:
-    """To copy so many bytes to host memory, or back; both ways at once take as long."""
-    return np.asarray(size / (chip.host_gbs * 1e9))
 
 
 def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:

@@ -4,17 +4,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from typing import Any
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.units import GIB
 from fivefold.parallel.limits import limits_of
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import LIKELY, spread
 from fivefold.planner.estimate import TIGHT, Estimate, Item, Step, Workload
-from fivefold.planner.inverse import lean_step, longest_sequence
+from fivefold.planner.inverse import largest, lean_step, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import NEAR
 
@@ -24,8 +25,10 @@ MOST_CURES = 3
 OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload_activations": True}, {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
+    {"offload_activations": True, "offload_optimizer": True, "offload_parameters": True},
 )  # fmt: skip
 ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": "bf16"}, {"state_dtype": "8bit"})
+MOST_HALVES = 2 * 10**5  # of a GiB: a budget that nothing exceeds
 TIMES_NODES = (2, 4, 8, 16, 32, 64)  # so many more nodes are asked for what would fit
 
 
@@ -66,6 +69,7 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
 
     A neighbour differs in one option, or has twice the degree of one dimension at the cost of data parallelism. Where
     fewer than three fit, neighbours of neighbours are asked, and theirs. Tight ones count where all that fit are tight.
+    Where only recompute would be changed, a budget of it is named, if there is one that is faster.
     None where a layout that fits is further off.
     """
     has, seen, asked = prices.cluster.chip.memory_bytes, {estimate.layout}, [estimate.layout]
@@ -83,7 +87,40 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
     if not fitting:
         fitting = list(_last_resorts(prices, [estimate.layout, *asked], estimate.workload))
         easily = [step for step in fitting if step.needs <= has * TIGHT]
-    return tuple(step.estimate() for step in sorted(easily or fitting, key=lambda step: step.seconds)[:MOST_CURES])
+    found = sorted(easily or fitting, key=lambda step: step.seconds)
+    again = [step for step in found if replace(step.layout, recompute="none") == estimate.layout]
+    if again and (budget := budgeted(again[0], has * TIGHT if easily else has)) is not None:
+        found = sorted([*(step for step in found if step not in again), budget], key=lambda step: step.seconds)
+    return tuple(step.estimate() for step in found[:MOST_CURES])
+
+
+def budgeted(step: Step, most: float) -> Step | None:
+    """The step with a budget in place of `selective` or `full`: the largest, in halves of a GiB, with which a device
+    has no more than `most` bytes taken. None where that is not faster: where nothing is computed again, for another
+    trainer, and for MLPs in pieces, which go with no budget."""
+    layout = step.layout
+    if layout.recompute not in ("selective", "full") or layout.mlp_chunks > 1 or not step.engine.moments:
+        return None
+
+    def of(halves: int) -> Step:
+        return replace(step, layout=replace(layout, recompute=f"{halves / 2:g}GiB"))
+
+    if of(MOST_HALVES).seconds > step.seconds * (1 - NEAR):  # with nothing computed again
+        return None
+    # Below what full recompute keeps, no budget can be kept.
+    halves = largest(lambda halves: not most < of(halves).needs < inf, MOST_HALVES)
+    found = of(halves)
+    is_one = halves < MOST_HALVES and found.needs <= most
+    return found if is_one and found.seconds < step.seconds * (1 - NEAR) else None
+
+
+def proposal(estimates: Sequence[Estimate], prices: PriceList) -> Estimate | None:
+    """With a budget of recompute, a layout that leaves no device tight and is faster than all of `estimates`, by more
+    than what counts as near; None where none of them is."""
+    most, fastest = prices.cluster.chip.memory_bytes * TIGHT, min(each.step_seconds for each in estimates)
+    steps = (Step(prices, each.layout, each.workload) for each in estimates if each.layout.recompute != "none")
+    found = [each for step in steps if (each := budgeted(step, most)) and each.seconds < fastest * (1 - NEAR)]
+    return min(found, key=lambda step: step.seconds).estimate() if found else None
 
 
 def _last_resorts(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[Step]:

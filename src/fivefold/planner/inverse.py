@@ -41,7 +41,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
         steps = (_step(prices, each, workload, length) for each in fixed or leanest(prices, length))
         return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes * TIGHT)
 
-    units = _most(lambda number: any(True for _ in fitting(number * STEP)), MOST_TOKENS // STEP)
+    units = largest(lambda number: any(True for _ in fitting(number * STEP)), MOST_TOKENS // STEP)
     if not units:
         what = f"{prices.facts.model_class} on {prices.cluster.text} with rows of {STEP:,} tokens"
         raise UserError(
@@ -131,7 +131,7 @@ def cost_per_million_tokens(estimate: Estimate, per_device_hour: float, seconds:
     return per_device_hour * device_hours / estimate.workload.tokens * 1e6
 
 
-def _most(holds: Callable[[int], bool], most: int) -> int:
+def largest(holds: Callable[[int], bool], most: int) -> int:
     """The largest number, from 0 to `most`, for which `holds` is true, where it is true for all numbers below that."""
     high = 1
     while high <= most and holds(high):

@@ -9,8 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fivefold.core.units import human
-from fivefold.planner.chips import GIB
+from fivefold.core.units import GIB, human
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.report import CURES, PlanReport, bound
 from fivefold.planner.sweeps import Sweeps

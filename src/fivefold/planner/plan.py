@@ -11,17 +11,16 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import expanded, put
 from fivefold.core.layout import DEGREES, Layout
 from fivefold.core.shapes import shape_folder
-from fivefold.core.units import many
+from fivefold.core.units import GIB, many
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import config_values, facts_of_config
 from fivefold.planner import report
 from fivefold.planner.answers import answer
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import Estimate, Step, Workload
+from fivefold.planner.estimate import SAVED, Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
-from fivefold.planner.explain import cures, too_large
+from fivefold.planner.explain import cures, proposal, too_large
 from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.report import BEST
@@ -92,6 +91,10 @@ def planned(
     if asked:
         notes.insert(0, report.judged(asked, best))
         cured = cures(prices, asked) if asked.verdict != "fits" else ()
+    spent = next((row.why for row in asked.rows if row.item == SAVED), "") if asked else ""
+    notes += [spent] * bool(spent)
+    if found.best and (budget := proposal(found.best, prices)) is not None:
+        notes.append(report.proposed(budget, min(found.best, key=lambda each: each.step_seconds)))
     if asked and not asked.fits and not cured:
         none = too_large(prices, workload, found.closest) if found.closest else None
         notes.insert(1, f"{none.what}: {none.fix}" if none else "no small change of it fits")

@@ -13,9 +13,8 @@ from math import gcd, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.core.recompute import Recompute, budget_bytes
+from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import layer_calls, unit_calls
@@ -29,6 +28,7 @@ from fivefold.planner.compute import (
     Product,
     attention_seconds,
     fused_saved,
+    host_seconds,
     matmul_seconds,
     traffic_seconds,
 )
@@ -192,13 +192,14 @@ class Stages:
 @dataclass(frozen=True)
 class _Pricing:
     """What prices are computed from. `across`: the layout's pipeline leaves the node. `is_fp8`: the matmuls of layers
-    are."""
+    are. `forwards`: by layer, what was computed of its forward, which all modes of recompute share."""
 
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
     across: bool = False
     is_fp8: bool = False
+    forwards: dict[str, tuple[tuple[Product, ...], float, float, float, float]] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -213,6 +214,14 @@ class _Pricing:
         """Those of a micro batch, without FSDP's."""
         calls = self.prices.layer_calls(self.plan, self.shape)
         return tuple(call for call in calls if call.axis in AXES and call.phase != "step")
+
+    @cached_property
+    def calls_of(self) -> dict[str, list[Call]]:
+        """`calls` by the module that sends."""
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
 
     @property
     def dtype(self) -> str:
@@ -230,7 +239,7 @@ class _Pricing:
 
     def seconds(self, call: Call) -> float:
         """One of a call's collectives."""
-        return seconds(self.prices.cluster, self.prices.span(self.plan.grid.axes[call.axis]), call)
+        return self.prices.seconds(self.plan.grid.axes[call.axis], call)
 
     # ---- compute -----------------------------------------------------------------------------------------------------
 
@@ -269,15 +278,11 @@ class _Pricing:
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
         attention (FlashAttention computes the scores again)."""
-        chip, dtype, mode = self.chip, self.dtype, self.shape.recompute.of(layer)
-        engine, token = self.engine, self.tokens * self.shape.compute_bytes
-        products = tuple(self.products(layer, cost))
-        matmuls = sum(map(self._matmul_seconds, products))
-        attention = attention_seconds(chip, self.attention_flops(cost), dtype) / engine.attention
-        layout = self.plan.layout
-        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
-        scores = sum(map(self.scores, cost.attention))
-        traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
+        chip, mode = self.chip, self.shape.recompute.of(layer)
+        engine = self.engine
+        if layer not in self.forwards:
+            self.forwards[layer] = self._forward(layer, cost)
+        products, matmuls, attention, traffic, scores = self.forwards[layer]
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
         weights[:3] = matmuls, 0.0, self._added(products)
@@ -298,6 +303,18 @@ class _Pricing:
         host = self._host_seconds()
         kept, working = self._kept(layer, cost, keeps)
         return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
+
+    def _forward(self, layer: str, cost: LayerCost) -> tuple[tuple[Product, ...], float, float, float, float]:
+        """What recompute does not change of a layer: its matmuls; seconds of these, of attention and of memory traffic,
+        forward; scores."""
+        chip, engine, layout = self.chip, self.engine, self.plan.layout
+        products = tuple(self.products(layer, cost))
+        matmuls = sum(map(self._matmul_seconds, products))
+        attention = attention_seconds(chip, self.attention_flops(cost), self.dtype) / engine.attention
+        traced = cost.saved.on_rank(layout.tp, sequence_parallel=self.plan.splits_sequence, expert_tp=layout.expert_tp)
+        scores, token = sum(map(self.scores, cost.attention)), self.tokens * self.shape.compute_bytes
+        traffic = traffic_seconds(chip, engine.traffic * traced * token + engine.score_bytes * scores) / 3
+        return products, matmuls, attention, traffic, scores
 
     def _matmul_seconds(self, product: Product) -> float:
         """Of a layer, forward."""
@@ -342,7 +359,7 @@ class _Pricing:
         exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
         tensor = {"forward": 0.0, "backward": 0.0}
-        own = [call for call in self.calls if _is_of(call.layer, layer)]
+        own = [call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
             where = forward if call.phase == "forward" else backward
@@ -426,6 +443,8 @@ class _Sharding(_Pricing):
         )
         gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
+        if self.plan.layout.offload_parameters:
+            gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
             held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit),
@@ -436,9 +455,10 @@ class _Sharding(_Pricing):
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
     """A part of a matmul: of its outputs, or of its inputs."""
+    rows, inputs, outputs, count = product.rows, product.inputs, product.outputs, product.count
     if cuts_outputs:
-        return replace(product, outputs=max(1, round(product.outputs * share)))
-    return replace(product, inputs=max(1, round(product.inputs * share)))
+        return Product(rows, inputs, max(1, round(outputs * share)), count)
+    return Product(rows, max(1, round(inputs * share)), outputs, count)
 
 
 def _is_of(module: str, layer: str) -> bool:
@@ -461,7 +481,7 @@ def shard_layout(layout: Layout) -> Layout:
     return Layout(
         dp_replicate=2, dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
         sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
-        state_dtype=layout.state_dtype,
+        state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
     )  # fmt: skip
 
 
@@ -477,9 +497,11 @@ class PriceList:
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
     _found: dict[tuple[Layout, int, int, str, bool, bool], Prices] = field(init=False, default_factory=dict)
+    _modes: dict[tuple[Layout, int, int, bool, bool], tuple[_Pricing, Prices]] = field(init=False, default_factory=dict)
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
     _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
+    _seconds: dict[tuple[Axis, str, int], float] = field(init=False, default_factory=dict)
     _spans: dict[Axis, Span] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -500,14 +522,8 @@ class PriceList:
         return other
 
     def of(self, layout: Layout, tokens: int) -> Prices:
-        """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Raises `UserError` where the layout does
-        not fit the model."""
-        if budget_bytes(layout.recompute) is not None:
-            raise UserError(
-                f"a budget of {layout.recompute} is spent when a run starts, and not priced before",
-                fix="plan with memory.recompute: none, selective or full; fivefold doctor --layout spends a budget",
-                more="docs/memory.md",
-            )
+        """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Recompute is a mode; what a budget of it
+        is spent for, `budget.py` says. Raises `UserError` where the layout does not fit the model."""
         work = work_layout(layout)
         if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
             work = replace(work, fp8=layout.fp8)
@@ -520,6 +536,8 @@ class PriceList:
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
         key = shard_layout(layout)
+        if self.engine.moments:  # what travels in fp8 is this runtime's
+            key = replace(key, fp8=layout.fp8)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
         return self._shards[key]
@@ -529,6 +547,13 @@ class PriceList:
         if axis not in self._spans:
             self._spans[axis] = self.cluster.tier_of(axis.members(0))
         return self._spans[axis]
+
+    def seconds(self, axis: Axis, call: Call) -> float:
+        """One of a call's collectives along an axis."""
+        key = axis, call.kind, call.bytes
+        if key not in self._seconds:
+            self._seconds[key] = seconds(self.cluster, self.span(axis), call)
+        return self._seconds[key]
 
     def stages(self, pipeline: Layout) -> Stages:
         """The stages of a layout that says its pipeline alone."""
@@ -574,10 +599,16 @@ class PriceList:
     def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool) -> Prices:
         plan = self.plan(work)
         shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled)
-        pricing = _Pricing(plan, shape, self, across, is_fp8)
+        shared = work, tokens, rows, across, is_fp8
+        like = self._modes.get(shared)  # of another mode of recompute, whose ends and forwards are these
+        pricing = _Pricing(plan, shape, self, across, is_fp8, like[0].forwards if like else {})
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
-        return Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
+        if like:
+            return replace(like[1], shape=shape, layers=layers)
+        found = Prices(plan, shape, layers, pricing.embedding(), pricing.head(), pricing.logits())
+        self._modes[shared] = pricing, found
+        return found
 
     def _shard(self, layout: Layout) -> Shards:
         plan = self.plan(layout)
@@ -599,8 +630,12 @@ class PriceList:
         plan = lower(self.ends, layout, layout.world // 2 if has_head else 0)
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
 
+    def splits(self, pipeline: Layout) -> Sequence[tuple[int, int]]:
+        """Of each stage, its first layer and the one behind its last."""
+        return self.engine.split(self.facts, pipeline)
+
     def _staged(self, pipeline: Layout) -> Stages:
-        splits, pp = self.engine.split(self.facts, pipeline), pipeline.pp
+        splits, pp = self.splits(pipeline), pipeline.pp
         kinds = len(self.short.anatomy.layers)
         layers, ranks = np.zeros((len(splits), kinds + 2)), np.zeros((pp, len(splits)))
         for stage, (first, last) in enumerate(splits):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID, Layout
+from fivefold.core.units import GIB
 from fivefold.models.facts import ModelFacts
 from fivefold.planner.auto import workload_of
-from fivefold.planner.chips import GIB
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step

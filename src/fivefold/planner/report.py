@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.units import many
-from fivefold.planner.chips import GIB
+from fivefold.core.terminal import folded
+from fivefold.core.units import GIB, many
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
@@ -88,7 +88,7 @@ def _table(rows: Sequence[Ranked]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    texts = [_folded(row.layout) for row in rows]
+    texts = [folded(row.layout, LAYOUT, before="+") for row in rows]
     widest = max(len(line) for text in texts for line in text.splitlines())
     table.add_column("layout", overflow="fold", min_width=min(LAYOUT, widest))
     for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
@@ -98,17 +98,6 @@ def _table(rows: Sequence[Ranked]) -> "Table":
         speed = f"{row.tokens_per_second_per_device:,.0f}", f"{row.mfu_pct:.1f}"
         table.add_row(text, f"{row.reserved_gib:.1f}", row.step, *speed, row.says)
     return table
-
-
-def _folded(layout: str) -> str:
-    """A long layout on several lines, broken before its options."""
-    lines = [""]
-    for number, option in enumerate(layout.split("+")):
-        part = f"+{option}" if number else option
-        if lines[-1] and len(lines[-1]) + len(part) > LAYOUT:
-            lines.append(" ")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 def seconds_text(seconds: float) -> str:
@@ -191,6 +180,13 @@ def _against(asked: Estimate, best: Estimate | None) -> str:
         return f"; {-more:.1%} faster than {best.layout}"
     terms = ", ".join(f"{each.item} {each.share:+.1%}" for each in slower_by(asked, best)[:3] if each.share > 1e-3)
     return f"; {more:.1%} slower than {best.layout}: {terms}"
+
+
+def proposed(budget: Estimate, best: Estimate) -> str:
+    """What a budget of recompute would bring, in a sentence."""
+    less = 1 - budget.step_seconds / best.step_seconds
+    needs = f"{budget.reserved / GIB:.1f} GiB"
+    return f"{budget.layout}, which keeps as much as there is room for, takes {less:.1%} less than the fastest: {needs}"
 
 
 def title(model: str, cluster: Cluster, workload: Workload) -> str:

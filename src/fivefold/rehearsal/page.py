@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fivefold.planner.chips import GIB
+from fivefold.core.units import GIB
 from fivefold.rehearsal.report import Rehearsal, gib, largest
 from fivefold.rehearsal.request import Phase
 from fivefold.report.figures import LANE, WIDTH, Box, Figure

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.units import human_bytes, many
-from fivefold.planner.chips import GIB
+from fivefold.core.units import GIB, human_bytes, many
 from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal.request import Item, Phase, Seen
 from fivefold.rehearsal.stand_in import Lack

@@ -20,8 +20,9 @@ from runpy import run_path
 from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.integrity import file_checksum
+from fivefold.core.units import GIB
 from fivefold.launch.world import set_for_cuda
-from fivefold.planner.chips import GIB, Chip
+from fivefold.planner.chips import Chip
 from fivefold.rehearsal.symbols import undefined
 
 SOURCE = Path(__file__).with_name("driver") / "driver.c"

@@ -16,10 +16,11 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed
+from fivefold.core.units import GIB
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
-from fivefold.launch.memory import GIB, address_limit, address_said, room
+from fivefold.launch.memory import address_limit, address_said, room
 from fivefold.launch.world import World
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local

@@ -19,10 +19,10 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
-from fivefold.core.units import human_bytes
+from fivefold.core.units import GIB, human_bytes
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.cluster import cluster_here
-from fivefold.launch.memory import GIB, Needs, room
+from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain

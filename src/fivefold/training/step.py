@@ -186,6 +186,12 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 def mean_loss(model: Any, batches: Iterable[MicroBatch]) -> float:
     """Mean cross entropy of this rank's micro batches and those of the others, as many on each; NaN without targets."""
+    loss, targets = summed_loss(model, batches)
+    return loss / targets if targets else nan
+
+
+def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+    """Summed cross entropy, nats, of this rank's micro batches and those of the others, and their target tokens."""
     state = state_of(model)
     device = next(model.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -198,7 +204,7 @@ def mean_loss(model: Any, batches: Iterable[MicroBatch]) -> float:
     if not state.plan.is_first_of_row:
         totals[1] = 0
     loss, targets = all_reduce_sum(totals).tolist()
-    return float(loss / targets) if targets else nan
+    return float(loss), int(targets)
 
 
 # ---- what a step sends -----------------------------------------------------------------------------------------------

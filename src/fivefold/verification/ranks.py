@@ -24,7 +24,8 @@ from fivefold.core.fp8 import RECIPES
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
 from fivefold.core.terminal import say
-from fivefold.launch.memory import GIB, room
+from fivefold.core.units import GIB
+from fivefold.launch.memory import room
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
 from fivefold.models import hf_internals
 from fivefold.models.build import load_model_config

@@ -13,7 +13,7 @@ import torch
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.launch.memory import GIB
+from fivefold.core.units import GIB
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers

@@ -91,9 +91,7 @@ def _tensors(
     """(kind, name, this rank's part) of the weights, then of each kind of state: the same list on every rank. A
     parameter of another pipeline rank is None."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    weights = [
-        ("weight", name, local(p.detach()) if (p := parameters.get(name)) is not None else None) for name in names
-    ]
+    weights = [("weight", name, local(p) if (p := parameters.get(name)) is not None else None) for name in names]
     states = [(name, optimizer.state.get(parameters[name]) or {} if name in parameters else {}) for name in names]
     kept = [(kind, name, state.get(kind)) for kind in (*state_words(), "step") for name, state in states]
     return [*weights, *((kind, name, local(x) if isinstance(x, Tensor) else None) for kind, name, x in kept)]

@@ -82,7 +82,7 @@ def _overdue(
     if group is None:
         return "is in no group of the optimizer" if gradient else None
     state = restored_state(optimizer, parameter)
-    return rule.overdue(Unmoved(group, state, local(parameter.detach()), shape, gradient))
+    return rule.overdue(Unmoved(group, state, local(parameter), shape, gradient))
 
 
 def _holders(state: ParallelState, name: str) -> set[int]:

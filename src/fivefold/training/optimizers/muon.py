@@ -97,9 +97,9 @@ class Muon(torch.optim.Optimizer):
         for name, update in self._whole.map(self._advance, work):
             parameter = self._matrices.get(name)
             if parameter is not None and parameter.grad is not None:
-                weight = local(parameter)
-                weight.mul_(1 - rate * decay)
-                weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
+                with self._states.there(parameter) as weight:
+                    weight.mul_(1 - rate * decay)
+                    weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
         next(self._there, None)  # the last momentum goes back
 
     def _advance(self, name: str) -> Tensor:

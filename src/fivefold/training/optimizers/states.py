@@ -63,13 +63,14 @@ class KeptState:
     def new(self, parameter: Tensor, kind: str) -> dict[str, Tensor]:
         """The state before the first step, zero: tensors spread as the parameter is."""
         if self.dtype != "8bit":
-            return {kind: torch.zeros_like(parameter, dtype=torch.bfloat16 if self.dtype == "bf16" else None)}
-        scales = zeros_by_block(parameter.detach(), self.block, parameter.dtype)
-        return {kind: torch.zeros_like(parameter, dtype=torch.uint8), kind + SCALE: scales}
+            dtype = torch.bfloat16 if self.dtype == "bf16" else None
+            return {kind: torch.zeros_like(parameter, dtype=dtype, device=parameter.device)}
+        scales = zeros_by_block(parameter, self.block, parameter.dtype)
+        return {kind: zeros_by_block(parameter, 1, torch.uint8), kind + SCALE: scales}
 
     def pieces(self, parameter: Tensor) -> Iterator[slice]:
         """Rows of this rank's part, as many at a time as may be restored together."""
-        rows, width = rows_of(local(parameter.detach())).shape
+        rows, width = rows_of(local(parameter)).shape
         at_once = max(1, AT_ONCE // max(1, width))
         return (slice(first, first + at_once) for first in range(0, rows, at_once))
 
@@ -103,7 +104,7 @@ class KeptState:
         """Each kind of state in the type of the weights, this rank's part; and what is no tensor, as it is."""
         if self.dtype == "fp32":
             return dict(state)
-        own = local(parameter.detach())
+        own = local(parameter)
         found: dict[str, Any] = {}
         for kind, value in state.items():
             if not isinstance(value, Tensor) or not value.ndim:

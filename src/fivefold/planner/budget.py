@@ -1,0 +1,75 @@
+"""Budgets of recompute: what the ranks of a pipeline spend one for, and what a step adds up then. No torch.
+
+Prices are of one layer of each kind. Under a budget layers alike differ in how they are recomputed, so that a kind is
+priced under every mode, and counts as one kind for each. Which mode a layer gets is what the plan itself decides
+(`core/recompute.py`), of the bytes and the work that it knows (`parallel/memory.py`).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.core.recompute import MODES, Choice, Mode, Recompute, spent
+from fivefold.parallel.memory import mode_choices
+from fivefold.planner.price import Numbers, PriceList, Prices, Shards, Stages
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a step adds up. `prices`, `shards` and the columns of `stages` are of each kind of layer under one mode, or
+    under a budget of all kinds under `none`, then `selective`, then `full`. `spent`: of each pipeline rank, what it
+    spends a budget for."""
+
+    prices: Prices
+    shards: Shards
+    stages: Stages
+    spent: tuple[Recompute, ...] = ()
+
+
+def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Stages, in_flight: Numbers) -> Parts:
+    """The parts of a layout with a budget. `tokens`: of a row, padded. `in_flight`: of each stage, the micro batches
+    between their forward and their backward, when it has the most. Raises `UserError` where full recompute keeps more,
+    and for another trainer, which has no budgets."""
+    if not price_list.engine.moments:
+        raise UserError(
+            f"{price_list.engine.name} has no budget of recompute, such as {layout.recompute}",
+            fix="name a layout with +selective, with +full, or with neither",
+        )
+    of_modes = [price_list.of(replace(layout, recompute=mode), tokens) for mode in MODES]
+    first, counts = of_modes[0], in_flight.astype(int).tolist()
+    costs = zip(first.plan.anatomy.layers, price_list.short.layer_costs, strict=True)
+    choices = [mode_choices(first.plan, layer, cost, first.shape) for layer, cost in costs]
+    splits, of_stage = price_list.splits(layout), stages.own.tolist()
+    names = price_list.facts.anatomy.layers
+    found = tuple(
+        spent(
+            layout.recompute,
+            {
+                names[layer]: _under_way(choices[price_list.kinds[layer]], counts[stage])
+                for stage in own
+                for layer in range(*splits[stage])
+            },
+        )
+        for own in of_stage
+    )
+    by_layer = {layer: mode for each in found for layer, mode in each.by_layer.items()}
+    layers = np.zeros((len(splits), len(MODES) * len(choices) + 2))
+    layers[:, -2:] = stages.layers[:, -2:]
+    for stage, (start, end) in enumerate(splits):
+        for layer in range(start, end):
+            layers[stage, MODES.index(by_layer[names[layer]]) * len(choices) + price_list.kinds[layer]] += 1
+    shards = price_list.shards(layout)
+    edges = first if set(by_layer.values()) == {"none"} else of_modes[-1]  # what a pipeline holds between stages
+    return Parts(
+        replace(edges, layers=tuple(layer for prices in of_modes for layer in prices.layers)),
+        replace(shards, layers=shards.layers * len(MODES)),
+        replace(stages, layers=layers),
+        found,
+    )
+
+
+def _under_way(of: dict[Mode, Choice], count: int) -> dict[Mode, Choice]:
+    """Of `count` micro batches, what one of them keeps."""
+    return {mode: replace(choice, kept=count * choice.kept) for mode, choice in of.items()}
