@@ -24,7 +24,7 @@ from tests.verification.mutation import planted
 
 STARTERS = (
     "fivefold.training.launch",
-    "fivefold.generation.launch",
+    "fivefold.launch.once",
     "fivefold.verification.launch",
     "fivefold.calibration.calibrate",
 )

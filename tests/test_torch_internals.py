@@ -111,6 +111,19 @@ def test_grouped_mm_multiplies_rows_by_their_experts_matrix() -> None:
     assert torch.allclose(torch_internals.grouped_mm(x, weights, offs=ends), expected, atol=1e-5)
 
 
+def test_scaled_grouped_mm_has_shapes_for_graphs() -> None:
+    """No CPU multiplies: its check of arguments, and the shape of what it gives."""
+    assert torch_internals.scaled_grouped_mm is not None
+    x, weights, ends = (
+        torch.empty(6, 32, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(2, 16, 32, dtype=torch.float8_e4m3fn, device="meta").transpose(1, 2),
+        torch.empty(2, dtype=torch.int32, device="meta"),
+    )
+    scales = [torch.empty(shape, device="meta") for shape in ((6,), (2, 16))]
+    found = torch_internals.scaled_grouped_mm(x, weights, *scales, offs=ends, out_dtype=torch.bfloat16)
+    assert found.shape == (6, 16) and found.dtype == torch.bfloat16
+
+
 def test_norms_and_scaling_of_many_tensors() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-6.0])]
     assert [float(each) for each in torch_internals.norms(tensors)] == [5.0, 6.0]

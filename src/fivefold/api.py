@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from fivefold.core import json_lines
 from fivefold.core.errors import UserError
-from fivefold.generation import SEED, TEMPERATURE, TOP_K
+from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,22 +195,24 @@ def export(
 @overload
 def generate(
     model: "Run | str | Path", prompt: str, *, layout: str = "single", device: str = "auto", step: int | None = None,
-    max_new_tokens: int = 100, temperature: float = TEMPERATURE, top_k: int = TOP_K, seed: int = SEED,
-    quiet: bool = True,
+    max_new_tokens: int = 100, temperature: float = TEMPERATURE, top_k: int = TOP_K, top_p: float = TOP_P,
+    stop: Sequence[str] = (), seed: int = SEED, chat: bool = False, system: str | None = None, quiet: bool = True,
 ) -> str: ...  # fmt: skip
 
 
 @overload
 def generate(
     model: "ParallelModel", prompt: str, *, tokenizer: Any, max_new_tokens: int = 100, temperature: float = TEMPERATURE,
-    top_k: int = TOP_K, seed: int = SEED, eos_token_ids: Sequence[int] | None = None,
+    top_k: int = TOP_K, top_p: float = TOP_P, seed: int = SEED,
+    eos_token_ids: Sequence[int] | None = None,
 ) -> str: ...  # fmt: skip
 
 
 @overload
 def generate(
     model: "ParallelModel", prompt: "Tensor | Sequence[int]", *, max_new_tokens: int = 100,
-    temperature: float = TEMPERATURE, top_k: int = TOP_K, seed: int = SEED, eos_token_ids: Sequence[int] | None = None,
+    temperature: float = TEMPERATURE, top_k: int = TOP_K, top_p: float = TOP_P, seed: int = SEED,
+    eos_token_ids: Sequence[int] | None = None,
 ) -> list[int]: ...  # fmt: skip
 
 
@@ -219,7 +221,8 @@ def generate(
 ) -> "str | list[int]":
     """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
 
-    Tokens are drawn, by `seed`; `temperature=0` takes the likeliest each time. Unless `quiet`, the text is written to
+    Tokens are drawn, by `seed`; `temperature=0` takes the likeliest each time. `chat`: `prompt` is what a user says, in
+    the tokenizer's chat template, and the text is the answer. Unless `quiet`, the text is written to
     the screen as it comes.
 
     With a parallelized model it runs in this process, on every rank of the world: text with a `tokenizer`, or tokens

@@ -11,6 +11,7 @@ anything runs.
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
+| `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | nothing else asks |
 """
@@ -51,12 +52,15 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 # (rows [S, I], weights [E, I, O], offs=[E] int32 ends) -> [S, O]. None: this torch has none.
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
+# (rows [S, K] and weights [E, K, N] in e4m3, their decoding scales [S] and [E, N], offs=[E] int32 ends, out_dtype,
+# use_fast_accum) -> [S, N]. `F.scaled_grouped_mm` calls the same kernel, and has no shapes for graphs in torch 2.13.
+scaled_grouped_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_grouped_mm", None)
 
 # What selective recompute keeps: products of linears, and attention in one operator.
 DEAR = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm",
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     )
@@ -410,6 +414,7 @@ def surfaces() -> Iterator[Surface]:
     ):
         yield Surface(name)
     yield Surface("nn.functional.grouped_mm", is_optional=True)
+    yield Surface("_scaled_grouped_mm", is_optional=True)
     yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))
     yield Surface("nn.init._calculate_fan_in_and_fan_out")
     for name in ("_get_default_store", "_resolve_process_group"):

@@ -25,8 +25,8 @@ from fivefold.training import launch
 from fivefold.verification import before_training
 
 VERBS = (
-    "train", "data", "plan", "rehearse", "verify", "compare", "generate", "export", "convert", "report", "calibrate",
-    "doctor",
+    "train", "data", "plan", "rehearse", "verify", "compare", "generate", "evaluate", "export", "convert", "report",
+    "calibrate", "doctor",
 )  # fmt: skip
 
 
@@ -272,9 +272,21 @@ def test_generate_has_one_set_of_defaults() -> None:
     from fivefold import own_loop
     from fivefold.cli.generate import generate
 
-    for name in ("temperature", "top_k", "seed", "max_new_tokens"):
+    for name in ("temperature", "top_k", "top_p", "seed", "max_new_tokens"):
         functions = (generate, own_loop.generate, GenerateRequest, *get_overloads(fivefold.generate))
-        assert len({inspect.signature(each).parameters[name].default for each in functions}) == 1, name
+        found = {inspect.signature(each).parameters[name].default for each in functions}
+        assert len(found - {None}) == 1, name  # None: by what is asked, see `test_answers_have_more_room_than_texts`
+
+
+def test_answers_have_more_room_than_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fivefold.generation import MAX_NEW_TOKENS, MAX_NEW_TOKENS_CHAT, launch
+
+    asked: list[GenerateRequest] = []
+    monkeypatch.setattr(launch, "start", lambda request, device: asked.append(request))
+    for given in (["--prompt", "a"], ["--chat"], ["--chat", "--max-new-tokens", "3"]):
+        with pytest.raises(SystemExit):
+            cli.main(["generate", "m", *given])
+    assert [each.max_new_tokens for each in asked] == [MAX_NEW_TOKENS, MAX_NEW_TOKENS_CHAT, 3]
 
 
 def test_arguments_are_a_file_first_and_then_keys() -> None:

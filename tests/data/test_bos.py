@@ -12,8 +12,8 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, prepare
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation.decode import encode_prompt
-from fivefold.generation.run import _bos_of
+from fivefold.generation.opened import _bos_of, _run_of
+from fivefold.generation.text import encode_prompt
 from tests.data.helpers import SEQ, config_for, pieces, prepare_texts, random_texts, segments, whole, write_jsonl
 
 BYTES, BOS, EOS = 256, 257, 256
@@ -80,14 +80,14 @@ def test_the_key_decides_and_generation_begins_as_training_does(
         (checkpoint / "model" / path.name).write_bytes(path.read_bytes())
     (checkpoint / "run.yaml").write_text(config_for("x", bos=bos).to_yaml())
     folder = checkpoint / "model"
-    found = find_tokenizer(str(folder), model="", corpus=(), root=tmp_path, bos=_bos_of(folder))
+    found = find_tokenizer(str(folder), model="", corpus=(), root=tmp_path, bos=_bos_of(_run_of(folder)))
     prompt = encode_prompt(found.load(), "ab", (EOS,), found.bos_token_ids)
     assert prompt.tolist() == [[*front, 97, 98]]
 
 
 def test_generation_of_a_model_folder_does_as_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_folder(tmp_path, template=True) / "tokenizer.json"))
-    assert _bos_of(tmp_path) == "auto"
+    assert _bos_of(_run_of(tmp_path)) == "auto"
     for prompt, expected in {"ab": [BOS, 97, 98], "<s>ab": [BOS, 97, 98], "": [BOS]}.items():
         assert encode_prompt(tokenizer, prompt, (EOS,)).tolist() == [expected]
 

@@ -4,6 +4,8 @@ What is trained is read back as text: the targets of a piece that are not -100.
 """
 
 import json
+import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,9 @@ from tokenizers.decoders import ByteLevel
 
 from fivefold import cli
 from fivefold.core.errors import UserError
-from fivefold.data import IGNORE, PreparedData, prepare
+from fivefold.data import IGNORE, PreparedData, chat, prepare, spans
 from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.examples import Example
 from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source
 from fivefold.data.split import blocks_of
@@ -144,6 +147,91 @@ def test_the_assistant_may_begin_where_a_template_looks_at_the_first_turn(tmp_pa
     assert trained.count("4\n\n  yes<|im_end|>") == 2 and "2+2" not in trained
 
 
+# A question for an answer that says more than a turn begins with, as DeepSeek-R1's; turns that say who they are of.
+OPENS = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
+)
+TOOLS = (
+    "{% for message in messages %}{{ '<' + message.role + '>' }}{% if message.tool_calls %}{{ message.tool_calls }}"
+    "{% endif %}{{ message.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n<assistant>' }}{% endif %}"
+)
+TOUCHES = (  # the answers of every fifth turn are told apart by nothing but their number
+    "{% for message in messages %}{{ message.role[0] + ':' + ('~' if loop.index % 10 == 6 else '') + message.content "
+    "+ ';' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+)
+
+
+def conversation(count: int, answers: tuple[str, ...]) -> list[dict[str, Any]]:
+    """So many turns; the answers by turns, with a tool's among them."""
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}]
+    for number in range(count):
+        said = answers[number % len(answers)]
+        turns.append({"role": "user", "content": f"question {number}"})
+        if number % 7 == 3:
+            turns.append({"role": "assistant", "content": "", "tool_calls": f"[call {number}]"})
+            turns.append({"role": "tool", "content": f"result {number}"})
+        turns.append({"role": "assistant", "content": said})
+    return turns
+
+
+ANSWERS = ("yes", " spaced ", "yes", "<think>\nno", "two\nlines\n", "x")
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA, THINKS, OPENS, TOOLS, TOUCHES])
+@pytest.mark.parametrize("answers", [ANSWERS, ("a",), ("<think>\nhm</think>yes", "no")])
+def test_the_spans_of_many_turns_are_those_of_each(
+    source: str, answers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, turns = ChatTemplate(source, {"bos_token": "<s>"}), conversation(23, answers)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(spans, "_FEW", len(turns))
+            expected = template.answers(turns)
+    except UserError as error:
+        with pytest.raises(UserError, match=re.escape(error.what)):
+            template.answers(turns)
+    else:
+        assert template.answers(turns) == expected
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA, OPENS])
+def test_a_long_conversation_is_written_a_few_times(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *given, **named: written.append(1) or render(*given, **named))
+    counts = []
+    for length in (50, 500):
+        written.clear()
+        _, found = ChatTemplate(source, {"bos_token": "<s>"}).answers(
+            [{"role": role, "content": f"{role} {n}"} for n in range(length) for role in ("user", "assistant")]
+        )
+        assert len(found) == length
+        counts.append(len(written))
+    assert counts[0] == counts[1] < 30
+
+
+def test_many_spans_and_many_tokens() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        edges = np.sort(rng.integers(0, 60, 8)).reshape(-1, 2)
+        some = [(int(first), int(last)) for first, last in rng.permutation(edges)]
+        ends = rng.integers(0, 64, 40).tolist()
+        assert spans.inside(some, ends) == [any(first < end <= last for first, last in some) for end in ends]
+
+
+def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MOST_SECONDS", 0.3)
+    loop = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% if a < 0 %}{{ b }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"is not done with a conversation of 1 turns after 0\.3 s"):
+        ChatTemplate(loop).render([{"role": "user", "content": "a"}])
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert ChatTemplate().render([{"role": "user", "content": "a"}])
+
+
 def test_a_template_may_mark_the_answers_itself(tmp_path: Path, folder: Any) -> None:
     text, trained = texts(read(tmp_path, [{"messages": TALK}], folder(MARKS)))
     assert text == "Be brief.?2+2??4\n\n  yes#Sure??Yés.#<|endoftext|>"
@@ -262,7 +350,7 @@ def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
         ({"messages": TALK[:2]}, {}, "no document has a trained token (1 example)"),
         ({"a": "x"}, {"format": "chat"}, "no chat record; the keys are 'a'"),
         ({"a": "x"}, {"columns": {"messages": "b"}}, "columns.messages: no record has 'b'; they have 'a'"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "these are preference records"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "holds preference records, and objective.name is sft"),
     ],
 )
 def test_what_is_no_example_is_refused_by_its_place(
@@ -287,7 +375,6 @@ TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
         ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
         ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
         ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
-        ({"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}, None, []),
     ],
 )
 def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, trained: list[str]) -> None:
@@ -295,6 +382,7 @@ def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, tr
     if example is None:
         assert said is None
         return
+    assert isinstance(example, Example)
     text = example.rendered(ChatTemplate(TOLD), "<eos>")
     turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
     assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said

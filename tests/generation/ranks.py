@@ -1,5 +1,7 @@
 """What the ranks of the generation tests do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ from transformers import DynamicCache
 
 from fivefold.generation import GenerateRequest
 from fivefold.generation import decode as decoding
-from fivefold.generation.decode import decode, encode_prompt, next_logits, pieces, ready
+from fivefold.generation.decode import Seen, decode, decode_rows, next_logits, ready
 from fivefold.generation.run import generate
+from fivefold.generation.sampling import Sampling
+from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.sources import ModelTensors
@@ -56,13 +60,56 @@ def cache_error(case: Case, tokens: int) -> float:
     model = build(case)
     ids, cache, error = list(PROMPT), DynamicCache(), 0.0
     with ready(model):
-        logits_V = next_logits(model, torch.tensor([ids]), cache=cache)
+        logits_V = next_logits(model, torch.tensor([ids]), cache=cache)[0]
         for _ in range(tokens):
-            whole_V = next_logits(model, torch.tensor([ids]))
+            whole_V = next_logits(model, torch.tensor([ids]))[0]
             error = max(error, (logits_V - whole_V).abs().max().item())
             ids.append(int(whole_V.argmax()))
-            logits_V = next_logits(model, torch.tensor([ids[-1:]]), cache=cache, past=len(ids) - 1)
+            logits_V = next_logits(model, torch.tensor([ids[-1:]]), cache=cache, past=len(ids) - 1)[0]
     return error
+
+
+def continue_batch(
+    case: Case, prompts: list[list[int]], tokens: int, ends: tuple[int, ...] = (), sampling: Sampling | None = None
+) -> tuple[list[list[int]], int]:
+    """The tokens that continue each prompt, in one batch, and how many tokens went through the model."""
+    model, found, counted = build(case), [list[int]() for _ in prompts], Counted()
+    with ready(model), counted.through(model):
+        for step in decode_rows(
+            model, prompts, max_new_tokens=tokens, sampling=sampling or Sampling(), seeds=range(len(prompts)),
+            is_over=lambda _, token: token in ends,
+        ):  # fmt: skip
+            for row, token in step:
+                found[row].append(token)
+    return found, counted.tokens
+
+
+def converse(case: Case, turns: list[list[int]], tokens: int) -> tuple[list[list[int]], list[int]]:
+    """What is answered to each of some texts, each after all that was said; and the tokens through the model."""
+    model, said, answers, counts, seen = build(case), list[int](), [], [], Seen()
+    for turn in turns:
+        said += turn
+        counted = Counted()
+        with ready(model), counted.through(model):
+            answers.append(list(decode(model, torch.tensor([said]), max_new_tokens=tokens, seen=seen)))
+        said += answers[-1]
+        counts.append(counted.tokens)
+    return answers, counts
+
+
+class Counted:
+    """Tokens that a model embeds."""
+
+    tokens = 0
+
+    @contextmanager
+    def through(self, model: Any) -> Iterator[None]:
+        hook = model.get_input_embeddings().register_forward_pre_hook(self._count)
+        yield
+        hook.remove()
+
+    def _count(self, _: Any, args: tuple[Any, ...]) -> None:
+        self.tokens += args[0].numel()
 
 
 def stop_at(case: Case, end: int) -> list[int]:

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from fivefold.generation.decode import choose
+from fivefold.generation.decode import Seen
+from fivefold.generation.sampling import Sampling
 from tests.generation.ranks import (
     PROMPT,
     cache_error,
+    continue_batch,
     continue_greedily,
+    converse,
     draw,
     stop_at,
     talkative,
@@ -88,7 +91,8 @@ def test_samples_see_the_weights_of_their_step() -> None:
 def test_choices_follow_the_distribution() -> None:
     logits_V = torch.tensor([0.0, 1.0, -1.0, 2.0, 1.5])
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.tensor([choose(logits_V, 0.7, 3, generator) for _ in range(20_000)])
+    sampling = Sampling(temperature=0.7, top_k=3)
+    drawn = torch.tensor([sampling.choose(logits_V, generator) for _ in range(20_000)])
     found = torch.bincount(drawn, minlength=5) / len(drawn)
     expected = (logits_V.masked_fill(torch.tensor([True, False, True, False, False]), -torch.inf) / 0.7).softmax(-1)
     assert found[0] == found[2] == 0
@@ -98,4 +102,109 @@ def test_choices_follow_the_distribution() -> None:
 def test_the_likeliest_needs_no_chance() -> None:
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(1))
     likeliest = int(logits_V.argmax())
-    assert choose(logits_V, 0.0, 0, torch.Generator()) == choose(logits_V, 1.3, 1, torch.Generator()) == likeliest
+    for sampling in (Sampling(), Sampling(temperature=1.3, top_k=1), Sampling(temperature=1.3, top_p=1e-9)):
+        assert sampling.choose(logits_V, torch.Generator()) == likeliest
+
+
+def test_top_p_keeps_the_smallest_set_that_is_likely_enough() -> None:
+    logits_V = torch.tensor([0.1, 0.4, 0.05, 0.2, 0.25]).log()
+    generator = torch.Generator().manual_seed(0)
+    for top_p, kept in ((0.3, {1}), (0.5, {1, 4}), (0.64, {1, 4}), (0.66, {1, 4, 3}), (0.9, {1, 4, 3, 0})):
+        sampling = Sampling(temperature=1.0, top_p=top_p)
+        assert {sampling.choose(logits_V, generator) for _ in range(400)} == kept
+
+
+# ---- several texts at once, and a text that goes on ------------------------------------------------------------------
+
+PROMPTS = [[5, 71, 3, 44, 9], [17], [8, 2, 99, 64, 31, 7, 77, 12, 50, 6, 23], [61, 5, 20]]
+CHUNKED = Case(
+    "single+fp32", "none",
+    overrides=(
+        ("model_type", "llama4_text"), ("attention_chunk_size", 7), ("intermediate_size_mlp", 61),
+        ("num_local_experts", 3), ("num_experts_per_tok", 1), ("use_qk_norm", False),
+    ),
+)  # fmt: skip
+BATCHED = [
+    Case("single+fp32"),
+    Case("tp2+fp32", "qwen3"),
+    Case("shard2+fp32", tied=True),
+    Case("pp2+fp32"),
+    Case("cp2+fp32"),
+    Case("single+fp32", "gpt2"),  # positions that are learnt: a rotation would hide that all are too large
+    Case("single+fp32", "gemma3"),  # windows
+    Case("tp2+fp32", "gemma2"),  # soft-capped
+    Case("single+fp32", "gpt_oss"),  # sinks
+    CHUNKED,
+]
+
+
+def hf_alone(case: Case, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = talkative(case).generate(ids, do_sample=False, max_new_tokens=tokens, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def hf_batch(case: Case, tokens: int) -> list[list[int]]:
+    """`generate` of `transformers`, with its own padding on the left."""
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])
+    out = talkative(case).generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, eos_token_id=None, pad_token_id=0
+    )
+    return out[:, longest:].tolist()
+
+
+@pytest.mark.parametrize("case", BATCHED, ids=lambda case: f"{case.layout}-{case.family}")
+def test_a_batch_of_unequal_lengths_is_that_of_transformers(case: Case) -> None:
+    expected = [hf_alone(case, prompt, 17) for prompt in PROMPTS]
+    assert len({token for each in expected for token in each}) > 6
+    if case.family in ("llama", "qwen3"):
+        assert hf_batch(case, 17) == expected
+    length, count = max(map(len, PROMPTS)), len(PROMPTS)
+    results = run_ranks(case.parsed.world, continue_batch, case, PROMPTS, 17)
+    assert [found for found, _ in results] == [expected] * case.parsed.world
+    embedding_ranks = results if case.parsed.pp == 1 else results[:1]
+    assert {counted for _, counted in embedding_ranks} == {count * length + 16 * count}
+
+
+def test_a_text_that_is_over_takes_no_more_room() -> None:
+    case = Case("single+fp32")
+    whole = [hf_alone(case, prompt, 17) for prompt in PROMPTS]
+    end = whole[1][2]
+    expected = [each[: each.index(end) + 1] if end in each else each for each in whole]
+    ((found, counted),) = run_ranks(1, continue_batch, case, PROMPTS, 17, (end,))
+    assert found == expected
+    assert counted == 4 * 11 + sum(len(each) - 1 for each in expected)
+
+
+def test_a_text_is_drawn_the_same_alone_and_in_a_batch() -> None:
+    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
+    together = run_ranks(1, continue_batch, Case("single+fp64"), PROMPTS, 9, (), sampling)[0][0]
+    assert run_ranks(1, continue_batch, Case("single+fp64"), PROMPTS[:1], 9, (), sampling)[0][0] == together[:1]
+    assert [found for found, _ in run_ranks(2, continue_batch, Case("tp2+fp64"), PROMPTS, 9, (), sampling)] == [
+        together, together,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [Case("single+fp32"), Case("tp2+fp32"), Case("pp2+fp32"), CHUNKED],
+    ids=lambda case: f"{case.layout}-{case.family}",
+)  # fmt: skip
+def test_what_the_cache_holds_is_not_computed_again(case: Case) -> None:
+    said, expected = [], []
+    for turn in PROMPTS:
+        said += turn
+        expected.append(hf_alone(case, said, 6))
+        said += expected[-1]
+    for answers, counts in run_ranks(case.parsed.world, converse, case, PROMPTS, 6)[:1]:
+        assert answers == expected
+        # The last token of an answer joins the cache with the turn that follows; the first turn has none before it.
+        assert counts == [len(turn) + 5 + (number > 0) for number, turn in enumerate(PROMPTS)]
+
+
+def test_a_history_that_was_changed_is_computed_again_from_there() -> None:
+    seen = Seen()
+    seen.ids, seen.length = [1, 2, 3, 4], 4
+    assert (seen.reuse([1, 2, 9, 4, 5]), seen.ids, seen.length) == (2, [1, 2], 2)
+    assert (seen.reuse([1, 2]), seen.ids) == (1, [1])  # one is computed, or nothing would come

@@ -8,11 +8,12 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.generation import GenerateRequest, launch
+from fivefold.launch import once
 
 
 def test_a_layout_larger_than_the_machine_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "device_kind", lambda _: "cuda")
-    monkeypatch.setattr(launch, "gpus", lambda: 1)
+    monkeypatch.setattr(once, "device_kind", lambda _: "cuda")
+    monkeypatch.setattr(once, "gpus", lambda: 1)
     with pytest.raises(UserError, match="tp 2 needs 2 GPUs, but this machine has 1") as caught:
         launch.start(GenerateRequest(model="runs/demo", prompt="def ", layout="tp2"))
     assert "--device cpu" in str(caught.value.fix)
@@ -26,12 +27,13 @@ def test_quiet_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(crew: Any, request: dict[str, Any], **_: object) -> None:
         seen.append(request)
         with open(request["result"], "w") as file:
-            file.write("text")
+            file.write('"text"')
 
-    monkeypatch.setattr(launch, "Workers", MagicMock())
-    monkeypatch.setattr(launch, "start_workers", write)
+    monkeypatch.setattr(once, "Workers", MagicMock())
+    monkeypatch.setattr(once, "start_workers", write)
     assert fivefold.generate("runs/demo", "def ", layout="tp2", device="cpu", top_k=5) == "text"
-    assert (seen[0]["quiet"], seen[0]["generate"]["top_k"], seen[0]["device"]) == (True, 5, "cpu")
+    body = seen[0]["body"]
+    assert (body["quiet"], body["generate"]["top_k"], seen[0]["device"]) == (True, 5, "cpu")
 
 
 def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation.decode import TextStream, encode_prompt
+from fivefold.generation.text import TextStream, encode_prompt
 
 TEXTS = ["plain words, no more", "naïve façade — “quoted”", "日本語"]
 TEXTS += ["🙂👩‍👩‍👧 flags 🇩🇪", "  indented\n\ttabs \n"]

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,19 +15,20 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import KINDS, RECIPES, WITH_KERNEL, Recipe
+from fivefold.core.fp8 import KINDS, RECIPES, Recipe
 from fivefold.core.layout import Layout
 from fivefold.core.legality import of_fp8
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.delayed import Delayed
-from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, is_served, restored, scale_of, scaled_matmul
+from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
 from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.ops.linear import Linears
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.plan import lower
 from fivefold.verification import fp8_by_hand
+from tests.parallel.test_context_parity import compiled, uncompiled
 from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference_model
 from tests.pool import run_ranks
 from tests.tiers import every
@@ -181,6 +183,16 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
             )
 
 
+def test_a_compiled_layer_is_one_graph() -> None:
+    """Weights that are gathered in fp8 are tensors of a class of their own: no graph breaks at one, nor is it taken for
+    another's."""
+    case = Case("single+mb8+fp64+fp8", overrides=(("num_hidden_layers", 1),))
+    ((loss, found, breaks),), ((other, plain),) = run_ranks(1, compiled, case), run_ranks(1, uncompiled, case)
+    assert not breaks and loss == pytest.approx(other, rel=1e-12)
+    for (name, _, a), (_, _, b) in zip(found, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-11, err_msg=name)
+
+
 @pytest.mark.parametrize("has_gradient", [True, False])
 def test_two_that_share_their_input_are_one_graph(has_gradient: bool) -> None:
     """With a gradient and without (an evaluation), as what they compute one by one."""
@@ -227,19 +239,6 @@ def test_a_rounding_leaves_what_three_bits_leave(size: float) -> None:
     assert values.dtype == torch.float8_e4m3fn
     error = (restored(values, scale, scale.dtype) - x).abs() / x.abs().clamp(min=1e-2 * size)
     assert 2**-6 < float(error.max()) <= 2**-4
-
-
-@pytest.mark.parametrize("which", ["output", "input_grad"])
-@pytest.mark.parametrize("recipe", WITH_KERNEL)
-def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None:
-    """PyTorch has its scaled matmul on a CPU too."""
-    pair = getattr(RECIPES[recipe], which)
-    a, b = torch.randn(32, 48, dtype=torch.bfloat16), torch.randn(64, 48, dtype=torch.bfloat16)
-    [x], [y] = casts(which, RECIPES[recipe], {}, [a], [b])
-    expected = restored(*x, torch.float32) @ restored(*y, torch.float32).T
-    found = scaled_matmul(*x, *y, torch.bfloat16, fast=False)
-    assert torch.allclose(found.float(), expected, rtol=2**-8, atol=1e-2)
-    assert not is_served(x[0], y[0], pair, torch.bfloat16)
 
 
 def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None:

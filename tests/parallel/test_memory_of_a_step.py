@@ -139,8 +139,8 @@ def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() ->
         ("single+fp8_rowwise_gw_hp", True, 0),  # reads its inputs again
         ("single+fp8_rowwise", False, 0),
         ("single+fp8", False, -2048 - 2048 - 8192 + (2 * 2048 + 2048 + 8192) / 2),
-        # A rank has half of what attention and the activation give; casts of these, of a byte, by scales of both.
-        ("tp2+fp8", True, -2048 - 2048 - 4096 + (1024 + 4096) / 2),
+        # A rank has half of what attention and the activation give; casts, of a byte, by scales of both.
+        ("tp2+fp8", True, -2048 - 2048 - 4096 + (2048 + 1024 + 2048 + 4096) / 2),
         ("tp2+fp8_rowwise", True, -2048 - 2048 - 4096 + 4096 / 2),
         ("cp2+fp8_rowwise", True, -2048 - 8192),  # the norm before q, k and v is a graph of its own
         ("single+fp8_delayed", True, -2048 - 2048 + (2 * 2048 + 2048 + 8192) / 2),

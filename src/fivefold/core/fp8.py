@@ -73,10 +73,26 @@ class Recipe:
         return self.output[0].region[1] or 1
 
 
-# Recipes whose products PyTorch's scaled matmul computes, on devices with fp8 units. The others are emulated.
-WITH_KERNEL = ("tensorwise", "rowwise", "rowwise_gw_hp", "delayed")
-FP8_UNITS = (8, 9)  # the compute capability of the first NVIDIA GPUs that have some
-ALIGNED = 16  # what the scaled matmul needs K and N to be a multiple of
+@dataclass(frozen=True)
+class Kernel:
+    """Where PyTorch multiplies fp8: on NVIDIA GPUs of compute capability `first` to `last`, from this version of CUDA.
+    K must be a multiple of `summed`, and N of 16."""
+
+    first: tuple[int, int]
+    last: tuple[int, int] | None
+    cuda: tuple[int, int]
+    summed: int
+
+
+# Numbers of the summed dimension that have one scale (`Recipe.block`) -> its kernel, as PyTorch's source asks for it.
+KERNELS: Mapping[int, Kernel] = {
+    1: Kernel((8, 9), None, (12, 0), 16),
+    32: Kernel((10, 0), None, (12, 8), 32),
+    128: Kernel((9, 0), (9, 0), (12, 9), 128),
+}
+# The same for a grouped matmul of experts, whose rows are 2-D and whose weights are 3-D.
+GROUPED_KERNELS: Mapping[int, Kernel] = {1: Kernel((9, 0), (10, 9), (12, 0), 16)}
+ALIGNED = 16  # what a kernel needs N to be a multiple of
 
 # Product -> the dimensions M, N, K of its operands [M, K] and [N, K].
 DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {

@@ -11,7 +11,7 @@ of which `4<|im_end|>` is the assistant's: what it answers, and that it ends the
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,19 +20,17 @@ from typing import Any
 from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
-
-Turn = Mapping[str, Any]  # as templates take it: role, content, and what else a template reads (tool_calls, ...)
-Span = tuple[int, int]  # characters, the end excluded
-Render = Callable[..., str]
+from fivefold.core.time_limit import TooLong, within
+from fivefold.data.spans import Span, Turn, find_spans
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "\ue0f5\ue0f6"  # characters that no text has, and no template takes away
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _MOST_BYTES = 2**20  # of a template; the longest known has some 10 kB
+MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
 
 
 @dataclass(frozen=True)
@@ -77,27 +75,7 @@ class ChatTemplate:
             if len(marked) != len(own):
                 raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
             return text, dict(zip(own, marked, strict=True))
-        render = partial(self.render, tools=tools)
-        text = render(turns)
-        return text, {number: self._span(render, turns, number, text) for number in own}
-
-    def _span(self, render: Render, turns: Sequence[Turn], number: int, text: str) -> Span:
-        after = render(turns[: number + 1]).rstrip()
-        try:
-            asked, before = render(turns[:number], answer=True), render(turns[:number])
-        except UserError:  # a template that looks at the first turn, where the assistant begins and none is before it
-            start = _front(render, turns, number, text)
-        else:
-            start = len(asked) if text.startswith(asked) else _front(render, turns, number, text)
-            if start is None and text.startswith(before) and asked.startswith(before):
-                start = _alike(text, asked)  # a question for an answer that begins to answer itself
-        end = len(after) if text.startswith(after) else _back(render, turns, number, text)
-        if start is None or end is None or end < start:
-            raise UserError(
-                f"{self.name} does not tell where the assistant's turn {number + 1} of {len(turns)} begins and ends",
-                fix="put {% generation %} and {% endgeneration %} around the answer in the template",
-            )
-        return start, end
+        return find_spans(partial(self.render, tools=tools), turns, own, name=self.name)
 
     def _rendered(
         self, turns: Sequence[Turn], tools: Sequence[Any] | None, **options: Any
@@ -105,53 +83,23 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, marked = render_jinja_template(
-                conversations=[[dict(turn) for turn in turns]],
-                tools=None if tools is None else list(tools),
-                chat_template=self.source,
-                **{**self.special, **options},
-            )
+            with within(MOST_SECONDS):
+                texts, marked = render_jinja_template(
+                    conversations=[[dict(turn) for turn in turns]],
+                    tools=None if tools is None else list(tools),
+                    chat_template=self.source,
+                    **{**self.special, **options},
+                )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
+        except TooLong as error:
+            raise UserError(
+                f"{self.name} is not done with a conversation of {len(turns)} turns after {MOST_SECONDS:g} s",
+                fix="look for a loop in the template, or leave that conversation out",
+            ) from error
         except Exception as error:  # of Jinja, of the template itself
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
         return texts[0], [(first, last) for first, last in (marked[0] if marked else [])]
-
-
-def _alike(one: str, other: str) -> int:
-    """How many characters at the front are the same."""
-    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
-
-
-def _front(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
-    """Where the content of a turn begins in `text`, if a mark in front of it tells."""
-    found = _marked(render, turns, number, text, "{mark}{content}")
-    return found and found[0]
-
-
-def _back(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
-    """Where what ends a turn ends in `text`, if a mark behind its content tells."""
-    found = _marked(render, turns, number, text, "{content}{mark}")
-    if found is None:
-        return None
-    at, marked = found
-    ending = render(marked[: number + 1]).partition(_MARK)[2].rstrip()
-    return at + (len(ending) if text.startswith(ending, at) else 0)
-
-
-def _marked(render: Render, turns: Sequence[Turn], number: int, text: str, form: str) -> tuple[int, list[Turn]] | None:
-    """Where a mark at the content of a turn lands in `text`, and the turns with it; None where it changes the text.
-
-    It is tried once more without the space around the content, which templates take away."""
-    content = str(turns[number].get("content") or "")
-    for each in (content, content.strip()):
-        turn = {**turns[number], "content": form.format(mark=_MARK, content=each)}
-        marked = [*turns[:number], turn, *turns[number + 1 :]]
-        found = render(marked)
-        if found.replace(_MARK, "") == text and _MARK in found:
-            return found.index(_MARK), marked
-    return None
 
 
 def _read(path: Path) -> str | None:

@@ -7,14 +7,18 @@ from typing import Any
 from fivefold.core.errors import UserError
 
 # The defaults of the command and of the Python API. Small models repeat themselves when they always take the likeliest.
-TEMPERATURE, TOP_K, SEED = 0.8, 50, 1234
+TEMPERATURE, TOP_K, TOP_P, SEED = 0.8, 50, 1.0, 1234
+MAX_NEW_TOKENS, MAX_NEW_TOKENS_CHAT = 100, 1024
+BATCH_SIZE = 16
 
 
 def check_options(given: Mapping[str, Any], *, more: str) -> None:
     """Raise `UserError` for a number out of its range."""
-    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
-        if not given[name] >= least:
+    for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("batch_size", 1)):
+        if not given.get(name, least) >= least:
             raise UserError(f"{name} {given[name]} is less than {least}", fix=f"write {least} or more", more=more)
+    if not 0 < given.get("top_p", 1) <= 1:
+        raise UserError(f"top_p {given['top_p']} is not a probability", fix="write more than 0, up to 1", more=more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +26,50 @@ class GenerateRequest:
     """What to continue, with what, and how far. `model`: a run folder or the address of its
     copy, a Hugging Face folder or a hub id.
 
+    One of: `prompt`, a text; `prompts`, a file of them, whose answers go to the file `out` (None: to the screen), so
+    many at a time as `batch_size` says; neither of them, with `chat`: a conversation. `chat`: prompts are what the user
+    says, and the tokenizer's chat template is put around them; `system`: the text of the system's turn.
+
     `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
-    `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all.
-    Raises `UserError` for a number out of its range.
+    `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all;
+    `top_p` 1: all. `stop`: texts before which an answer ends. Raises `UserError` for a number out of its range and for
+    options that do not belong together.
     """
 
     model: str
-    prompt: str
+    prompt: str | None = None
+    prompts: str | None = None
+    out: str | None = None
+    chat: bool = False
+    system: str | None = None
     layout: str = "single"
     step: int | None = None
-    max_new_tokens: int = 100
+    max_new_tokens: int = MAX_NEW_TOKENS
     temperature: float = TEMPERATURE
     top_k: int = TOP_K
+    top_p: float = TOP_P
+    stop: tuple[str, ...] = ()
     seed: int = SEED
+    batch_size: int = BATCH_SIZE
 
     def __post_init__(self) -> None:
-        check_options(vars(self), more="fivefold generate --help")
+        more = "fivefold generate --help"
+        object.__setattr__(self, "stop", tuple(self.stop))  # from JSON it comes as a list
+        check_options(vars(self), more=more)
+        if not all(self.stop):
+            raise UserError("an empty stop text would end every answer at once", fix="leave --stop out", more=more)
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("a prompt and a file of prompts", fix="give one of --prompt and --prompts", more=more)
+        if self.prompt is None and self.prompts is None and not self.chat:
+            raise UserError(
+                "there is nothing to continue", fix="give --prompt TEXT, --prompts FILE or --chat", more=more
+            )
+        if self.out is not None and self.prompts is None:
+            raise UserError("--out takes the answers to a file of prompts", fix="add --prompts FILE", more=more)
+        if self.system is not None and not self.chat:
+            raise UserError("a system text belongs to a conversation", fix="add --chat", more=more)
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """The options of `decode` that choose tokens."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

@@ -1,11 +1,16 @@
-"""From a prompt to tokens, token by token with a key/value cache, and back to text; on a model under any layout.
+"""From tokens to the tokens that follow, with a key/value cache; on a model under any layout.
 
-All ranks run the same forward and take the token of rank 0, so that no rank can stop earlier than another. FSDP
+All ranks run the same forward and take the tokens of rank 0, so that no rank can stop earlier than another. FSDP
 gathers by itself; a model that is small enough is gathered once. Under tensor and context parallelism activations are
 replicated: a single token cannot be split along the sequence.
+
+Texts of unequal lengths form a batch with padding in front. Padding is a document of its own, as in training, and no
+token sees it: a text gets the tokens that it would get alone.
+
+Legend: B texts, T tokens of each in a forward, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any
@@ -16,84 +21,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
-from fivefold.core.errors import UserError
-from fivefold.data.tokenizer import put_bos, template_ids
+from fivefold.generation.sampling import Sampling
 from fivefold.parallel import passes
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.plan import keeps_gathered
 from fivefold.parallel.state import ParallelState, state_of
 
 GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
-_INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character yet
+_PAD = 0  # any token: no token sees it
 
 
-def encode_prompt(
-    tokenizer: Any, prompt: str, eos_token_ids: Collection[int], bos_token_ids: tuple[int, ...] | None = None
-) -> Tensor:
-    """The prompt as int64 [1, T], with `bos_token_ids` in front as in training; None: what its tokenizer puts there.
+class Seen:
+    """Texts that a model has read: `ids` of one text (none of a batch), and the keys and values of all."""
 
-    `tokenizer`: one of `tokenizers`, or one of `transformers`, which puts its own tokens around. An empty prompt is the
-    beginning of a document: BOS, else the end of the document before. Raises `UserError` when that is not known either.
-    """
-    if hasattr(tokenizer, "apply_chat_template"):  # of transformers
-        bos_token_ids, ids = (), list(tokenizer(prompt)["input_ids"])
-    else:
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    bos = template_ids(tokenizer) if bos_token_ids is None else bos_token_ids
-    while ids and ids[-1] in eos_token_ids:  # a prompt may say it
-        ids = ids[:-1]
-    ids = put_bos(ids, bos) or list(bos) or list(eos_token_ids)[:1]
-    if not ids:
-        raise UserError("the prompt is empty", fix="write a few words to continue")
-    return torch.tensor([ids], dtype=torch.int64)
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.cache = DynamicCache()
+        self.length = 0  # tokens of each text, padding included
 
-
-def pieces(model: Any, tokenizer: Any, prompt: Tensor, eos_token_ids: Collection[int], **options: Any) -> Iterator[str]:
-    """The text with which `model` continues `prompt` (int64 [1, T]), in whole characters as they come.
-
-    `tokenizer`: a `tokenizers.Tokenizer`; `options`: those of `decode`. Every rank takes them all. The model is left
-    ready for the next training step.
-    """
-    stream = TextStream(tokenizer)
-    with ready(model):
-        for token in decode(model, prompt, eos_token_ids=eos_token_ids, **options):
-            if token not in eos_token_ids and (piece := stream.push(token)):
-                yield piece
-    yield stream.finish()
-
-
-class TextStream:
-    """Text of a growing list of tokens, given out in whole characters.
-
-    Only the tokens since the last two places where a character ended are decoded again, so the cost per token stays
-    the same however long the text grows; a piece is always decoded behind its left neighbour, whose presence decides
-    about spaces.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: a `tokenizers.Tokenizer`."""
-        self._tokenizer = tokenizer
-        self._before: list[int] = []
-        self._pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is still incomplete."""
-        self._pending.append(token)
-        text = self._new_text()
-        if text.endswith(_INCOMPLETE):
-            return ""
-        if text:
-            self._before, self._pending = self._pending, []
-        return text
-
-    def finish(self) -> str:
-        """What is left, incomplete characters as the decoder writes them."""
-        text, self._pending = self._new_text(), []
-        return text
-
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._before)
-        return str(self._tokenizer.decode(self._before + self._pending)[len(before) :])
+    def reuse(self, ids: Sequence[int]) -> int:
+        """Forget what is not how `ids` begins. Returns how many tokens are left: not all of `ids`."""
+        same = next((at for at, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
+        same = min(same, len(ids) - 1)
+        self.cache.crop(same - self.length)  # a negative number
+        self.ids, self.length = self.ids[:same], same
+        return same
 
 
 def decode(
@@ -103,50 +55,104 @@ def decode(
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     eos_token_ids: Collection[int] = (),
+    seen: Seen | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), an end-of-text token last if one comes.
 
-    `temperature` 0 takes the likeliest token; otherwise tokens are drawn from the `top_k` likeliest (0: all), the
-    same ones for the same `seed` whatever the layout. Every rank iterates to the end, or closes the iterator at the
-    same place. The model must be in the state that `ready` leaves it in.
+    `temperature`, `top_k`, `top_p`: see `Sampling`. The same tokens are drawn for the same `seed` whatever the layout.
+    `seen`: what the model has read; what `input_ids` shares with it is not computed again, and it is kept up to date.
+    Every rank iterates to the end, or closes the iterator at the same place. The model must be in the state that
+    `ready` leaves it in.
     """
-    generator = torch.Generator().manual_seed(seed)
-    cache = DynamicCache()
-    device = next(model.parameters()).device
-    ids_BT, past = input_ids.to(device), 0
+    steps = decode_rows(
+        model, input_ids.tolist(), max_new_tokens=max_new_tokens, seeds=[seed], seen=seen,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p),
+        is_over=lambda _, token: token in eos_token_ids,
+    )  # fmt: skip
+    for step in steps:
+        yield step[0][1]
+
+
+def decode_rows(
+    model: Any,
+    rows: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    is_over: Callable[[int, int], bool],
+    seen: Seen | None = None,
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield, step by step, (number of a text, its next token) of each text of `rows` that is not over, in order.
+
+    `is_over(number, token)` says, with the token that came, whether a text ends with it; it is asked once a token, the
+    same on every rank. A text that is over takes no more room. `seeds`: of each text. `seen`: of a single text.
+    Otherwise as `decode`.
+    """
+    seen, device = seen or Seen(), next(model.parameters()).device
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    past = seen.reuse(rows[0]) if len(rows) == 1 else 0
+    ids_BT, padding = padded([row[past:] for row in rows])
+    alive = list(range(len(rows)))
     for _ in range(max_new_tokens):
-        logits_V = next_logits(model, ids_BT, cache=cache, past=past)
-        token = _agreed(choose(logits_V, temperature, top_k, generator), device)
-        yield token
-        if token in eos_token_ids:
+        for part_BT in _parts(model, ids_BT, seen.length):
+            logits_BV = next_logits(model, part_BT.to(device), cache=seen.cache, past=seen.length, padding=padding)
+            seen.length += part_BT.shape[1]
+        seen.ids += ids_BT[0].tolist() if len(rows) == 1 else []
+        chosen = [sampling.choose(logits_V, generators[row]) for logits_V, row in zip(logits_BV, alive, strict=True)]
+        tokens = _agreed(chosen, device)
+        step = list(zip(alive, tokens, strict=True))
+        yield step
+        left = [place for place, (row, token) in enumerate(step) if not is_over(row, token)]
+        if not left:
             return
-        past += ids_BT.shape[1]
-        ids_BT = torch.tensor([[token]], device=device)
+        if len(left) < len(alive):
+            seen.cache.batch_select_indices(torch.tensor(left, device=device))
+            alive, padding = [alive[place] for place in left], [padding[place] for place in left]
+        ids_BT = torch.tensor([[tokens[place]] for place in left])
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
+    """Texts as int64 [B, T], with padding in front, and how much there is of it in each."""
+    longest = max(map(len, rows))
+    padding = [longest - len(row) for row in rows]
+    return torch.tensor([[_PAD] * pad + list(row) for row, pad in zip(rows, padding, strict=True)]), padding
+
+
+def _parts(model: Any, ids_BT: Tensor, past: int) -> Sequence[Tensor]:
+    """Tokens as they can join a cache: what is after its first ones must not cross a chunk of chunked attention."""
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    if not (past and chunk):
+        return [ids_BT]
+    first = min(ids_BT.shape[1], chunk - past % chunk)
+    return [ids_BT[:, :first], *(part for part in torch.split(ids_BT[:, first:], chunk, 1) if part.numel())]
 
 
 @torch.no_grad()
-def next_logits(model: Any, ids_BT: Tensor, *, cache: Any = None, past: int = 0) -> Tensor:
-    """Logits [V] of the token after the last one; `past` tokens are in the cache already, and `ids_BT` joins them."""
-    positions_BT = torch.arange(past, past + ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
+def next_logits(
+    model: Any, ids_BT: Tensor, *, cache: Any = None, past: int = 0, padding: Sequence[int] = (), keep: int = 1
+) -> Tensor:
+    """Logits [B, V] of the token after the last one; with `keep`, [B, keep, V] of those after the last `keep`.
+
+    `past` tokens are in the cache already, and `ids_BT` joins them. `padding`: tokens in front of each text."""
+    (rows, length), pads = ids_BT.shape, torch.tensor(padding or [0] * len(ids_BT))
+    places_BT = torch.arange(past, past + length).expand(rows, -1)
+    before_BT = torch.where(places_BT < pads[:, None], 0, pads[:, None])
     logits_BTV = passes.logits(
-        model, ids_BT, positions_BT, past_key_values=cache, use_cache=cache is not None, logits_to_keep=1
-    )
-    return logits_BTV[0, -1]
+        model, ids_BT, (places_BT - before_BT).to(ids_BT.device), past_key_values=cache, use_cache=cache is not None,
+        logits_to_keep=keep, cu_seqlens=_bounds(pads, past + length) if any(padding) else None,
+    )  # fmt: skip
+    return logits_BTV[:, -1] if keep == 1 else logits_BTV
 
 
-def choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """The likeliest token, or one drawn by inverting the cumulative distribution in fp64 with one uniform number."""
-    if temperature == 0:
-        return int(logits_V.argmax())
-    scores_V = logits_V.double().cpu() / temperature
-    if 0 < top_k < scores_V.numel():
-        lowest = scores_V.topk(top_k).values[-1]
-        scores_V = scores_V.masked_fill(scores_V < lowest, float("-inf"))
-    cumulative_V = scores_V.softmax(-1).cumsum(-1)
-    uniform = torch.rand((), generator=generator, dtype=torch.float64) * cumulative_V[-1]
-    return int(torch.searchsorted(cumulative_V, uniform, right=True).clamp(max=scores_V.numel() - 1))
+def _bounds(pads: Tensor, length: int) -> Tensor:
+    """int32 on the CPU: where padding and texts of `length` tokens together begin, and the end of all."""
+    starts = torch.arange(len(pads) + 1) * length
+    bounds: Tensor = torch.unique(torch.cat([starts, starts[:-1] + pads]))
+    return bounds.int()
 
 
 @contextmanager
@@ -190,10 +196,10 @@ def gathered_bytes(state: ParallelState) -> int:
     return numel * COMPUTE_DTYPES[state.plan.layout.precision].itemsize
 
 
-def _agreed(token: int, device: torch.device) -> int:
-    """The token of rank 0, on every rank: a last bit that differs must not send ranks separate ways."""
+def _agreed(tokens: list[int], device: torch.device) -> list[int]:
+    """The tokens of rank 0, on every rank: a last bit that differs must not send ranks separate ways."""
     if dist.get_world_size() == 1:
-        return token
-    shared = torch.tensor(token, device=device)
+        return tokens
+    shared = torch.tensor(tokens, device=device)
     dist.broadcast(shared, src=0)
-    return int(shared)
+    return list(shared.tolist())

@@ -55,7 +55,8 @@ def attention_forward(
     """The attention function of the models, in the signature of `transformers`.
 
     query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `cu_seqlens`: int32 [n+1] on the CPU, 0 first, B*T
-    last, every row start included. S > T is generation with a cache: the queries are the last T of S positions.
+    last, every row start included. S > T is generation with a cache: the queries are the last T of S positions, and
+    `cu_seqlens` bounds the B*S keys; a query sees the last document of its row, before which a row may be padded.
     `attention_mask`: what `masks.asked_for` gave, which decides; without one, a query sees itself and the
     `sliding_window` - 1 positions before it. `softcap`: scores become tanh(scores / softcap) * softcap. `s_aux` [H]:
     attention sinks, a logit per query head without a value.
@@ -65,6 +66,9 @@ def attention_forward(
     mask = attention_mask if isinstance(attention_mask, Mask) else Mask(sliding_window)
     if mask.window is not None and mask.window < 1:
         raise UserError(f"a sliding window of {mask.window} positions hides every key", fix="use null for no window")
+    if _is_padded_cache(query, key, cu_seqlens) and (query.shape[2] > 1 or mask.chunk or softcap or s_aux is not None):
+        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        return _row_by_row(module, query, key, value, cu_seqlens, mask, **options), None
     if mask.chunk is not None:
         key, value, cu_seqlens = _own_chunks(module, query, key, value, cu_seqlens, mask)
     size, given = value.shape[-1], query.shape[-1]
@@ -99,6 +103,8 @@ def _attend_here(
     window = rule.window if rule.window is not None and rule.window < keys else None
     if not packed and window is None and rule.softcap is None and sinks is None:
         return _plain_rows(query, key, value, rule.scale)
+    if _is_padded_cache(query, key, cu_seqlens):
+        return _last_tokens(query, key, value, cu_seqlens, rule.scale, window)
     if keys != length and not packed:
         return _cached_rows(query, key, value, rule, sinks)
     if cu_seqlens is None:
@@ -146,6 +152,52 @@ def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
         is_causal=1 < length == keys,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out_BHTD.transpose(1, 2)
+
+
+def _is_padded_cache(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether the rows of a cache begin with padding."""
+    return cu_seqlens is not None and query.shape[2] != key.shape[2] and cu_seqlens.shape[0] != query.shape[0] + 1
+
+
+def _first_keys(cu_seqlens: Tensor | None, rows: int, keys: int) -> list[int]:
+    """Of each row, the first key of its last document."""
+    assert cu_seqlens is not None
+    ends = torch.arange(1, rows + 1) * keys
+    found: list[int] = (cu_seqlens[torch.searchsorted(cu_seqlens.long(), ends) - 1] - ends + keys).tolist()
+    return found
+
+
+def _row_by_row(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, mask: Mask, **options: Any
+) -> Tensor:
+    """[B,T,H,D]: generation, each row with its own keys, as if it were alone."""
+    if mask.start:
+        raise UserError("a cache that drops its first keys cannot hold padded rows", fix="use a dynamic cache")
+    firsts, rows = _first_keys(cu_seqlens, len(query), key.shape[2]), range(len(query))
+    return torch.cat(
+        [
+            attention_forward(
+                module, query[row : row + 1], key[row : row + 1, :, first:], value[row : row + 1, :, first:], mask,
+                **options,
+            )[0]
+            for row, first in zip(rows, firsts, strict=True)
+        ]
+    )  # fmt: skip
+
+
+def _last_tokens(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None
+) -> Tensor:
+    """[B,1,H,D]: the last token of each row, by PyTorch's own function; padding in front of a row is hidden."""
+    rows, keys = len(query), key.shape[2]
+    first_B = torch.tensor(_first_keys(cu_seqlens, rows, keys), device=query.device)
+    if window is not None:
+        first_B = first_B.clamp(min=keys - window)
+    seen_BS = torch.arange(keys, device=query.device) >= first_B[:, None]
+    out_BHTD = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen_BS[:, None, None], scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out_BHTD.transpose(1, 2)
 

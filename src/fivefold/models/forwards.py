@@ -186,6 +186,8 @@ def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...
     """
     given = kwargs.get("input_ids", args[0] if args else None)
     length = parts * given.shape[1] if isinstance(given, Tensor) else 0
+    if kwargs.get("cu_seqlens") is not None and isinstance(given, Tensor):  # of a cache: of all its tokens
+        length = max(length, int(kwargs["cu_seqlens"][-1]) // len(given))
     if length > most and (kwargs.get("cu_seqlens") is not None or parts > 1):
         raise UserError(
             f"{name} of {type(base).__name__} counts the tokens of a row, whatever documents are in it: in rows of "

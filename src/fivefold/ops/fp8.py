@@ -20,10 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.fp8 import (
-    ALIGNED,
     DIMS,
-    FP8_UNITS,
-    WITH_KERNEL,
     Cast,
     Dim,
     Format,
@@ -33,6 +30,7 @@ from fivefold.core.fp8 import (
     by_row,
     shared_dims,
 )
+from fivefold.ops.fp8_kernels import grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
 from fivefold.ops.fp8_weight import Fp8Weight, Rounded
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 
@@ -64,7 +62,7 @@ def cast_to_fp8(x_MK: Tensor, cast: Cast, scale: Tensor) -> Tensor:
     stays."""
     dtype = DTYPES[cast.form]
     most = torch.finfo(dtype).max
-    scaled = (x_MK.to(scale.dtype) * scale).clamp(-most, most)
+    scaled = torch.mul(x_MK, scale).clamp_(-most, most)  # in the type of the scale, which is the wider one
     return (_rounded_once(scaled, dtype) if scaled.dtype == torch.float64 else scaled).to(dtype)
 
 
@@ -164,9 +162,9 @@ class Float8:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
         pair: Pair = getattr(self.recipe, which)
         if is_served(a_MK[0], b_NK[0], pair, dtype):
-            if which == "input_grad":
+            if which == "input_grad" and self.recipe.casts_once:
                 b_NK = laid_out(b_NK[0], a_MK[0]), b_NK[1]
-            return scaled_matmul(*a_MK, *b_NK, dtype, fast=which == "output")
+            return scaled_matmul(a_MK, b_NK, pair, dtype, fast=which == "output")
         wide = held_in(dtype, pair)
         return (restored(*a_MK, wide) @ restored(*b_NK, wide).T).to(dtype)
 
@@ -201,6 +199,8 @@ class Float8Grouped(OneByOne):
     def _product(self, which: Product, rows_SK: Tensor, weight_ENK: Tensor) -> Tensor:
         (rows,), (weight,) = casts(which, by_row(self.recipe), {}, [rows_SK], [weight_ENK])
         plain, dtype = Grouped(self.counts_E, False, self.is_served), rows_SK.dtype
+        if self.is_served and is_served_grouped(rows[0], weight[0], getattr(self.recipe, which), dtype):
+            return grouped_matmul(rows, weight, plain.ends, dtype, fast=which == "output")
         return plain.output(restored(*rows, dtype), restored(*weight, dtype))
 
 
@@ -244,56 +244,3 @@ def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
     """The type in which emulated operands are multiplied: `dtype` where it holds what they stand for (bf16 does, where
     scales are powers of 2), else a wider one."""
     return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)
-
-
-def emulated(recipe: str, device: str, precision: str) -> str | None:
-    """Why the products of `recipe` are emulated on `device`, which costs time; None where a kernel multiplies them."""
-    if not _has_units(torch.device(device)):
-        return "this device has no fp8 units"
-    if recipe not in WITH_KERNEL:
-        return f"PyTorch has no kernel for it; {' and '.join(WITH_KERNEL)} have one"
-    return None if precision == "bf16" else "the kernel multiplies for precision.compute: bf16"
-
-
-def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's scaled matmul takes these operands for a result in `dtype`: on a device with fp8 units, one
-    scale a row or a tensor, aligned."""
-    if dtype != torch.bfloat16 or any(cast.region[1] is not None for cast in pair):
-        return False
-    sizes = (*b_NK.shape, a_MK.shape[1])
-    return _has_units(a_MK.device) and not any(size % ALIGNED for size in sizes)
-
-
-def _has_units(device: torch.device) -> bool:
-    """Whether a device multiplies e4m3 and e5m2 as they are here. (AMD's MI300 has formats of its own.)"""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= FP8_UNITS
-
-
-@torch.library.custom_op("fivefold::laid_out", mutates_args=())
-def laid_out(x: Tensor, beside: Tensor) -> Tensor:
-    """A copy of `x`, row after row. To a compiler it depends on `beside`: what is multiplied in backward is laid out
-    there, and not in forward, where a graph would keep the copy beside what it was made of."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-@laid_out.register_fake
-def _(x: Tensor, beside: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def scaled_matmul(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and their scales, one a row or a tensor.
-    `fast`: sums are kept in fewer bits inside a tile, which is enough in forward."""
-    by_tensor = of_a.numel() == of_b.numel() == 1
-    scaling = F.ScalingType.TensorWise if by_tensor else F.ScalingType.RowWise
-    scales = [1 / scale for scale in (of_a, of_b)]
-    if by_tensor:
-        scale_a, scale_b = (scale.reshape(()) for scale in scales)
-    else:
-        scale_a, scale_b = scales[0].expand(len(a_MK), 1).contiguous(), scales[1].expand(len(b_NK), 1).contiguous().T
-    return F.scaled_mm(
-        a_MK.contiguous(), b_NK.contiguous().T, scale_a, scaling, scale_b, scaling, output_dtype=dtype,
-        use_fast_accum=fast,
-    )  # fmt: skip

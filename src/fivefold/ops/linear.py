@@ -315,18 +315,19 @@ class Grouped(OneByOne):
     def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
         left, right = (x, grad) if self.is_transposed else (grad, x)
         if self.is_served and grouped_mm is not None:
-            return grouped_mm(left.T, right, offs=self._ends)
+            return grouped_mm(left.T, right, offs=self.ends)
         parts = zip(*(torch.split(each, self.counts_E.tolist()) for each in (left, right)), strict=True)
         return torch.stack([rows.T @ others for rows, others in parts])
 
     def _rows(self, rows: Tensor, weight_Exx: Tensor) -> Tensor:
         if self.is_served and grouped_mm is not None:
-            return grouped_mm(rows, weight_Exx, offs=self._ends)
+            return grouped_mm(rows, weight_Exx, offs=self.ends)
         parts = torch.split(rows, self.counts_E.tolist())
         return torch.cat([part @ weight for part, weight in zip(parts, weight_Exx, strict=True)])
 
     @property
-    def _ends(self) -> Tensor:
+    def ends(self) -> Tensor:
+        """Behind the last row of each expert, [E] int32."""
         return self.counts_E.cumsum(0).to(torch.int32)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
-from fivefold.generation import SEED, TEMPERATURE, TOP_K, check_options
-from fivefold.generation.decode import decode, encode_prompt, ready
+from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
+from fivefold.generation.decode import decode, ready
+from fivefold.generation.text import encode_prompt
 from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import check_optimizer
@@ -149,6 +150,7 @@ def generate(
     max_new_tokens: int = 100,
     temperature: float = TEMPERATURE,
     top_k: int = TOP_K,
+    top_p: float = TOP_P,
     seed: int = SEED,
     eos_token_ids: Sequence[int] | None = None,
 ) -> str | list[int]:
@@ -156,7 +158,8 @@ def generate(
     tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same. Tokens are
     drawn, by `seed`; `temperature=0` takes the likeliest each time."""
     check_parallel(model)
-    options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options["seed"] = seed
     ends = _end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)
 
     def read() -> Tensor:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from fivefold.core import heads, legality
-from fivefold.core.fp8 import ALIGNED, RECIPES, SPLIT_OVER, Dim
+from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
@@ -237,12 +237,16 @@ class ParallelPlan:
 
     def unaligned(self, tokens: int) -> list[str]:
         """What of fp8 no kernel multiplies for its size, in words; a micro batch has `tokens` tokens on this rank."""
+        if not self.fp8_linears:
+            return []
+        recipe = RECIPES[self.layout.fp8]
+        step = KERNELS[recipe.block].summed
         found = [
             f"{linear.name.removesuffix('.weight')} [{linear.outputs}, {linear.inputs}]"
             for linear in self.fp8_linears
-            if linear.inputs % ALIGNED or linear.outputs % ALIGNED
+            if linear.inputs % step or linear.outputs % step
         ]
-        in_backward = self.fp8_linears and RECIPES[self.layout.fp8].weight_grad is not None and tokens % ALIGNED
+        in_backward = recipe.weight_grad is not None and tokens % step
         return found + [f"the gradients of weights, of {tokens:,} tokens"] * bool(in_backward)
 
     @property

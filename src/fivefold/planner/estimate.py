@@ -38,6 +38,7 @@ from fivefold.planner.rank_memory import (
     OUTSIDE,
     SAVED,
     WAITING,
+    largest_shard,
     matmul_bytes,
     moved_bytes,
     moving_bytes,
@@ -433,6 +434,11 @@ class Step:
         found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
+        if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
+            of_rank = self.shards.of(content)
+            found["allocator"] += (
+                largest_shard(unit for shard, _ in of_rank for unit in shard.units) * self.shards.shape.master_bytes
+            )
         found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 

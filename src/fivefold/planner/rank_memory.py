@@ -110,7 +110,7 @@ def resting_bytes(
         "router buffers": buffer_bytes(price_list.facts.router_buffers),
     }
     if away or state_dtype != "fp32":
-        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
+        largest = largest_shard(units) * shape.master_bytes
         state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
@@ -127,6 +127,11 @@ def resting_bytes(
     if price_list.engine.spares:
         found["spare gradients"] = spare_bytes(shards, content)
     return {AT_ONCE: found}
+
+
+def largest_shard(units: Iterable[UnitPrice]) -> int:
+    """Numbers of the largest part of a parameter on a rank."""
+    return max((-(-unit.largest // unit.shards) for unit in units), default=0)
 
 
 def _exchanges(

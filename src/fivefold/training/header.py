@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fivefold.config import RunConfig
-from fivefold.core.fp8 import ALIGNED
+from fivefold.core.fp8 import KERNELS, RECIPES
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.world import multiplies_bf16
-from fivefold.ops.fp8 import emulated
+from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel.census import fp8_part
 from fivefold.parallel.data import PRECISION_OF
 from fivefold.parallel.host_memory import HOST
@@ -110,13 +110,17 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
     part = f"{100 * fp8_part(plan):.0f} % of the matmuls' FLOPs"
     rows = [("fp8", f"{recipe}: {cast} of this rank, {part}; {ends}, norms and attention in {plan.layout.precision}")]
-    if why := emulated(recipe, job.world.device, plan.layout.precision):
+    device, precision = job.world.device, plan.layout.precision
+    if why := emulated(recipe, device, precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
+    elif plan.fp8_experts and (lacks := emulated(recipe, device, precision, of_experts=True)):
+        rows.append(("", f"the loss of experts is that of fp8, their speed is not: {lacks}"))
     layout = plan.layout
     tokens = layout.padded(job.config.data.seq_length) // layout.cp * layout.micro_batch_size
     if not why and (slow := plan.unaligned(tokens)):
+        step = KERNELS[RECIPES[recipe].block].summed
         more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
-        rows.append(("", f"slower than in bf16, for sizes that are no multiples of {ALIGNED}: {slow[0]}{more}"))
+        rows.append(("", f"slower than in bf16, for sizes that are no multiples of {step}: {slow[0]}{more}"))
     return rows
 
 

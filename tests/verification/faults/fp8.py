@@ -4,13 +4,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fivefold.core import fp8 as recipes
 from fivefold.core.fp8 import RECIPES, Cast, Recipe
 from fivefold.ops import fp8
-from fivefold.parallel import amax, apply
+from fivefold.parallel import amax, apply, fp8_scales
 from tests.verification.faults.fault import Model, fault
 
 DEEPSEEK, MIXTRAL = Model("deepseek_v3", kv_heads=4), Model("mixtral")
@@ -180,6 +181,42 @@ def scales_of_other_rows() -> Any:
         return plain(x, apply.dist.group.WORLD)
 
     return patch.object(apply, "max_all", of_all)
+
+
+# ---- weights that are gathered in fp8 --------------------------------------------------------------------------------
+
+
+@fault(
+    "a shard is cast by its own largest value, and gathered with the scale of the rank that uses it",
+    known="torchao's precomputed scales for FSDP2 without their all-reduce",
+    layout="shard2+fp8",
+    expects=[("output", r"_proj")],
+)
+def weight_scale_of_one_rank() -> Any:
+    plain = fp8_scales.dist.all_reduce
+
+    def alone(x: Tensor, op: Any = ReduceOp.SUM, **options: Any) -> Any:
+        return plain(x.clone() if x.dtype == torch.float64 and x.ndim == 1 and op == ReduceOp.MAX else x, op, **options)
+
+    return patch.object(fp8_scales.dist, "all_reduce", alone)
+
+
+@fault(
+    "scales of weights are those of the first step",
+    known="`precompute_float8_dynamic_scale_for_fsdp` left out after the optimizer's step: larger weights are cut",
+    layout="shard2+fp8",
+    expects=[("gradient, second step", r"")],
+)
+def weight_scale_of_the_first_step() -> Any:
+    plain = fp8_scales.Fp8Scales.begin_passes
+
+    def once(self: Any) -> None:
+        if any(gather.scale is None for gather in self._gathers.values()):
+            plain(self)
+        elif self._cast is not None:
+            fp8_scales.dist.all_reduce(torch.zeros(len(self._names), dtype=torch.float64), ReduceOp.MAX)
+
+    return patch.object(fp8_scales.Fp8Scales, "begin_passes", once)
 
 
 # ---- delayed scaling -------------------------------------------------------------------------------------------------

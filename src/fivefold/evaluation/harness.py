@@ -1,0 +1,263 @@
+"""Tasks of EleutherAI's lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) over a model under any layout.
+
+lm-eval runs on the first rank. What it asks of the model goes to all ranks, which compute it together.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.core.errors import UserError, first_line
+from fivefold.data.tokenizer import put_bos
+from fivefold.evaluation import EvaluateRequest
+from fivefold.evaluation.report import TaskResult
+from fivefold.evaluation.scores import log_probabilities
+from fivefold.generation import GenerateRequest
+from fivefold.generation.opened import Opened
+from fivefold.generation.prompts import Prompt, answers
+from fivefold.launch.told import told
+from fivefold.launch.world import World
+
+_POSITIONS = 2048  # of a model whose config names none
+_NEW_TOKENS = 256  # where a task says nothing, as in lm-eval
+_END = "end"
+
+
+def evaluate_tasks(
+    opened: Opened, request: EvaluateRequest, world: World
+) -> tuple[list[TaskResult], Mapping[str, Any]]:
+    """The results of `request.tasks` and their versions, on the first rank; nothing on others. Raises `UserError` where
+    lm-eval is not installed or does not take the tasks."""
+    ranks = _Ranks(opened, request.batch_size, world)
+    if not world.is_first:
+        ranks.serve()
+        return [], {}
+    with ranks.served(), _words():
+        return _evaluated(opened, request, ranks)
+
+
+def _evaluated(opened: Opened, request: EvaluateRequest, ranks: "_Ranks") -> tuple[list[TaskResult], Mapping[str, Any]]:
+    try:
+        from lm_eval.evaluator import simple_evaluate
+    except ImportError as error:
+        raise UserError(f"--tasks needs lm-eval: {error}", fix="pip install fivefold[lm-eval]") from error
+    found = simple_evaluate(
+        model=_adapter(opened, ranks), tasks=_tasks(request.tasks), num_fewshot=request.num_fewshot,
+        limit=request.limit, apply_chat_template=request.chat, bootstrap_iters=0 if request.limit else 1000,
+        log_samples=False,
+    )  # fmt: skip
+    assert found is not None
+    rows = [row for task, values in found["results"].items() for row in _results(task, values, found["n-samples"])]
+    return rows, {name: found["versions"].get(name) for name in found["results"]}
+
+
+@contextmanager
+def _words() -> Iterator[None]:
+    """What lm-eval says of tasks that it does not know, or that it cannot load, is the user's to mend."""
+    try:
+        yield
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        raise UserError(
+            f"lm-eval: {first_line(error)}", fix="lm-eval ls tasks names those that it has; a folder names your own"
+        ) from error
+
+
+def _results(task: str, values: Mapping[str, Any], samples: Mapping[str, Any]) -> list[TaskResult]:
+    """`acc,none: 0.5` with `acc_stderr,none: 0.1` is a result."""
+    rows = []
+    for key, value in values.items():
+        metric, _, rule = key.partition(",")
+        if rule and not metric.endswith("_stderr") and isinstance(value, int | float):
+            error = values.get(f"{metric}_stderr,{rule}")
+            rows.append(
+                TaskResult(
+                    task=task, metric=metric if rule == "none" else key, value=float(value),
+                    error=float(error) if isinstance(error, int | float) else None,
+                    samples=int((samples.get(task) or {}).get("effective", 0)),
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _tasks(names: Sequence[str]) -> list[Any]:
+    """What lm-eval is given: names, and the tasks of folders, whose files are looked for beside them."""
+    from lm_eval.tasks import TaskManager
+
+    found: list[Any] = []
+    for name in names:
+        folder = Path(name)
+        if not folder.is_dir():
+            found.append(name)
+            continue
+        own = sorted({task for file in folder.rglob("*.yaml") if (task := _task_of(file))})
+        if not own:
+            raise UserError(f"--tasks {name}: no .yaml in it names a task", fix="task: NAME", more="docs/evaluate.md")
+        with chdir(folder):
+            manager = TaskManager(include_path=".", include_defaults=False)
+            found += manager.load(own)["tasks"].values()
+    return found
+
+
+def _task_of(file: Path) -> str | None:
+    """The name in the file of one task."""
+
+    class Loader(yaml.SafeLoader):
+        """Functions that a task names are lm-eval's to load."""
+
+    Loader.add_multi_constructor("!", lambda *_: None)
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: not a task: {first_line(error)}", fix="see docs/evaluate.md") from error
+    name = tree.get("task") if isinstance(tree, dict) else None
+    return name if isinstance(name, str) else None
+
+
+# ---- the ranks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Ranks:
+    """What all ranks compute together, asked for by the first one."""
+
+    opened: Opened
+    batch_size: int
+    world: World
+    is_computing: bool = False  # stays so after a failure: the others are not where they could hear of the end
+
+    def call(self, kind: str, value: Any) -> Any:
+        """On the first rank: the result of `kind` of `value`, of JSON, computed by all."""
+        told([kind, value], self.world)
+        self.is_computing = True
+        found = self._do(kind, value)
+        self.is_computing = False
+        return found
+
+    def serve(self) -> None:
+        """On the others: compute what is asked for, until the end."""
+        while True:
+            kind, value = told(None, self.world)
+            if kind == _END:
+                return
+            self._do(kind, value)
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """On the first rank: the others serve inside."""
+        try:
+            yield
+        finally:
+            if not self.is_computing:
+                told([_END, None], self.world)
+
+    def _do(self, kind: str, value: Any) -> Any:
+        do: Callable[[Any], Any] = {"score": self._score, "write": self._write}[kind]
+        return do(value)
+
+    def _score(self, pairs: Any) -> list[tuple[float, bool]]:
+        return log_probabilities(self.opened.model, pairs, batch_size=self.batch_size)
+
+    def _write(self, asked: Any) -> list[str]:
+        request = GenerateRequest(model="", prompt="", **asked["options"])
+        prompts = [Prompt(ids, {}, self.opened.ends, request.stop) for ids in asked["prompts"]]
+        found: list[str] = []
+        for first in range(0, len(prompts), self.batch_size):
+            part = prompts[first : first + self.batch_size]
+            found += [each.text for each in answers(self.opened, part, request, first=first)]
+        return found
+
+
+# ---- what lm-eval calls ----------------------------------------------------------------------------------------------
+
+
+def _adapter(opened: Opened, ranks: _Ranks) -> Any:
+    """A language model as lm-eval takes it."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    config = opened.model.config.get_text_config()
+    positions = int(getattr(config, "max_position_embeddings", None) or _POSITIONS)
+    bos = opened.info.bos_token_ids
+
+    class Adapter(TemplateLM):  # type: ignore[misc]
+        """Texts begin with BOS where those of training do; a text alone is scored after BOS, else after EOS."""
+
+        tokenizer_name = opened.info.digest
+
+        @property
+        def eot_token_id(self) -> int:
+            return opened.info.eos_token_id
+
+        @property
+        def prefix_token_id(self) -> int:
+            return bos[-1] if bos else opened.info.eos_token_id
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            ids: list[int] = opened.tokenizer.encode(string, add_special_tokens=False).ids
+            return ids if add_special_tokens is False else put_bos(ids, bos)
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            return self._scores([(given, scored) for _, given, scored in requests])
+
+        def _scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+            """Scores; of what is longer than the model's positions, the front is left out."""
+            kept = []
+            for given, scored in pairs:
+                scored = list(scored)[-positions:]
+                if not scored:
+                    raise UserError("lm-eval: an answer without a token", fix="give every choice some text")
+                kept.append((list(given)[-max(1, positions + 1 - len(scored)) :] or [self.prefix_token_id], scored))
+            return [(float(summed), bool(greedy)) for summed, greedy in ranks.call("score", kept)]
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            found = []
+            for request in requests:
+                windows = get_rolling_token_windows(
+                    self.tok_encode(request.args[0], add_special_tokens=False), self.prefix_token_id, positions, 1
+                )
+                found.append(sum(summed for summed, _ in self._scores([*map(make_disjoint_window, windows)])))
+            return found
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            groups: dict[str, list[int]] = {}
+            for at, request in enumerate(requests):
+                groups.setdefault(repr(request.args[1]), []).append(at)
+            found: dict[int, str] = {}
+            for places in groups.values():
+                given = normalize_gen_kwargs(requests[places[0]].args[1], _NEW_TOKENS)
+                options = _options(given)
+                room = max(1, positions - options["max_new_tokens"])
+                prompts = [self._prompt(requests[at].args[0])[-room:] for at in places]
+                found |= zip(places, ranks.call("write", {"prompts": prompts, "options": options}), strict=True)
+            return [found[at] for at in range(len(requests))]
+
+        def _prompt(self, text: str) -> list[int]:
+            return self.tok_encode(text) or [self.prefix_token_id]
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return opened.info.template.source if chat_template else None
+
+        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            text = opened.info.template.render(chat_history, answer=add_generation_prompt)
+            if add_generation_prompt:
+                return text
+            last = str(chat_history[-1]["content"])
+            return text[: text.rindex(last) + len(last)]  # which goes on
+
+    return Adapter()
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a `GenerateRequest`, by what lm-eval says of a generation. Raises `UserError` for what is not served."""
+    known = ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks")
+    if unknown := [key for key, value in given.items() if key not in known and value is not None]:
+        raise UserError(f"lm-eval: generation_kwargs.{unknown[0]} is not served", fix=f"known are {', '.join(known)}")
+    drawn = {"top_k": int(given.get("top_k") or 0), "top_p": float(given.get("top_p") or 1.0)}
+    temperature = float(given.get("temperature") or 1.0) if given.get("do_sample") else 0.0
+    stop = [each for each in given.get("until") or () if each]
+    return {**drawn, "temperature": temperature, "stop": stop, "max_new_tokens": int(given["max_gen_toks"])}

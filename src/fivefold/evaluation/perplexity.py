@@ -1,0 +1,128 @@
+"""The loss of a text, by the passes that evaluate a run while it trains."""
+
+import shlex
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.config import parse_config
+from fivefold.core.cache import cache_root
+from fivefold.core.errors import UserError
+from fivefold.data import prepare
+from fivefold.data.examples import Document, Preference
+from fivefold.data.formats import discover
+from fivefold.data.rows import PackedRows, Pool, build_index
+from fivefold.data.source import FileList, Source, resolve
+from fivefold.data.split import blocks_of, spans_of
+from fivefold.data.store import store_for
+from fivefold.evaluation import SEQ_LENGTH, EvaluateRequest
+from fivefold.evaluation.report import TextResult
+from fivefold.generation.opened import Opened
+from fivefold.launch.told import told
+from fivefold.launch.world import World
+from fivefold.models.forwards import check_lengths
+from fivefold.parallel.state import state_of
+from fivefold.training.step import summed_loss
+
+
+@dataclass(frozen=True)
+class _Given(Source):
+    """A source that options of the command say."""
+
+    def option(self, key: str, value: str) -> str:
+        return f"--{key.replace('_', '-')} {shlex.quote(value)}"
+
+
+def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> TextResult:
+    """The loss of `request.text`, or of the run's validation rows, over a joined world. Raises `UserError`."""
+    files: FileList | None = None
+    most = request.max_tokens
+    if request.text is None:
+        rows, most = _of_run(opened, request)
+        name = "the validation rows of the run"
+    else:
+        source = _Given(request.text, "--text", request.format, request.text_key)
+        files = resolve(source, discover(), cache_root())
+        rows, name = rows_of(files, opened, _seq_length(opened, request)), files.name
+    check_lengths(opened.model.config, rows.seq_length)
+    plan = state_of(opened.model).plan
+    batches = rows.sequential(
+        data_rank=plan.data_rank, data_ranks=plan.layout.data_ranks, micro_batch_size=plan.layout.micro_batch_size,
+        row_multiple=plan.layout.row_multiple, max_tokens=most,
+    )  # fmt: skip
+    loss, targets = summed_loss(opened.model, batches)
+    read = rows.rows_within(most)
+    whole = files is not None and read == len(rows)
+    size = told(text_bytes(files, opened) if whole and files and world.is_first else None, world)
+    return TextResult(
+        text=name, loss_sum=loss, targets=targets, tokens=int(rows.row_tokens[:read].sum()), rows=read,
+        seq_length=rows.seq_length, text_bytes=size,
+    )  # fmt: skip
+
+
+def rows_of(files: FileList, opened: Opened, seq_length: int) -> PackedRows:
+    """The rows of all documents of a source, packed as in training."""
+    store = store_for(files, opened.info, cache_root())
+    if store.meta.pairs:
+        raise _of_pairs(f"--text: {files.name} holds")
+    blocks = blocks_of([store])
+    spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
+    index, counts = build_index([store], *spans, seq_length=seq_length, packing=True)
+    if not len(index):
+        raise UserError(f"--text: {files.name} has no token to predict", fix="name a longer text")
+    pool = Pool(1.0, counts.rows, counts.tokens)
+    return PackedRows(index, (store,), counts, (pool,), seq_length, opened.info.eos_token_id, seed=0)
+
+
+def text_bytes(files: FileList, opened: Opened) -> int | None:
+    """Bytes, in UTF-8, of what is trained of the documents of a source; None of a token store, which has no text."""
+    if files.store:
+        return None
+    eos = opened.tokenizer.id_to_token(opened.info.eos_token_id) or ""
+    documents = (document for path, form in files.files for document in form.documents(path, files.source))
+    return sum(_bytes(document, opened, eos) for document in documents)
+
+
+def _of_pairs(what: str) -> UserError:
+    return UserError(
+        f"{what} pairs of answers, which have no perplexity",
+        fix="name a text, or records of one answer each: --text FILE",
+    )
+
+
+def _bytes(document: Document, opened: Opened, eos: str) -> int:
+    if isinstance(document, str):
+        return len(document.encode())
+    assert not isinstance(document, Preference), "refused with its store"
+    text = document.rendered(opened.info.template, eos)
+    return sum(len(text.text[first:last].encode()) for first, last in text.trained or ())
+
+
+def _of_run(opened: Opened, request: EvaluateRequest) -> tuple[PackedRows, int | None]:
+    """The validation rows of the run that the model is of, and how many tokens of them its evaluations read."""
+    run = opened.folder.parent / "run.yaml"
+    if not opened.run:
+        raise UserError(f"{request.model} is no run, so it has no validation rows", fix="name a text: --text FILE")
+    config = parse_config(run.read_text(encoding="utf-8"))
+    if request.seq_length is not None:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"seq_length": request.seq_length})})
+    if config.objective.name != "sft":
+        raise _of_pairs(f"{request.model} trains by objective.name {config.objective.name}: its validation rows are")
+    data = prepare(config)
+    if data.validation is None:
+        raise UserError(f"{request.model} holds out no text (data.validation)", fix="name a text: --text FILE")
+    return data.validation, request.max_tokens or config.eval.max_tokens
+
+
+def _seq_length(opened: Opened, request: EvaluateRequest) -> int:
+    """Tokens of a row. Raises `UserError` where they are more than the model's positions."""
+    most = getattr(opened.model.config.get_text_config(), "max_position_embeddings", None)
+    if request.seq_length is None:
+        own = (opened.run.get("data") or {}).get("seq_length")
+        return own if isinstance(own, int) else min(SEQ_LENGTH, most or SEQ_LENGTH)
+    if most and request.seq_length > most:
+        raise UserError(
+            f"--seq-length {request.seq_length} is more than the model's max_position_embeddings {most}",
+            fix=f"--seq-length {most}, or less",
+        )
+    return request.seq_length

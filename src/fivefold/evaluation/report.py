@@ -1,0 +1,106 @@
+"""What an evaluation found."""
+
+import json as json_format
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fivefold.core.terminal import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextResult:
+    """`loss`: nats per target token; `targets`: the tokens that are predicted; `tokens`: the real input tokens;
+    `text_bytes`: of the trained text in UTF-8, None where only a part of the text was read, or no text is at hand."""
+
+    text: str
+    loss_sum: float
+    targets: int
+    tokens: int
+    rows: int
+    seq_length: int
+    text_bytes: int | None
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.targets if self.targets else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits that the model needs for a byte of the text, the end of each document included."""
+        return self.loss_sum / math.log(2) / self.text_bytes if self.text_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """A metric of a task, as lm-eval names it. `error`: its standard error."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateReport:
+    """`layout`: as it was run. `versions`: of the tasks."""
+
+    model: str
+    layout: str
+    text: TextResult | None = None
+    tasks: tuple[TaskResult, ...] = ()
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    ok: bool = True
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "EvaluateReport":
+        """From what `values_of` gave."""
+        text, tasks = values["text"], tuple(TaskResult(**each) for each in values["tasks"])
+        return cls(**{**values, "text": TextResult(**text) if text else None, "tasks": tasks})
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its fields, of JSON."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        values = self.values
+        if self.text:
+            more = ("loss", "perplexity", "bits_per_byte")
+            values["text"] |= {name: _finite(getattr(self.text, name)) for name in more}
+        return json_format.dumps(values, indent=2, ensure_ascii=False)
+
+    def show(self, console: "Console") -> None:
+        """For people."""
+
+        def say(text: str) -> None:
+            console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
+
+        say(f"{self.model} ({self.layout})")
+        if found := self.text:
+            bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "-"
+            lines = (
+                ("text", found.text), ("loss", f"{found.loss:.6f} nats per token"),
+                ("perplexity", f"{found.perplexity:.4f}"), ("bits per byte", bits),
+                ("tokens", f"{found.targets:,} predicted, {found.tokens:,} read in {found.rows:,} rows of "
+                 f"{found.seq_length:,} tokens"),
+            )  # fmt: skip
+            for label, text in lines:
+                say(f"  {label:<14} {text}")
+        for each in self.tasks:
+            error = f" ± {each.error:.4f}" if each.error is not None else ""
+            say(f"  {each.task:<24} {each.metric:<20} {each.value:.4f}{error}   {each.samples:,} samples")
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

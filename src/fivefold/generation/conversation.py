@@ -1,0 +1,102 @@
+"""Conversations: turns through the tokenizer's chat template, and what was read already is not computed again."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fivefold.core.errors import UserError
+from fivefold.data.chat import ChatTemplate
+from fivefold.data.spans import Turn
+from fivefold.data.tokenizer import put_bos
+from fivefold.generation import GenerateRequest
+from fivefold.generation.decode import Seen
+from fivefold.generation.opened import Opened
+from fivefold.generation.text import pieces
+from fivefold.launch.told import told
+from fivefold.launch.world import World
+
+HELP = "/reset forgets what was said, /exit ends (so do Ctrl-D and Ctrl-C)"
+_PROBE = "ok"
+
+
+def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
+    """The tokens of a conversation up to where the assistant begins, as training makes them. Raises `UserError`."""
+    text = opened.info.template.render(turns, tools=tools, answer=True)
+    return put_bos(opened.tokenizer.encode(text, add_special_tokens=False).ids, opened.info.bos_token_ids)
+
+
+def end_of_turn(template: ChatTemplate) -> str:
+    """What a template writes behind an answer, such as `<|im_end|>`; empty where that is not to be told."""
+    turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+    try:
+        text, spans = template.answers(turns)
+    except UserError:
+        return ""
+    first, last = spans[1]
+    return text[first:last].rpartition(_PROBE)[2].strip()
+
+
+def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Tokens that end an answer, and texts that do: the template's end of a turn is one of them."""
+    ending = end_of_turn(opened.info.template)
+    ids = opened.tokenizer.encode(ending, add_special_tokens=False).ids if ending else []
+    if len(ids) == 1:
+        return (*opened.ends, ids[0]), ()
+    return opened.ends, (ending,) if ending else ()
+
+
+class Chat:
+    """A conversation of a user with a model. Every rank has one, and calls the same."""
+
+    def __init__(self, opened: Opened, request: GenerateRequest) -> None:
+        self.opened, self.request, self.seen = opened, request, Seen()
+        self.ends, stop = endings(opened)
+        self.stop = (*request.stop, *stop)
+        self.turns: list[Turn] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        system = self.request.system
+        self.turns = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The answer to what the user says, as it comes; then both are part of the conversation. Raises `UserError`
+        for a conversation that the template does not take, which stays as it was."""
+        turns = [*self.turns, {"role": "user", "content": text}]
+        ids, said = torch.tensor([asked_ids(self.opened, turns)]), []
+        for piece in pieces(
+            self.opened.model, self.opened.tokenizer, ids, self.ends, stop=self.stop, seen=self.seen,
+            max_new_tokens=self.request.max_new_tokens, seed=self.request.seed + len(turns) // 2,
+            **self.request.drawing,
+        ):  # fmt: skip
+            said.append(piece)
+            yield piece
+        self.turns = [*turns, {"role": "assistant", "content": "".join(said)}]
+
+
+def converse(chat: Chat, world: World, lines: Iterator[str], write: Callable[[str], object]) -> None:
+    """Answer line after line until `/exit` or the end. The first rank reads `lines` and passes answers to `write`."""
+    show = write if world.is_first else lambda text: None
+    shows_prompt = world.is_first and sys.stdout.isatty()
+    if shows_prompt:
+        show(f"{HELP}\n")
+    while True:
+        if shows_prompt:
+            show("> ")
+        line = told(next(lines, None) if world.is_first else None, world)
+        if line is None or line.strip() == "/exit":
+            if line is None and shows_prompt:
+                show("\n")
+            return
+        if line.strip() == "/reset":
+            chat.reset()
+        elif line.strip():
+            try:
+                for piece in chat.answer(line):
+                    show(piece)
+            except UserError as error:
+                show(str(error))
+            show("\n")

@@ -1,0 +1,90 @@
+"""A run's or a Hugging Face model with its tokenizer, spread over a world: what generates, and what is evaluated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from fivefold.checkpoint.find import find_checkpoint, is_remote
+from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
+from fivefold.checkpoint.model_folder import eos_token_ids
+from fivefold.core.cache import cache_root
+from fivefold.core.errors import UserError
+from fivefold.core.hub import is_hub_id
+from fivefold.core.layout import Layout
+from fivefold.core.nearby import runs
+from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
+from fivefold.launch.world import World
+from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.data import PRECISION_OF
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`folder`: of config and tokenizer. `ends`: tokens that end a text. `run`: the keys of the run that the model is
+    of; empty where it is of none."""
+
+    folder: Path
+    model: Any
+    tokenizer: Tokenizer
+    info: TokenizerInfo
+    ends: tuple[int, ...]
+    run: dict[str, Any]
+
+
+def open_model(name: str, world: World, *, layout: str, step: int | None, verb: str) -> Opened:
+    """`name`: a run folder or the address of its copy, a Hugging Face folder, or a hub id. `layout` is a text; without
+    a precision in it, the model computes in the type its weights are stored in. `step`: a run's checkpoint, None the
+    newest. `verb`: for messages. Raises `UserError` when the model, the step or the layout does not fit."""
+    folder, open_source = _locate(name, step, verb)
+    run = _run_of(folder)
+    info = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(run))
+    config = load_model_config(folder)
+    resolved = _layout(layout, config.dtype).resolve(world.size)
+    model = build_meta(config)
+    model = parallelize(model, resolved, device=world.device, source=open_source(model))
+    return Opened(folder, model, info.load(), info, eos_token_ids(folder) or (info.eos_token_id,), run)
+
+
+def _locate(name: str, step: int | None, verb: str) -> tuple[Path, Callable[[PreTrainedModel], TensorSource]]:
+    """The folder of config and tokenizer, and what opens the weights."""
+    path, more = Path(name), f"fivefold {verb} --help"
+    if is_remote(name) or (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
+        checkpoint = find_checkpoint(name, step)
+        return checkpoint.model_folder, lambda _: checkpoint.source()
+    if step is not None:
+        raise UserError(f"{path} is not a run folder, so it has no step {step}", fix="leave --step out", more=more)
+    if not path.exists() and not is_hub_id(name):
+        raise UserError(
+            f"{path} is neither a run folder, a model folder nor a hub id",
+            fix=runs(path.parent) or runs(Path("runs")) or "train one first: fivefold train",
+            more=more,
+        )
+    folder = weights_folder(name)
+    return folder, lambda model: SafetensorsFolder(folder, model)
+
+
+def _run_of(folder: Path) -> dict[str, Any]:
+    run = folder.parent / "run.yaml"
+    if folder.name != MODEL_FOLDER or not run.is_file():
+        return {}
+    return dict(yaml.safe_load(run.read_text(encoding="utf-8")))
+
+
+def _bos_of(run: dict[str, Any]) -> Bos:
+    """`data.bos` of a run; auto where there is none."""
+    bos = (run.get("data") or {}).get("bos", "auto")
+    return bos if isinstance(bos, bool) else "auto"
+
+
+def _layout(text: str, stored: torch.dtype | None) -> Layout:
+    layout = Layout.parse(text)
+    default = Layout().precision
+    return replace(layout, precision=PRECISION_OF[stored or torch.float32]) if layout.precision == default else layout

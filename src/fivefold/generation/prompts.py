@@ -1,0 +1,146 @@
+"""A file of prompts, answered in batches: one JSON object a prompt, in the order of the file."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.errors import UserError
+from fivefold.data import examples
+from fivefold.generation import GenerateRequest
+from fivefold.generation.conversation import asked_ids, endings
+from fivefold.generation.decode import decode_rows, ready
+from fivefold.generation.opened import Opened
+from fivefold.generation.sampling import Sampling
+from fivefold.generation.text import StoppedText, encode_prompt
+from fivefold.launch.world import World
+
+_MORE = "docs/generate.md"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`ids`: its tokens. `given`: what its result repeats. `ends`, `stop`: tokens and texts that end the answer."""
+
+    ids: Sequence[int]
+    given: Mapping[str, Any]
+    ends: Sequence[int]
+    stop: Sequence[str]
+
+
+@dataclass
+class Answer:
+    """The text and how many `tokens` it took, the one that ended it among them; `is_over`: it ended by itself."""
+
+    stream: StoppedText
+    parts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    is_over: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it, once there are no more tokens."""
+        return "".join(self.parts)
+
+
+def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
+    """Answer the prompts of `request.prompts` over a joined world; every rank calls this, and the first one writes to
+    `request.out`, or to standard output. Raises `UserError`, naming the line, before anything is computed."""
+    prompts = read_prompts(opened, request)
+    out = open(request.out, "w", encoding="utf-8") if request.out and world.is_first else nullcontext(sys.stdout)  # noqa: SIM115
+    with out as file:
+        for first in range(0, len(prompts), request.batch_size):
+            batch = prompts[first : first + request.batch_size]
+            for prompt, found in zip(batch, answers(opened, batch, request, first=first), strict=True):
+                result = {
+                    **prompt.given, "completion": found.text, "finish_reason": "stop" if found.is_over else "length",
+                    "prompt_tokens": len(prompt.ids), "completion_tokens": found.tokens,
+                }  # fmt: skip
+                if world.is_first:
+                    file.write(f"{json.dumps(result, ensure_ascii=False)}\n")
+            if world.is_first:
+                file.flush()
+
+
+def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Answer]:
+    """The answers to prompts, computed in one batch. `first`: the number of the first one, which draws by
+    `request.seed` and that."""
+    found = [Answer(StoppedText(opened.tokenizer, prompt.stop)) for prompt in prompts]
+    steps = decode_rows(
+        opened.model, [prompt.ids for prompt in prompts], max_new_tokens=request.max_new_tokens,
+        sampling=Sampling(**request.drawing), is_over=partial(_take, prompts, found),
+        seeds=[request.seed + first + number for number in range(len(prompts))],
+    )  # fmt: skip
+    with ready(opened.model):
+        for _ in steps:
+            pass
+    for each in found:
+        each.parts.append(each.stream.finish())
+    return found
+
+
+def _take(prompts: Sequence[Prompt], found: Sequence[Answer], number: int, token: int) -> bool:
+    """Add a token to its answer; whether that is over."""
+    answer = found[number]
+    answer.tokens += 1
+    answer.is_over = token in prompts[number].ends
+    if not answer.is_over:
+        answer.parts.append(answer.stream.push(token))
+        answer.is_over = answer.stream.is_over
+    return answer.is_over
+
+
+def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
+    """The prompts of a file: its lines, or of a .jsonl the `prompt` or the `messages` of each record."""
+    path = Path(str(request.prompts))
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}", fix="a text file, one prompt a line", more=_MORE) from error
+    read = _records if path.suffix in (".jsonl", ".json", ".ndjson") else _texts
+    found = [_prompt(opened, request, record, where) for record, where in read(path, lines)]
+    if not found:
+        raise UserError(f"{path} has no prompts", fix="write one a line", more=_MORE)
+    return found
+
+
+def _texts(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    yield from (({"prompt": line}, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip())
+
+
+def _records(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON: {error}", fix='{"prompt": "..."} on each line', more=_MORE) from error
+        if not isinstance(record, dict) or len({"prompt", "messages"} & set(record)) != 1:
+            raise UserError(
+                f"{where}: not an object with one of 'prompt' and 'messages'", fix='{"prompt": "..."}', more=_MORE
+            )
+        yield record, where
+
+
+def _prompt(opened: Opened, request: GenerateRequest, record: dict[str, Any], where: str) -> Prompt:
+    said = record.get("messages", record.get("prompt"))
+    if isinstance(said, str) and not request.chat:
+        text = examples.encodable(said, where)
+        ids_1T = encode_prompt(opened.tokenizer, text, opened.ends, opened.info.bos_token_ids)
+        return Prompt(ids_1T[0].tolist(), record, opened.ends, request.stop)
+    turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    example = examples.chat(where, turns, system=record.get("system", request.system), tools=record.get("tools"))
+    if example.turns[-1]["role"] == "assistant":
+        raise UserError(f"{where}: the last turn is the assistant's", fix="leave it out: it is to be written")
+    ends, stop = endings(opened)
+    try:
+        ids = asked_ids(opened, example.turns, example.tools)
+    except UserError as error:
+        raise UserError(f"{where}: {error.what}", fix=error.fix, more=_MORE) from error
+    return Prompt(ids, record, ends, (*request.stop, *stop))

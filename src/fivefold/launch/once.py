@@ -1,0 +1,88 @@
+"""A body that runs once over the ranks of a layout and has a result: here, over workers of its own, or in the world
+that this process is part of."""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fivefold.core.layout import Layout
+from fivefold.launch.processes import Workers, kept_if_one_dies
+from fivefold.launch.workers import gpus, start_workers, worker_count
+from fivefold.launch.world import World, alone, device_kind, find_world, join
+
+Body = Callable[[Mapping[str, Any], World], Any]
+_STDIN = "stdin"  # of a request: the pipe that the first rank reads in place of its standard input
+_READ = 2**16  # bytes at once
+
+
+def run_once(
+    module: str, request: Mapping[str, Any], *, layout: str, device: str = "auto", what: str, reads: bool = False
+) -> Any:
+    """What `module.on_rank(request, world)` returns on the first rank: values of JSON.
+
+    `module.on_worker` is `as_worker(on_rank)`. `device`: auto, cpu or cuda. `what`: names the folder of the workers'
+    logs. `reads`: the first rank reads this process's standard input, from `standard_input(request)`. Raises
+    `UserError` where the layout does not fit the machine.
+    """
+    world = find_world(device)
+    if world is None:
+        kind = device_kind(device)
+        devices = gpus() if kind == "cuda" else 0
+        workers = worker_count(Layout.parse(layout), kind=kind, devices=devices, nproc=None, on_cpu="--device cpu")
+        if workers > 1:
+            return _over_workers(module, request, workers, kind, what=what, reads=reads)
+    on_rank: Body = import_module(module).on_rank
+    with join(world or alone(device)) as here:
+        return on_rank(request, here)
+
+
+def as_worker(body: Body) -> Callable[[Mapping[str, Any], World], None]:
+    """The body of a worker: what the first rank returns is left in a file."""
+
+    def on_worker(request: Mapping[str, Any], world: World) -> None:
+        found = body(request["body"], world)
+        if world.is_first:
+            Path(request["result"]).write_text(json.dumps(found), encoding="utf-8")
+
+    return on_worker
+
+
+def _over_workers(module: str, request: Mapping[str, Any], workers: int, device: str, *, what: str, reads: bool) -> Any:
+    """The folder of the workers' logs stays only after a failure, whose message names it."""
+    with kept_if_one_dies(what) as logs:
+        result, pipe = logs / "result.json", logs / "stdin"
+        body = {**request, _STDIN: str(pipe)} if reads else dict(request)
+        outer = {"body": body, "result": str(result), "device": device}
+        with _forwarded(pipe) if reads else nullcontext(), Workers(f"{module}:on_worker", count=workers) as crew:
+            start_workers(crew, outer, logs=logs)
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _forwarded(pipe: Path) -> Iterator[None]:
+    """Inside, what comes to standard input goes on through `pipe`. Workers are in a session of their own, which no
+    terminal lets read."""
+    os.mkfifo(pipe, 0o600)
+    threading.Thread(target=_forward, args=(pipe,), daemon=True).start()
+    yield
+
+
+def _forward(pipe: Path) -> None:
+    with suppress(OSError), pipe.open("wb", buffering=0) as out:  # the reader has gone
+        while part := os.read(0, _READ):  # not by `sys.stdin`, whose lock would be held when this process ends
+            out.write(part)
+
+
+def standard_input(request: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of the standard input of the process that was asked, without their ends. For the first rank."""
+    if _STDIN not in request:
+        yield from (line.rstrip("\n") for line in iter(sys.stdin.readline, ""))
+        return
+    with Path(request[_STDIN]).open(encoding="utf-8", errors="replace") as lines:
+        yield from (line.rstrip("\n") for line in iter(lines.readline, ""))
