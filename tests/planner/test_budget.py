@@ -53,6 +53,16 @@ def test_a_budget_is_planned_as_a_run_spends_it(model: str, cluster: str, layout
         assert tensors == plan.bytes(shape).total
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_budget_is_planned_on_every_rank_of_a_pipeline_whose_layers_run_as_they_are(rank: int) -> None:
+    """A rank knows how its own layers are recomputed, and no others."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("pp2.shard2+keep3GiB"), rank)
+    plan = plan.within_budget(8192, 4, compiled=False)
+    kept = plan.bytes(plan.step_shape(1, 8192, 4)).saved
+    micro_batches, edges = (2, 8192 * 2048 * 2) if rank == 0 else (1, 0)
+    assert plan.recompute.kept == sum(kept.values()) - micro_batches * edges <= 3 * GIB
+
+
 @pytest.mark.parametrize("layout", ["shard8", "shard2.pp4"])
 def test_a_larger_budget_is_faster_and_takes_more(layout: str) -> None:
     texts = ["+full", *(f"+keep{size}GiB" for size in (5, 12, 24)), ""]

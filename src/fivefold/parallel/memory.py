@@ -437,7 +437,7 @@ def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
     where it is compiled or computed again, and the output. In the last stage, for each micro batch behind the first of
     those that have their loss: the gradients of the head and of its input."""
     size = shape.hidden_bytes // (plan.layout.tp if plan.splits_sequence else 1)
-    keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.anatomy.layers)
+    keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.layers)
     return 0 if keeps else size, size, plan.vocabulary * shape.hidden * shape.compute_bytes + shape.hidden_bytes
 
 
