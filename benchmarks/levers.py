@@ -25,7 +25,7 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import OUTSIDE
+from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.relief import planned
 
 RESULTS = Path(__file__).parent / "results" / "levers.json"

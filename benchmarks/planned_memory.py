@@ -28,8 +28,9 @@ from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import OUTSIDE, Step, Workload
+from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import OUTSIDE
 
 RESULTS = Path(__file__).parent / "results" / "planned_memory.json"
 DOCS = Path(__file__).parents[1] / "docs"

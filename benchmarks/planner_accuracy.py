@@ -28,8 +28,9 @@ from fivefold.core.layout import Layout
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import Interval, step_interval
 from fivefold.planner.engines import ENGINES, Engine
-from fivefold.planner.estimate import OUTSIDE, Step, Workload
+from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import OUTSIDE
 
 Vector = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "planner_accuracy.json"

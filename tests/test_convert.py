@@ -1,5 +1,6 @@
 """`fivefold convert`: configs of other trainers become run files that load, and nothing they say is lost silently."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,54 @@ def test_a_value_that_a_run_file_does_not_take_is_left_with_its_reason(tmp_path:
     config, printed = loaded(tmp_path, "base_model: a/b\nmax_grad_norm: -1\ncontext_parallel_size: 1")
     assert config.optimizer.max_grad_norm == 1.0
     assert "optimizer.max_grad_norm: -1 is no value of it" in printed
+
+
+# ---- preferences -----------------------------------------------------------------------------------------------------
+
+RANKED = {"ranked": {"file_name": "r.json", "ranking": True, "formatting": "sharegpt",
+                     "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "objective", "more"),
+    [
+        (
+            "base_model: a/b\nrl: ipo\nrl_beta: 0.2\nsequence_len: 512\nlearning_rate: 5e-7\n"
+            "datasets: [{path: d.jsonl, type: chat_template.default, field_messages: talk, field_chosen: good}]\n",
+            {"name": "ipo", "beta": 0.2},
+            {"train": [{"path": "d.jsonl", "format": "preference", "columns": {"prompt": "talk", "chosen": "good"}}]},
+        ),
+        (
+            "model_name_or_path: a/b\nstage: dpo\ncutoff_len: 512\npref_beta: 0.3\npref_loss: simpo\nsimpo_gamma: 1.5\n"
+            "dataset: ranked\ndataset_dir: .\n",
+            {"name": "simpo", "beta": 0.3, "gamma": 1.5},
+            {"train": [{
+                "format": "preference", "columns": {"prompt": "talk", "chosen": "good", "rejected": "bad"},
+            }]},
+        ),
+        (
+            "model_name_or_path: a/b\ndataset_name: d.jsonl\nmax_length: 512\nloss_type: sigmoid\nref_model: c/d\n",
+            {"name": "dpo", "beta": 0.1, "reference": "c/d"},
+            {"train": [{"path": "d.jsonl"}]},
+        ),
+    ],
+    ids=["axolotl", "LLaMA-Factory", "TRL"],
+)  # fmt: skip
+def test_preference_configs(tmp_path: Path, text: str, objective: dict[str, Any], more: dict[str, Any]) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps(RANKED))
+    (tmp_path / "r.json").write_text("[]")
+    (tmp_path / "other.yml").write_text(text)
+    found = convert(tmp_path / "other.yml")
+    assert found.tree["objective"] == objective and not found.left
+    (source,) = found.tree["data"]["train"]
+    assert {key: source[key] for key in more["train"][0]} == more["train"][0]
+    assert found.tree["data"]["seq_length"] == 1024  # two sequences of 512
+    rates = {"axolotl": 5e-7, "LLaMA-Factory": 5e-5, "TRL": 1e-6}
+    assert float(found.tree["optimizer"]["learning_rate"]) == rates[found.trainer]
+    assert RunConfig.model_validate(found.tree).objective.name == objective["name"]
+
+
+def test_an_objective_that_is_not_built_is_said(tmp_path: Path) -> None:
+    (tmp_path / "other.yml").write_text("base_model: a/b\nrl: kto\ndatasets: [{path: d.jsonl}]\n")
+    found = convert(tmp_path / "other.yml")
+    assert "kto is not built" in found.left["rl"] and found.tree["objective"]["name"] == "dpo"

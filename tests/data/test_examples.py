@@ -19,6 +19,7 @@ from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, chat, prepare, spans
 from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.examples import Example
 from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source
 from fivefold.data.split import blocks_of
@@ -349,7 +350,7 @@ def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
         ({"messages": TALK[:2]}, {}, "no document has a trained token (1 example)"),
         ({"a": "x"}, {"format": "chat"}, "no chat record; the keys are 'a'"),
         ({"a": "x"}, {"columns": {"messages": "b"}}, "columns.messages: no record has 'b'; they have 'a'"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "these are preference records"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "holds preference records, and objective.name is sft"),
     ],
 )
 def test_what_is_no_example_is_refused_by_its_place(
@@ -374,7 +375,6 @@ TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
         ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
         ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
         ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
-        ({"prompt": "q", "answer": "a", "chosen": "a", "rejected": "b"}, None, []),
     ],
 )
 def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, trained: list[str]) -> None:
@@ -382,6 +382,7 @@ def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, tr
     if example is None:
         assert said is None
         return
+    assert isinstance(example, Example)
     text = example.rendered(ChatTemplate(TOLD), "<eos>")
     turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
     assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said

@@ -80,8 +80,9 @@ def test_their_answers_are_trained_whatever_the_file(tmp_path: Path, name: str) 
 def test_preferences_are_named_and_no_key_is_advised(tmp_path: Path, name: str, kind: str) -> None:
     record, expected = RECORDS[name]
     error = refusal(written(tmp_path, record, kind))
-    assert f"these are {expected}, and which keys are asked and answered is not to be told" in error.what
-    assert "text_key" not in str(error) and "data.train.columns: {prompt: KEY, completion: KEY}" in str(error.fix)
+    assert expected.startswith("preference records")
+    assert "holds preference records, and objective.name is sft" in error.what
+    assert "text_key" not in str(error) and "objective.name: dpo" in str(error.fix)
 
 
 @pytest.mark.parametrize("key", ["messages", "chosen"])

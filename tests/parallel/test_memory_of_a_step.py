@@ -110,6 +110,17 @@ def test_what_is_dear_in_a_layer(model: str, layout: str, column: int, others: f
     assert dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape) == columns / column + others
 
 
+@pytest.mark.parametrize(("layout", "more"), [("single+fp8_rowwise", 2048), ("tp2+fp8_rowwise", 0)])
+def test_a_linear_in_fp8_keeps_what_the_last_one_gives(layout: str, more: int) -> None:
+    """Behind a row over tp nothing is kept: it computes its product again, or hands it on."""
+    found = []
+    for text in (layout, layout.partition("+")[0]):
+        plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(f"{text}+selective"), 0)
+        shape = plan.step_shape(1, 1000, 1)
+        found.append(dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape))
+    assert found[0] - found[1] == more
+
+
 def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() -> None:
     """Mixtral: rows of 4,096 numbers, two experts to a token."""
     found = []
@@ -128,9 +139,10 @@ def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() ->
         ("single+fp8_rowwise_gw_hp", True, 0),  # reads its inputs again
         ("single+fp8_rowwise", False, 0),
         ("single+fp8", False, -2048 - 2048 - 8192 + (2 * 2048 + 2048 + 8192) / 2),
-        # A rank has half of what attention and the activation give; casts of these, of a byte, by scales of both.
-        ("tp2+fp8", True, -2048 - 2048 - 4096 + (1024 + 4096) / 2),
+        # A rank has half of what attention and the activation give; casts, of a byte, by scales of both.
+        ("tp2+fp8", True, -2048 - 2048 - 4096 + (2048 + 1024 + 2048 + 4096) / 2),
         ("tp2+fp8_rowwise", True, -2048 - 2048 - 4096 + 4096 / 2),
+        ("cp2+fp8_rowwise", True, -2048 - 8192),  # the norm before q, k and v is a graph of its own
         ("single+fp8_delayed", True, -2048 - 2048 + (2 * 2048 + 2048 + 8192) / 2),
     ],
 )

@@ -14,10 +14,11 @@ from fivefold.parallel.plan import lower
 from fivefold.planner.auto import chosen
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import MATMULS, OUTSIDE, TIGHT, Step, Workload
+from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.explain import budgeted, cures
 from fivefold.planner.plan import planned
 from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 
 
 def step(model: str, cluster: str, layout: str, workload: Workload, engine: str = "fivefold") -> Step:

@@ -15,8 +15,9 @@ from fivefold.core.layout import Layout
 from fivefold.core.shapes import shape_folder
 from fivefold.planner import plan, report
 from fivefold.planner.answers import answer
-from fivefold.planner.estimate import MATMULS, OUTSIDE, Item
+from fivefold.planner.estimate import Item
 from fivefold.planner.plan import run_file
+from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.report import PlanReport
 
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}

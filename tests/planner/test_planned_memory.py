@@ -102,6 +102,21 @@ def test_what_the_loss_needs_with_tensor_parallelism() -> None:
     assert logit_bytes(plan, shape) == in_loss + 8192 * d * 2 * 5 // 2 + 2 * 8192 * d * 2
 
 
+@pytest.mark.parametrize(("layout", "at_once"), [("shard8", 3), ("shard4.cp2+ulysses", 1)])
+def test_what_the_backward_of_a_compiled_layer_has_besides(layout: str, at_once: int) -> None:
+    """One graph: the gradients of gate, up and their product at once. With recompute its input, which its norm reads,
+    counts once."""
+    plan = llama(layout)
+    cost = plan.facts.layer_costs[0]
+    shape = replace(plan.step_shape(1, 8192, 2), compiled=True)
+    assert working_numbers(plan, cost, shape) == at_once * 14336 + 4096
+    token = shape.rows * shape.tokens * shape.compute_bytes
+    once, again = (
+        layer_bytes(plan, plan.layers[0], cost, replace(shape, recompute=Recompute(mode))) for mode in ("none", "full")
+    )
+    assert (again.kept, again.working) == (4096 * token, once.working + once.saved - 4096 * token)
+
+
 @pytest.mark.parametrize(("layout", "split"), [("shard8", 1), ("shard4.tp2", 2)])
 def test_what_the_backward_of_a_layer_has_besides(layout: str, split: int) -> None:
     """Gradients of two tensors of F numbers, which tp splits, and of the hidden states twice. With recompute all that

@@ -10,18 +10,11 @@ from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import (
-    BUFFERS,
-    Estimate,
-    Item,
-    Step,
-    Workload,
-    crowded,
-    estimate,
-    matmul_bytes,
-    runtime_bytes,
-)
-from fivefold.planner.price import ITEMS, LayerPrice, PriceList, Prices
+from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate
+from fivefold.planner.parts import ITEMS, LayerPrice, Prices
+from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import BUFFERS, matmul_bytes, runtime_bytes
+from fivefold.planner.sums import crowded
 
 TOKENS = 4096
 

@@ -14,10 +14,12 @@ from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.planner.bounds import Bounding
-from fivefold.planner.estimate import MATMULS, OUTSIDE, ROUNDING, TIGHT, Step, Workload
+from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.search import ALIKE, NEAR, search, simplicity
 from fivefold.planner.space import Space
+from fivefold.planner.sums import ROUNDING
 from tests.planner.settings import layouts, prices, sampled
 
 WORKLOAD = Workload(2048, 64)

@@ -43,6 +43,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     """The proof case of `model` and its reference in fp64, in `folder`; made once. `like`: in the types of a layout."""
     fp8 = like.fp8
     place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{like.numerics}"
+    place = place if model.objective == "sft" else place.with_name(f"{place.name}-{model.objective}")
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)
@@ -54,6 +55,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     subject = ProofCase(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
+        objective=model.objective, beta=0.3,
         prompts=int(fp8 not in ("tensorwise", "delayed")), whole_rows=fp8 != "none", capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)

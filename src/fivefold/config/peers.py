@@ -52,6 +52,9 @@ SAME = {
         "ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
     "layout.zero": "zero_stage zero_optimization",
     "precision.compute": "precision dtype torch_dtype mixed_precision compute_dtype",
+    "objective.beta": "dpo_beta pref_beta rl_beta",
+    "objective.gamma": "simpo_gamma",
+    "objective.reference": "reference_model ref_model ref_model_name_or_path",
     "checkpoint.every":
         "save_steps save_interval save_every save_freq checkpoint_interval checkpointing_steps",
     "checkpoint.keep": "save_total_limit keep_last",
@@ -63,7 +66,7 @@ SAME = {
 
 _NO_LORA = "LoRA is not built yet: every weight of the model is trained"
 _CHAT = "the chat template is that of the tokenizer's folder, and answers alone are trained: see fivefold data"
-_NO_PREFERENCE = "preference training is not built yet: plain text is what is trained"
+_PREFERENCE = "set objective: {name: dpo, beta: 0.1}, or ipo, orpo, simpo; reinforcement learning is not built"
 _DATA_RANKS = "data ranks = layout.dp_replicate x layout.dp_shard"
 
 # Names whose meaning differs, or that have no counterpart -> what to write instead.
@@ -101,7 +104,7 @@ DIFFERENT = {
     "not built yet; precision.compute is bf16, fp32 or fp64",
     "chat_template template assistant_only_loss completion_only_loss sft": _CHAT,
     "train_on_inputs": "data.train: [{path: ..., train_on: all}] trains what is asked too",
-    "dpo dpo_beta rl rlhf grpo reference_model": _NO_PREFERENCE,
+    "dpo rl rlhf grpo": _PREFERENCE,
 }  # fmt: skip
 
 # Sections of others that are answered as a whole: `lora.r`, `peft.method`.

@@ -151,11 +151,13 @@ class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(
         default="auto",
-        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat, completion",
+        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat, "
+        "completion, preference",
     )
     text_key: str = Field(default="text", description="key that holds the text of a record")
-    columns: dict[Literal["messages", "prompt", "completion", "system", "tools"], str] = Field(
-        default={}, description="keys of a record's parts: messages, prompt, completion, system, tools"
+    columns: dict[Literal["messages", "prompt", "completion", "system", "tools", "chosen", "rejected"], str] = Field(
+        default={},
+        description="keys of a record's parts: messages, prompt, completion, system, tools, chosen, rejected",
     )
     train_on: Literal["assistant", "all", "last"] = Field(
         default="assistant", description="what of an example is trained: every answer, all of it, the last answer"
@@ -226,6 +228,42 @@ class TrainSection(Section):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are {'both' if len(given) == 2 else 'all'} set; keep one")
         return values if given else {**values, "max_steps": DEFAULT_MAX_STEPS}
+
+
+class ObjectiveSection(Section):
+    """What is trained for; `training/objectives.py` has the formulas."""
+
+    name: Literal["sft", "dpo", "ipo", "orpo", "simpo"] = Field(
+        default="sft", description="sft: the likelihood of the text; of pairs of answers: dpo, ipo, orpo, simpo"
+    )
+    beta: Number = Field(
+        default=0.1, gt=0, description="temperature of a preference objective; the weight of the odds ratio in orpo"
+    )
+    gamma: Number = Field(default=0.5, ge=0, description="margin between the two answers in simpo")
+    reference: PathText = Field(
+        default="auto",
+        description="model that dpo and ipo compare with: base (the first weights), a folder or hub id, or none; "
+        "auto: base where one is needed",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") == "kto":
+            raise ValueError(
+                "kto is not built: its baseline is a mean over mismatched answers of a batch, clamped and not "
+                "differentiated, which is no function of the log-probabilities of a pair; dpo takes pairs"
+            )
+        return values
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ObjectiveSection":
+        compares = self.name in ("dpo", "ipo")
+        if compares and self.reference == "none":
+            raise ValueError(f"reference is none, and {self.name} compares with one; name: orpo or simpo needs none")
+        if not compares and self.reference not in ("auto", "none"):
+            raise ValueError(f"reference is {self.reference}, which {self.name} does not use; leave it out")
+        return self
 
 
 class OptimizerSection(Section):
@@ -420,6 +458,7 @@ class RunConfig(Section):
     tokenizer: TokenizerSection = Field(default=TokenizerSection())
     data: DataSection = Field(default=DataSection())
     train: TrainSection = Field(default=TrainSection())
+    objective: ObjectiveSection = Field(default=ObjectiveSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())
     scheduler: SchedulerSection = Field(default=SchedulerSection())
     layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")  # type: ignore[valid-type]
@@ -581,6 +620,13 @@ def check_supported(config: RunConfig) -> None:
             raise UserError(
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
             )
+    if config.objective.name != "sft" and config.balance.capacity_factor is not None:
+        raise UserError(
+            f"objective.name {config.objective.name} with balance.capacity_factor: the pass that judges the answers "
+            "drops no tokens, and the pass that trains them would",
+            fix="leave balance.capacity_factor out",
+            more="docs/preferences.md",
+        )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(
             f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",

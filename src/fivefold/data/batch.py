@@ -15,11 +15,14 @@ IGNORE = -100  # label of a position without a target
 @dataclass(frozen=True)
 class Piece:
     """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none.
-    `trained`: which of the targets are trained, as long as they; None: all."""
+    `trained`: which of the targets are trained, as long as they; None: all. `answer`: 0 for a chosen and 1 for a
+    rejected answer, which follows its chosen one in the row; `pair`: the number of the two among the pairs of a run."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]
     trained: NDArray[np.bool_] | None = None
+    answer: int | None = None
+    pair: int = -1
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -35,7 +38,9 @@ class MicroBatch:
     `position_ids` restart at 0 for each piece and for the padding. `cu_seqlens` int32 [n + 1] delimits the pieces over
     the flattened B * T tokens: 0 first, B * T last, every row start among them, the padding at a row's end a segment of
     its own. `tokens` counts real input tokens, `targets` labels other than -100; `row_tokens` [B]: the real tokens of
-    each row.
+    each row. `weights`: fp64 [B, T], of each target; None: 1. Of preference data: `pairs` int64 [P], the numbers of
+    the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of pair p of these,
+    2 p + 1 at those of the rejected one, else -1.
     """
 
     input_ids: NDArray[np.int64]
@@ -45,6 +50,9 @@ class MicroBatch:
     tokens: int
     targets: int
     row_tokens: NDArray[np.int64] | None = None
+    weights: NDArray[np.float64] | None = None
+    answers: NDArray[np.int64] | None = None
+    pairs: NDArray[np.int64] | None = None
 
 
 def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:
@@ -56,12 +64,17 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     cu_seqlens, counting = [0], np.arange(row_length, dtype=np.int64)
     tokens = targets = 0
     row_tokens = np.zeros(len(rows), np.int64)
+    answers, pairs = np.full(shape, -1, np.int64), list[int]()
     for b, row in enumerate(rows):
         t = 0
         for piece in row:
             end = t + len(piece.tokens)
             input_ids[b, t:end] = piece.tokens
             labels[b, t : t + len(piece.targets)] = piece.labels
+            if piece.answer is not None:
+                pairs += [piece.pair] * (piece.answer == 0)
+                own = np.where(piece.labels == IGNORE, -1, 2 * len(pairs) - 2 + piece.answer)
+                answers[b, t : t + len(piece.targets)] = own
             position_ids[b, t:end] = counting[: end - t]
             cu_seqlens.append(b * row_length + end)
             targets += len(piece.targets) if piece.trained is None else int(piece.trained.sum())
@@ -71,4 +84,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
         if t < row_length:
             position_ids[b, t:] = counting[: row_length - t]
             cu_seqlens.append((b + 1) * row_length)
-    return MicroBatch(input_ids, labels, position_ids, np.array(cu_seqlens, np.int32), tokens, targets, row_tokens)
+    return MicroBatch(
+        input_ids, labels, position_ids, np.array(cu_seqlens, np.int32), tokens, targets, row_tokens,
+        answers=answers if pairs else None, pairs=np.array(pairs, np.int64) if pairs else None,
+    )  # fmt: skip

@@ -6,7 +6,10 @@ from fivefold.core.units import many
 from fivefold.data.source import HUB
 
 _SOURCES_SHOWN = 12
-_REMARKS = {"untrained": "without a trained token left out", "shortened": "longer than a row lost the end"}
+_REMARKS = {
+    "untrained": "example|without a trained token left out", "shortened": "example|longer than a row lost the end",
+    "too_long": "pair|longer than a row left out",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class RowCounts:
     examples: int = 0  # of the spans
     shortened: int = 0  # examples longer than a row, which lost their end
     untrained: int = 0  # examples without a trained token (in the row), left out
+    pairs: int = 0  # of answers, in the rows
+    too_long: int = 0  # pairs longer than a row, left out
 
     @property
     def fill_pct(self) -> float:
@@ -118,9 +123,10 @@ class DataCounts:
             remarks.append(f"{many(self.files_left_out, 'file')} of an unknown kind left out")
         if alone:
             remarks.append(f"{many(alone, 'piece')} of a single token left out (no target)")
-        for name in ("untrained", "shortened"):
+        for name, said in _REMARKS.items():
+            noun, what = said.split("|")
             if number := sum(getattr(side, name) for side in (self.train, self.validation) if side):
-                remarks.append(f"{many(number, 'example')} {_REMARKS[name]}")
+                remarks.append(f"{many(number, noun)} {what}")
         if self.repeated:
             remarks.append(f"in the training text too: {many(self.repeated, 'block')} of validation")
         return remarks
@@ -133,7 +139,8 @@ def _rows(counts: RowCounts, seq_length: int) -> str:
 
 def _trained(counts: RowCounts) -> str:
     part = 100 * counts.targets / max(1, counts.tokens)
-    return f"{many(counts.targets, 'token')} of {counts.tokens:,} ({part:.1f}%), in {many(counts.examples, 'example')}"
+    where = many(counts.pairs, "pair") + " of answers" if counts.pairs else many(counts.examples, "example")
+    return f"{many(counts.targets, 'token')} of {counts.tokens:,} ({part:.1f}%), in {where}"
 
 
 def _all_tokens(side: RowCounts) -> int:

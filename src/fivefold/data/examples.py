@@ -6,8 +6,10 @@
 | `instruction` and `output`, with `input`, `system`; `question` and `answer` | the same, as two turns |
 | `prompt` and `completion`, both texts | one after the other |
 | `prompt` and `completion`, both lists of turns | the chat template; the answers of the completion are trained |
+| `chosen` and `rejected`, texts or lists of turns, with or without `prompt` | a pair of the above with one beginning |
 
-An example is trained on what the assistant says. It is never cut over rows: what is longer than a row loses its end.
+An example is trained on what the assistant says. It is never cut over rows: what is longer than a row loses its end. A
+pair of a chosen and a rejected answer is in one row as a whole; one that is longer than a row is left out.
 """
 
 import json
@@ -85,6 +87,26 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Two answers to the same: each an example that is trained on the answer alone."""
+
+    chosen: Example
+    rejected: Example
+
+    def __len__(self) -> int:
+        """Characters, roughly."""
+        return len(self.chosen) + len(self.rejected)
+
+    @property
+    def plain(self) -> str:
+        """All that is said in it, for a tokenizer to learn from."""
+        return f"{self.chosen.plain}\n{self.rejected.plain}"
+
+
+Document = str | Example | Preference  # as a format gives it
+
+
+@dataclass(frozen=True)
 class Text:
     """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, and is
     trained where the last character is."""
@@ -118,6 +140,45 @@ def pair(where: str, prompt: object, answer: object, *, train_on: TrainOn = "ass
     """The example of two texts, one of which goes on where the other ends. Raises `UserError`."""
     texts = _string(prompt, where, "the prompt"), _string(answer, where, "the answer")
     return Example(where, pair=texts, train_on=train_on)
+
+
+def preference(
+    where: str, chosen: object, rejected: object, *, prompt: object = None, system: object = None, tools: object = None,
+    by_template: bool = False,
+) -> Preference:  # fmt: skip
+    """The pair of two answers, texts or lists of turns. Without a `prompt`, what both begin with is the prompt, up to a
+    whole turn or a space. `by_template`: texts are turns too. Raises `UserError`."""
+    answers = {"chosen": _parsed(chosen), "rejected": _parsed(rejected)}
+    asked = _parsed(prompt)
+    if by_template or any(isinstance(each, list | tuple) for each in (asked, *answers.values())):
+        said = {name: _said(answer, f"{where}, {name}") for name, answer in answers.items()}
+        before: object = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        if asked is None:
+            least = max(0, min(map(len, said.values())) - 1)  # an answer has a turn, whatever it says
+            shared = min(_shared(said["chosen"], said["rejected"]), least)
+            before, said = said["chosen"][:shared], {name: turns[shared:] for name, turns in said.items()}
+        each = [chat(where, turns, context=before, system=system, tools=tools) for turns in said.values()]
+        return Preference(*each)
+    texts = [_string(answer, where, f"the {name} answer") for name, answer in answers.items()]
+    if asked is None:
+        shared = _shared(*texts)
+        shared -= texts[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
+        asked, texts = texts[0][:shared], [text[shared:] for text in texts]
+    told = "" if system is None else _string(system, where, "the system text")
+    return Preference(*(pair(where, "\n\n".join(filter(None, (told, _string(asked, where, "the prompt")))), text)
+                        for text in texts))  # fmt: skip
+
+
+def _said(answer: object, where: str) -> list[Turn]:
+    if isinstance(answer, list | tuple):
+        return _turns(answer, where)
+    return [{"role": "assistant", "content": _string(answer, where, "the answer")}]
+
+
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many of their first elements are equal."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def history(value: object, where: str) -> list[Turn]:

@@ -60,6 +60,7 @@ def prepare(
     )  # fmt: skip
     stores = tuple(store_for(one, tokenizer, root, progress, say) for one in train)
     held = tuple(store_for(one, tokenizer, root, progress, say) for one in validation)
+    _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
     plan = _Plan.of(config, stores, held)
     folder = root / "rows" / plan.key
 
@@ -84,6 +85,26 @@ def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList
         for name, sources in lists.items()
     )
     return train, validation
+
+
+def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenStore]]) -> None:
+    """Raise `UserError` where the records are not of the kind that the objective trains."""
+    name = config.objective.name
+    for files, store in stores:
+        if store.meta.pairs and name == "sft":
+            raise UserError(
+                f"{files.source.label}: {files.name} holds preference records, and objective.name is sft",
+                fix="set objective.name: dpo; or train on the chosen answers alone: format: chat and columns: "
+                "{messages: chosen}, or columns: {prompt: prompt, completion: chosen} where they are texts",
+                more="docs/preferences.md",
+            )
+        if not store.meta.pairs and name != "sft":
+            raise UserError(
+                f"{files.source.label}: {files.name} holds no preference records, and objective.name is {name}",
+                fix=f"name the two answers, {files.source.label}.columns: {{chosen: KEY, rejected: KEY}}; or set "
+                "objective.name: sft",
+                more="docs/preferences.md",
+            )
 
 
 def _source(given: DataSource, label: str) -> Source:
@@ -147,6 +168,11 @@ class _Plan:
             "repeated": 0,
         }
         if not counts["train"]["rows"]:
+            if pairs := counts["train"]["too_long"]:
+                raise UserError(
+                    f"data.train: no pair of answers fits in a row ({many(pairs, 'pair')})",
+                    fix=f"set a data.seq_length above {self.seq_length}: a pair is two prompts with their answers",
+                )
             if examples := counts["train"]["untrained"]:
                 raise UserError(
                     f"data.train: no document has a trained token ({many(examples, 'example')})",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.data import examples
-from fivefold.data.examples import Example
+from fivefold.data.examples import Document, Example, Preference
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 
 _KEYS_SHOWN = 8
@@ -30,7 +30,7 @@ _ALSO_ASKED = (*_ASKED, "system", "context", "history")
 # Standard names of the parts of an example -> what they are called.
 _PARTS = {
     "messages": _TURNS, "prompt": ("prompt",), "completion": ("completion",), "system": ("system",),
-    "tools": ("tools",),
+    "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",),
 }  # fmt: skip
 
 _MORE = "docs/data.md, 'Conversations and instructions'"
@@ -46,7 +46,7 @@ class Records(Format):
         """Every record of a file, one at least, after what messages call its place."""
         raise NotImplementedError
 
-    def documents(self, path: Path, source: Source) -> Iterator[str | Example]:
+    def documents(self, path: Path, source: Source) -> Iterator[Document]:
         with closing(self.records(path, source)) as records:
             for where, record in records:
                 yield example_of(record, source, where) or text_of(record, source, where, self.noun)
@@ -90,7 +90,8 @@ def conversation_of(names: Collection[str]) -> Conversation | None:
 @dataclass(frozen=True)
 class Parts:
     """The keys of a record that make an example. `turns`: a list of turns; `asked`, `answered`: what is asked, in the
-    order in which it is put together, and the answer. `is_plain`: the two are one text, and no template is used."""
+    order in which it is put together, and the answer. `is_plain`: the two are one text, and no template is used.
+    `preferred`: the keys of a chosen and of a rejected answer, in place of one answer."""
 
     turns: str | None = None
     asked: tuple[str, ...] = ()
@@ -99,11 +100,12 @@ class Parts:
     system: str | None = None
     tools: str | None = None
     history: str | None = None
+    preferred: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All of them."""
-        named = (self.turns, *self.asked, self.answered, self.system, self.tools, self.history)
+        named = (self.turns, *self.asked, self.answered, *self.preferred, self.system, self.tools, self.history)
         return tuple(key for key in named if key is not None)
 
 
@@ -121,6 +123,11 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
             )
     named = {part: columns.get(part) or _first(names, known) for part, known in _PARTS.items()}
     system, tools, prompt, answer = (named[part] for part in ("system", "tools", "prompt", "completion"))
+    if preferred := _preferred(named, columns, kind):
+        first = [prompt] if prompt else [found for name in _ASKED if (found := _first(names, (name,)))][:1]
+        return Parts(asked=tuple(first), preferred=preferred, is_plain=bool(prompt), system=system, tools=tools)
+    if kind == "preference":
+        return None
     if named["messages"] and kind != "completion" and "prompt" not in columns:
         return Parts(turns=named["messages"], system=system, tools=tools)
     if prompt and answer:
@@ -135,12 +142,23 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
     )  # fmt: skip
 
 
+def _preferred(named: Mapping[str, str | None], columns: Mapping[str, str], kind: str | None) -> tuple[str, ...]:
+    """The keys of a chosen and of a rejected answer, where records are such pairs: by `kind`, by `columns`, or because
+    they have both keys, and nothing says that they are something else."""
+    chosen, rejected = named["chosen"], named["rejected"]
+    if not chosen or not rejected:
+        return ()
+    is_asked = kind == "preference" or not set(_PREFERRED).isdisjoint(columns)
+    is_other = kind is not None or named["messages"] or named["completion"]
+    return (chosen, rejected) if is_asked or not is_other else ()
+
+
 def _first(names: Iterable[str], known: Collection[str]) -> str | None:
     return next((name for name in names if name.lower() in known), None)
 
 
-def example_of(record: Mapping[str, object], source: Source, where: str) -> Example | None:
-    """The example that a record is, or None for a text. Raises `UserError`, naming the place."""
+def example_of(record: Mapping[str, object], source: Source, where: str) -> Example | Preference | None:
+    """The example, or the pair of two, that a record is; None for a text. Raises `UserError`, naming the place."""
     parts = parts_of(record, source)
     if parts is None:
         if source.format in RECORD_KINDS:
@@ -153,6 +171,8 @@ def example_of(record: Mapping[str, object], source: Source, where: str) -> Exam
     system, tools = (record.get(key) if key else None for key in (parts.system, parts.tools))
     if parts.turns:
         return examples.chat(where, record[parts.turns], system=system, tools=tools, train_on=source.train_on)
+    if parts.preferred:
+        return _pair(record, parts, source, where, system=system, tools=tools)
     asked, answer = [record[key] for key in parts.asked], record[str(parts.answered)]
     if isinstance(answer, list):
         return examples.chat(where, answer, context=asked[0], system=system, tools=tools, train_on=source.train_on)
@@ -161,6 +181,22 @@ def example_of(record: Mapping[str, object], source: Source, where: str) -> Exam
     turns = [{"role": "user", "content": "\n\n".join(_strings(asked, where))}, {"role": "assistant", "content": answer}]
     before = examples.history(record[parts.history], where) if parts.history else []
     return examples.chat(where, [*before, *turns], system=system, tools=tools, train_on=source.train_on)
+
+
+def _pair(
+    record: Mapping[str, object], parts: Parts, source: Source, where: str, *, system: object, tools: object
+) -> Preference:
+    if source.train_on != Source.train_on:
+        raise UserError(
+            f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
+            fix=f"leave {source.label}.train_on out",
+        )
+    chosen, rejected = (record[key] for key in parts.preferred)
+    asked = record[parts.asked[0]] if parts.asked else None
+    return examples.preference(
+        where, chosen, rejected, prompt=asked, system=system, tools=tools,
+        by_template=bool(parts.asked) and not parts.is_plain,
+    )  # fmt: skip
 
 
 def _strings(values: Iterable[object], where: str) -> list[str]:

@@ -16,7 +16,16 @@ from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
 from fivefold.data.order import RowOrder
 from fivefold.data.pack import one_per_row, pack
-from fivefold.data.split import Int64s, Pieces, are_examples, bases_of, pieces_of, store_at, trained_targets
+from fivefold.data.split import (
+    Int64s,
+    Pieces,
+    are_examples,
+    are_pairs,
+    bases_of,
+    pieces_of,
+    store_at,
+    trained_targets,
+)
 from fivefold.data.store import TokenStore
 
 
@@ -58,6 +67,9 @@ def build_index(
     stores: Sequence[TokenStore], start: Int64s, length: Int64s, *, seq_length: int, packing: bool
 ) -> tuple[RowIndex, RowCounts]:
     """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`, and what was cut, left out and padded."""
+    spans, is_pair = len(start), are_pairs(stores, start)
+    fits = ~is_pair | (length <= seq_length)
+    start, length = start[fits], length[fits]
     is_example, is_long = are_examples(stores, start), length > seq_length
     cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
     targets = trained_targets(stores, cut)
@@ -66,7 +78,7 @@ def build_index(
     index = RowIndex(Pieces(pieces.start[order], pieces.length[order], pieces.has_next[order]), offsets)
     tokens = int(pieces.length.sum())
     counts = RowCounts(
-        spans=len(start),
+        spans=spans,
         split=int((is_long & ~is_example).sum()),
         without_target=int((cut.targets == 0).sum()),
         rows=len(index),
@@ -76,6 +88,8 @@ def build_index(
         examples=int(is_example.sum()),
         shortened=int((is_long & is_example).sum()),
         untrained=int(((targets == 0) & (cut.targets > 0)).sum()),
+        pairs=int(are_pairs(stores, pieces.start).sum()),
+        too_long=int((~fits).sum()),
     )
     return index, counts
 
@@ -194,16 +208,28 @@ class PackedRows:
         pieces = self.index.pieces
         here = slice(int(self.index.offsets[row]), int(self.index.offsets[row + 1]))
         spans = zip(
-            pieces.start[here].tolist(), pieces.length[here].tolist(), pieces.has_next[here].tolist(), strict=True
-        )
-        return [self._piece(start, length, has_next) for start, length, has_next in spans]
+            range(here.start, here.stop), pieces.start[here].tolist(), pieces.length[here].tolist(),
+            pieces.has_next[here].tolist(), strict=True,
+        )  # fmt: skip
+        return [piece for span in spans for piece in self._sequences(*span)]
 
-    def _piece(self, start: int, length: int, has_next: bool) -> Piece:
+    def _sequences(self, number: int, start: int, length: int, has_next: bool) -> list[Piece]:
+        """Of a piece, or the two of a pair of answers, whose number is that of the piece."""
         which = int(store_at(self._bases, start))
         store, at = self.stores[which], start - int(self._bases[which])
+        if store.meta.pairs and store.trained is not None:
+            marks = store.trained[at : at + length]
+            middle = at + int((marks >= 2).argmax())
+            return [
+                Piece(
+                    store.tokens[first:last], store.tokens[first + 1 : last],
+                    store.trained[first + 1 : last] & 1 > 0, answer=answer, pair=number,
+                )
+                for answer, (first, last) in enumerate(((at, middle), (middle, at + length)))
+            ]  # fmt: skip
         targets = slice(at + 1, at + length + has_next)
         trained = None if store.trained is None else store.trained[targets] > 0
-        return Piece(store.tokens[at : at + length], store.tokens[targets], trained)
+        return [Piece(store.tokens[at : at + length], store.tokens[targets], trained)]
 
     @cached_property
     def _bases(self) -> Int64s:

@@ -36,12 +36,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of one, in a row; `cut`: more than `_MOST` characters, of which the first are here."""
+    """A document, or a piece of one, in a row; `cut`: more than `_MOST` characters, of which the first are here.
+    `answer`: chosen or rejected, of a pair."""
 
     parts: tuple[Part, ...]
     tokens: int
     trained: int
     cut: bool
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,19 +124,21 @@ def _trained(rows: PackedRows) -> list[int]:
         if len(found) >= _SAMPLE:
             break
         batch = rows.rows([row], row_multiple=1)
-        found += [int((labels != IGNORE).sum()) for _, labels in _pieces(batch)]
+        found += [int((labels != IGNORE).sum()) for _, labels, _ in _pieces(batch)]
     return found
 
 
-def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any]]:
-    """Tokens and labels of each piece of one row, the padding left out."""
+def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any, str]]:
+    """Tokens and labels of each piece of one row, and which answer of a pair it is; the padding left out."""
     for start, end in pairwise(batch.cu_seqlens.tolist()):
         if start < batch.tokens:
-            yield batch.input_ids[0, start:end], batch.labels[0, start:end]
+            number = -1 if batch.answers is None else int(batch.answers[0, start:end].max())
+            answer = "" if number < 0 else ("chosen", "rejected")[number % 2]
+            yield batch.input_ids[0, start:end], batch.labels[0, start:end], answer
 
 
 def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
-    for ids, labels in _pieces(batch):
+    for ids, labels, answer in _pieces(batch):
         # A token is trained where it is the target of the one before. That behind a row's end is not in it.
         flags = [False, *(labels[:-1] != IGNORE).tolist()]
         parts, length = [], 0
@@ -143,7 +147,7 @@ def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
             parts.append(Part(text[: max(0, _MOST - length)], trained))
             length += len(text)
         kept = tuple(part for part in parts if part.text)
-        yield Document(kept, len(ids), int((labels != IGNORE).sum()), length > _MOST)
+        yield Document(kept, len(ids), int((labels != IGNORE).sum()), length > _MOST, answer)
 
 
 def _bars(buckets: Sequence[Bucket]) -> Iterator[str]:
@@ -157,7 +161,7 @@ def _bars(buckets: Sequence[Bucket]) -> Iterator[str]:
 def _text(document: Document, *, is_plain: bool) -> Any:
     from rich.text import Text
 
-    text = Text()
+    text = Text(f"{document.answer}: " if document.answer else "", style="bold")
     for part in document.parts:
         said = shown(part.text)
         text.append(f"[[{said}]]" if part.trained and is_plain else said, style="green" if part.trained else "dim")

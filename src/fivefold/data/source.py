@@ -16,10 +16,14 @@ from fivefold.core.cache import file_digest
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.data.compression import ending, is_compressed, opened
-from fivefold.data.examples import Example, TrainOn
+from fivefold.data.examples import Document, TrainOn
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
-RECORD_KINDS = ("chat", "completion")  # what `format` may say of records instead of how their file is written
+RECORD_KINDS = (
+    "chat",
+    "completion",
+    "preference",
+)  # what `format` may say of records instead of how their file is written
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
@@ -36,7 +40,8 @@ class Source:
     """One entry of `data.train` or `data.validation`.
 
     `label` is how messages name it: `data.train`, or `data.train[1]` where there are several. `columns`: standard name
-    of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`) -> the key that holds it.
+    of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`) -> the key
+    that holds it.
     """
 
     path: str
@@ -76,7 +81,7 @@ class Format:
         """Whether `format: auto` reads `path` with this format."""
         return ending(path) in self.suffixes
 
-    def documents(self, path: Path, source: Source) -> Iterator[str | Example]:
+    def documents(self, path: Path, source: Source) -> Iterator[Document]:
         """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
         raise NotImplementedError
 

@@ -6,7 +6,8 @@
     piece   at most seq_length tokens of a span: never cut again, whole in one row
 
 An example, of a conversation or of a prompt with its answer, is one block and one piece: where it is longer than a row
-it loses its end.
+it loses its end. So is a pair of a chosen and a rejected answer, two sequences in one row; one that is longer than a
+row is left out.
 
 The label of a position is the next token of its span, also across a cut: a cut costs context but no target.
 Positions are tokens counted over all the stores of a side, one store after the other.
@@ -160,16 +161,27 @@ def are_examples(stores: Sequence[TokenStore], start: Int64s) -> NDArray[np.bool
     return of_store[store_at(bases_of(stores), start)]
 
 
+def are_pairs(stores: Sequence[TokenStore], start: Int64s) -> NDArray[np.bool_]:
+    """Whether the documents that begin at `start` are pairs of answers, bool like `start`."""
+    return np.array([store.meta.pairs for store in stores])[store_at(bases_of(stores), start)]
+
+
 def trained_targets(stores: Sequence[TokenStore], pieces: Pieces) -> Int64s:
-    """Targets of each piece that are trained, int64 [pieces]."""
+    """Targets of each piece that are trained, int64 [pieces]; 0 for a pair of which one answer has none."""
     found = pieces.targets.astype(np.int64)
     which = store_at(bases_of(stores), pieces.start)
     for number, (store, base) in enumerate(zip(stores, bases_of(stores).tolist(), strict=True)):
         if store.trained is not None:
             own = np.flatnonzero(which == number)
             first = pieces.start[own] - base + 1
-            found[own] = [store.trained[at : at + size].sum() for at, size in zip(first, found[own], strict=True)]
+            count = _trained_of_pair if store.meta.pairs else np.sum
+            found[own] = [count(store.trained[at : at + size]) for at, size in zip(first, found[own], strict=True)]
     return found
+
+
+def _trained_of_pair(marks: NDArray[np.uint8]) -> int:
+    chosen, rejected = int((marks == 1).sum()), int((marks == 3).sum())
+    return chosen + rejected if chosen and rejected else 0
 
 
 def pieces_of(start: Int64s, length: Int64s, seq_length: int) -> Pieces:

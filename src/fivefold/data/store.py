@@ -5,7 +5,8 @@ tokens.bin      little-endian uint16 (vocabulary <= 65,536) or uint32, document 
 offsets.npy     int64 [documents + 1], where each document starts; the last is the number of tokens
 blocks.npy      uint64 [blocks], a hash of each block of 16,384 tokens of each document: by it validation is split off
 checksums.npy   uint64 [chunks], of each MiB of tokens.bin
-trained.bin     uint8 [tokens], 1 for a token that is trained; only where the documents are examples, which are not cut
+trained.bin     uint8 [tokens], 1 for a token that is trained; only where the documents are examples, which are not cut.
+                A pair of answers is one document, chosen then rejected; in the rejected one, 2, and 3 if trained
 meta.json       sizes and checksums, whose tokens they are, and what the records of the texts are
 """
 
@@ -35,7 +36,7 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
-from fivefold.data.examples import Example, Text
+from fivefold.data.examples import Document, Preference, Text
 from fivefold.data.records import Records, answers_alone
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, put_bos
@@ -58,7 +59,8 @@ class StoreMeta:
 
     `bos`: the tokens in front of each document. `answers_alone`: what to say where the texts are the answers of chat or
     instruction records, without their prompts. `files`: the checksum of each array. `trained`: tokens that are trained,
-    of documents that are examples; None where they are texts, all of which is.
+    of documents that are examples; None where they are texts, all of which is. `pairs`: whether every document is a
+    pair of answers.
     """
 
     kind: str
@@ -75,6 +77,7 @@ class StoreMeta:
     answers_alone: tuple[str, ...]
     files: Mapping[str, str]
     trained: int | None = None
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class TokenStore:
 
     @cached_property
     def trained(self) -> NDArray[np.uint8] | None:
-        """uint8 [tokens], mapped: 1 for a token that is trained; None where all are."""
+        """uint8 [tokens], mapped: odd for a token that is trained, 2 or 3 in a rejected answer; None where all are."""
         if self.meta.trained is None:
             return None
         if not self.meta.tokens:
@@ -256,19 +259,21 @@ class _Writer:
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
-        self.examples = self.trained = 0
+        self.examples = self.pairs = self.trained = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
         tokenizer = self.tokenizer.load()
         with (self.folder / "tokens.bin").open("wb") as out, (self.folder / _TRAINED).open("wb") as mask:
             for batch in _batches(_documents(files, progress)):
-                texts = [self._text(document, tokenizer) for document in batch]
+                both = [self._texts(document, tokenizer) for document in batch]
+                texts = [text for each in both for text in each]
                 is_example = any(text.trained is not None for text in texts)
                 # The fast one does not say where in the text a token is.
                 encode = tokenizer.encode_batch if is_example else tokenizer.encode_batch_fast
                 encodings = encode([text.text for text in texts], add_special_tokens=False)
-                for text, encoded in zip(texts, encodings, strict=True):
-                    tokens, trained = self._document(text, encoded)
+                sequences = map(self._sequence, texts, encodings)
+                for each in both:
+                    tokens, trained = self._document([next(sequences) for _ in each])
                     out.write(tokens.tobytes())
                     mask.write(trained.tobytes())
         if not self.examples:
@@ -278,6 +283,11 @@ class _Writer:
                 f"{files.source.label}: {files.name} holds texts and examples",
                 fix="write them to files of their own, and name each as a source",
             )
+        if 0 < self.pairs < len(self.lengths):
+            raise UserError(
+                f"{files.source.label}: {files.name} holds pairs of answers and other examples",
+                fix="write them to files of their own, and name each as a source",
+            )
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
@@ -285,14 +295,32 @@ class _Writer:
         meta = self._meta(int(offsets[-1]), answers_alone(files))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
-    def _text(self, document: str | Example, tokenizer: Any) -> Text:
+    def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
+        """One, or two of a pair of answers."""
         if isinstance(document, str):
-            return Text(document)
+            return [Text(document)]
         self.examples += 1
-        return document.rendered(self.tokenizer.template, tokenizer.id_to_token(self.tokenizer.eos_token_id) or "")
+        eos = tokenizer.id_to_token(self.tokenizer.eos_token_id) or ""
+        self.pairs += isinstance(document, Preference)
+        each = [document.chosen, document.rejected] if isinstance(document, Preference) else [document]
+        return [example.rendered(self.tokenizer.template, eos) for example in each]
 
-    def _document(self, text: Text, encoded: Any) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
-        """The tokens of a document, and which of them are trained."""
+    def _document(
+        self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]]
+    ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
+        """The tokens of a document, of one sequence or of two, and what they are."""
+        tokens = np.concatenate([each for each, _ in sequences])
+        for _, trained in sequences[1:]:
+            trained[:1] = 0  # it has nothing before it: no target
+            trained |= 2
+        marks = np.concatenate([each for _, each in sequences])
+        self.trained += int((marks & 1).sum())
+        self.lengths.append(len(tokens))
+        self.hashes += block_hashes(tokens, BLOCK)
+        return tokens, marks
+
+    def _sequence(self, text: Text, encoded: Any) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
+        """The tokens of a text, and which of them are trained."""
         with_bos = put_bos(encoded.ids, self.tokenizer.bos_token_ids)
         ends = [self.tokenizer.eos_token_id] * text.ends
         tokens = np.array([*with_bos, *ends], dtype=self.dtype)
@@ -302,9 +330,6 @@ class _Writer:
             flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * text.ends]
             trained[: len(tokens) - len(flags)] = 0  # BOS
             trained[len(tokens) - len(flags) :] = flags
-        self.trained += int(trained.sum())
-        self.lengths.append(len(tokens))
-        self.hashes += block_hashes(tokens, BLOCK)
         return tokens, trained
 
     def _meta(self, tokens: int, answers: tuple[str, ...]) -> StoreMeta:
@@ -323,6 +348,7 @@ class _Writer:
             answers_alone=answers,
             files={name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))},
             trained=self.trained if self.examples else None,
+            pairs=self.pairs > 0,
         )
 
 
@@ -336,7 +362,7 @@ def _hash(tokens: NDArray[np.unsignedinteger]) -> int:
     return int.from_bytes(blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
 
 
-def _documents(files: FileList, progress: Progress | None) -> Iterator[str | Example]:
+def _documents(files: FileList, progress: Progress | None) -> Iterator[Document]:
     """Every document of the source; tells `progress` how many of the bytes are behind us."""
     sizes = [form.size(path) for path, form in files.files]
     total, behind, told = sum(sizes), 0, 0
@@ -353,7 +379,7 @@ def _documents(files: FileList, progress: Progress | None) -> Iterator[str | Exa
         progress(f"tokenising {files.name}", total, total)
 
 
-def _batches(texts: Iterable[str | Example]) -> Iterator[list[str | Example]]:
+def _batches(texts: Iterable[Document]) -> Iterator[list[Document]]:
     """Lists of documents of about `_BATCH_CHARACTERS` together (one document at least)."""
     iterator = iter(texts)
     while batch := list(islice(iterator, 1)):

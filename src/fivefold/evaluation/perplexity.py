@@ -9,7 +9,7 @@ from fivefold.config import parse_config
 from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 from fivefold.data import prepare
-from fivefold.data.examples import Example
+from fivefold.data.examples import Document, Preference
 from fivefold.data.formats import discover
 from fivefold.data.rows import PackedRows, Pool, build_index
 from fivefold.data.source import FileList, Source, resolve
@@ -63,6 +63,8 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
 def rows_of(files: FileList, opened: Opened, seq_length: int) -> PackedRows:
     """The rows of all documents of a source, packed as in training."""
     store = store_for(files, opened.info, cache_root())
+    if store.meta.pairs:
+        raise _of_pairs(f"--text: {files.name} holds")
     blocks = blocks_of([store])
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
     index, counts = build_index([store], *spans, seq_length=seq_length, packing=True)
@@ -81,9 +83,17 @@ def text_bytes(files: FileList, opened: Opened) -> int | None:
     return sum(_bytes(document, opened, eos) for document in documents)
 
 
-def _bytes(document: str | Example, opened: Opened, eos: str) -> int:
+def _of_pairs(what: str) -> UserError:
+    return UserError(
+        f"{what} pairs of answers, which have no perplexity",
+        fix="name a text, or records of one answer each: --text FILE",
+    )
+
+
+def _bytes(document: Document, opened: Opened, eos: str) -> int:
     if isinstance(document, str):
         return len(document.encode())
+    assert not isinstance(document, Preference), "refused with its store"
     text = document.rendered(opened.info.template, eos)
     return sum(len(text.text[first:last].encode()) for first, last in text.trained or ())
 
@@ -96,6 +106,8 @@ def _of_run(opened: Opened, request: EvaluateRequest) -> tuple[PackedRows, int |
     config = parse_config(run.read_text(encoding="utf-8"))
     if request.seq_length is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"seq_length": request.seq_length})})
+    if config.objective.name != "sft":
+        raise _of_pairs(f"{request.model} trains by objective.name {config.objective.name}: its validation rows are")
     data = prepare(config)
     if data.validation is None:
         raise UserError(f"{request.model} holds out no text (data.validation)", fix="name a text: --text FILE")

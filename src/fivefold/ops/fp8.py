@@ -62,7 +62,7 @@ def cast_to_fp8(x_MK: Tensor, cast: Cast, scale: Tensor) -> Tensor:
     stays."""
     dtype = DTYPES[cast.form]
     most = torch.finfo(dtype).max
-    scaled = (x_MK.to(scale.dtype) * scale).clamp(-most, most)
+    scaled = torch.mul(x_MK, scale).clamp_(-most, most)  # in the type of the scale, which is the wider one
     return (_rounded_once(scaled, dtype) if scaled.dtype == torch.float64 else scaled).to(dtype)
 
 
@@ -162,7 +162,7 @@ class Float8:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
         pair: Pair = getattr(self.recipe, which)
         if is_served(a_MK[0], b_NK[0], pair, dtype):
-            if which == "input_grad":
+            if which == "input_grad" and self.recipe.casts_once:
                 b_NK = laid_out(b_NK[0], a_MK[0]), b_NK[1]
             return scaled_matmul(a_MK, b_NK, pair, dtype, fast=which == "output")
         wide = held_in(dtype, pair)

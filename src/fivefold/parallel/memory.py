@@ -386,15 +386,17 @@ def cast_numbers(plan: "ParallelPlan", layer: str, shape: StepShape) -> float:
     Where an input is cast for the gradients of weights, backward does not read the input itself. A compiled layer makes
     it again, element by element, from what the norm or the activation in front of the linear keeps (attention keeps
     what it gives in any case; over cp it is outside of graphs, and so is the norm in front of q, k and v), and casts it
-    again by the same scale. A cast is kept, one byte a number, where the scale comes from other ranks, and where
-    linears stay outside of graphs (delayed scaling), behind which an activation keeps what it gives. Layers that run as
-    they are keep the cast where it serves both products.
+    again by the same scale. A cast is kept, one byte a number, where the scale comes from other ranks (of one that
+    serves both products also where that of the gradients does), and where linears stay outside of graphs (delayed
+    scaling), behind which an activation keeps what it gives. Layers that run as they are keep the cast where it serves
+    both products.
     """
     groups = [group for group in plan.fp8_inputs if is_within(group[0].name, [layer])]
     if not groups or RECIPES[plan.layout.fp8].weight_grad is None:
         return 0.0
     recipe, found = RECIPES[plan.layout.fp8], 0.0
-    spanned = {dim for product, dim, _ in agreements(recipe, 1, 1, [1]) if product == "output"}
+    first = ("output", "input_grad") if recipe.casts_once else ("output",)
+    spanned = {dim for product, dim, _ in agreements(recipe, 1, 1, [1]) if product in first}
     blocks = {f"{block.row}.weight": block.heads is not None for block in plan.facts.partition.tp_blocks}
     outside = [block.owner for block in plan.facts.partition.tp_blocks if block.heads and plan.grid.size("cp") > 1]
     for linear in (group[0] for group in groups):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.forwards import head_only
@@ -23,10 +24,13 @@ class LossInputs:
     `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on
     the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
     scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
-    all).
+    all). `weights`: fp64 [B, T], what the cross entropy of each target is multiplied by (None: 1). `answers`: int64
+    [B, T], the number of the answer that a target belongs to, of `of_answers`; -1 for none (`answer_log_probs`).
     """
 
-    __slots__ = ("cu_seqlens", "input_ids", "labels", "position_ids", "row_tokens", "scale")
+    __slots__ = (
+        "answers", "cu_seqlens", "input_ids", "labels", "of_answers", "position_ids", "row_tokens", "scale", "weights",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -37,9 +41,13 @@ class LossInputs:
         cu_seqlens: Tensor | None = None,
         scale: Tensor | None = None,
         row_tokens: Tensor | None = None,
+        weights: Tensor | None = None,
+        answers: Tensor | None = None,
+        of_answers: int = 0,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
-        self.cu_seqlens, self.scale = cu_seqlens, scale
+        self.cu_seqlens, self.scale, self.weights = cu_seqlens, scale, weights
+        self.answers, self.of_answers = answers, of_answers
         self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
 
@@ -77,6 +85,19 @@ def loss(model: Any, inputs: LossInputs) -> Tensor:
     return torch.zeros((), dtype=torch.float64, device=inputs.input_ids.device) if found is None else found
 
 
+def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
+    """The summed log-probability of the trained targets of each of `inputs.of_answers` answers, fp64, without gradient:
+    the same on all ranks that share the rows."""
+    state = state_of(model)
+    with torch.no_grad(), state.guard.library():
+        state.fp8_scales.begin_passes()
+        found = pipeline.forward_only(
+            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
+        )
+    shape = (inputs.of_answers,)
+    return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, torch.float64, inputs.input_ids.device)
+
+
 def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: int = 0, **options: Any) -> Tensor:
     """Logits [B, T or `logits_to_keep`, V] of the model's own forward, on every rank. `options` go to it."""
     state = state_of(model)
@@ -100,7 +121,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 
 def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
     """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the summed cross entropy of
-    this rank's tokens, times `inputs.scale`, equal on all tp ranks."""
+    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers`, their log-probabilities."""
     staged = state_of(model).pipeline.staged
     with staged.running(stage, hidden) as given_out:
         out = _last_hidden(model, inputs)
@@ -137,4 +158,20 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
     sizes = chunk_sizes(labels.numel(), state.plan.vocabulary, hidden.shape[-1], loss_chunks)
     head_parameters = losses.parameters_after_base(model, anatomy)
     with state.chunked_head(), head_only(model, anatomy) as logits_of:
-        return losses.chunked_loss(logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale)
+        if inputs.answers is not None:
+            found = losses.target_log_probs(logits_of, hidden, labels, sizes, state.tensor)
+            return _of_answers(found, state.context.cut(inputs.answers), inputs.of_answers, state.context.row_groups)
+        weights = None if inputs.weights is None else state.context.cut(inputs.weights)
+        return losses.chunked_loss(
+            logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights
+        )
+
+
+def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    """Sums over the targets of each answer, fp64 [number]; `groups` hold the rest of its tokens. In a fixed order,
+    which `index_add` on a GPU has not: copies of a parameter must get the same gradient on every rank."""
+    is_of = answers_BT.reshape(1, -1) == torch.arange(number, device=found_N.device).unsqueeze(-1)
+    sums = torch.where(is_of, found_N.double(), 0.0).sum(-1)
+    for group in groups:
+        dist.all_reduce(sums, group=group)
+    return sums

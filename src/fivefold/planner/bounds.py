@@ -14,28 +14,20 @@ from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind
-from fivefold.planner.estimate import (
+from fivefold.planner.edges import Edges, edges_of, transfer_seconds
+from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, span
+from fivefold.planner.parts import Content, Numbers, Shards, Stages
+from fivefold.planner.rank_memory import (
     WAITING,
-    Edges,
-    Sent,
-    Work,
-    busiest,
-    crowded,
-    durations,
-    edges_of,
-    least_span,
     matmul_bytes,
     moving_bytes,
-    passes,
     passing,
     resting_bytes,
     root_waits,
     runtime_bytes,
-    transfer_seconds,
 )
-from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, span
-from fivefold.planner.price import Content, Numbers, Shards, Stages
 from fivefold.planner.space import Integers, Rows, Space, Which
+from fivefold.planner.sums import Sent, Work, busiest, crowded, durations, least_span, passes
 
 AT_ONCE = 2**17  # numbers of an array: what a processor's cache holds
 SPANS_AT_ONCE = 256  # pipelines: of each, all that is known behind as many rounds as it has ranks is kept

@@ -13,7 +13,8 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import MODES, Choice, Mode, Recompute, spent
 from fivefold.parallel.memory import mode_choices
-from fivefold.planner.price import Numbers, PriceList, Prices, Shards, Stages
+from fivefold.planner.parts import Numbers, Prices, Shards, Stages
+from fivefold.planner.price import PriceList
 
 
 @dataclass(frozen=True, eq=False)

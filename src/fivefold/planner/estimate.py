@@ -4,14 +4,12 @@ Prices of single layers (`price.py`) are added up to the stages of the pipeline,
 with them. Memory is that of the fullest pipeline rank. Time is that of the whole step.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.core import legality
 from fivefold.core.errors import UserError
@@ -22,45 +20,36 @@ from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
 from fivefold.models.flops import Costs
-from fivefold.parallel import memory
-from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.collectives import Call
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.memory import Passing, Units, buffer_bytes
-from fivefold.parallel.ranks import Axis, RankGrid
+from fivefold.parallel.ranks import RankGrid
 from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.budget import Parts, under_budget
-from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
+from fivefold.planner.edges import Edges, edges_of, sum_calls, tied_call, transfer_call, transfer_seconds
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
-from fivefold.planner.links import seconds
-from fivefold.planner.price import (
-    ITEMS,
-    NO_UNIT,
-    Content,
-    LayerPrice,
-    Numbers,
-    PriceList,
-    Prices,
-    Seconds,
-    Shard,
-    Shards,
-    Stages,
-    UnitPrice,
-    nothing,
+from fivefold.planner.parts import ITEMS, Content, Numbers, Prices, Seconds, Shard, Shards, Stages, UnitPrice, nothing
+from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import (
+    MATMULS,
+    OUTSIDE,
+    SAVED,
+    WAITING,
+    largest_shard,
+    matmul_bytes,
+    moved_bytes,
+    moving_bytes,
+    passing,
+    resting_bytes,
+    root_waits,
+    runtime_bytes,
 )
+from fivefold.planner.sums import Sent, Work, busiest, crowded, data_seconds, durations, least_span, passes
 
-AT_ONCE = "all at once"  # the one moment of another trainer's memory
-Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
-ROUNDING = 1e-9  # of sums in another order
-MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
-PACKED_BYTES = 15 * 2**19  # of a thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
-UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
 TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
-
-
 MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # of a row, and of a step: far above every run
 
 
@@ -167,21 +156,6 @@ class Estimate:
         return self.flops / self.step_seconds / self.layout.world / peak
 
 
-OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
-MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
-GATHERED, SAVED = "gathered parameters", "saved activations"
-
-# Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
-LATER = ("a layer later", "a layer later in it")
-EXCHANGES = {
-    f"{kind} as {moment}": (kind, moment)
-    for kind, moments in (
-        ("a gather", ("a backward begins", "the first backward begins", *LATER)), ("a reduction", LATER)
-    )
-    for moment in moments
-}  # fmt: skip
-
-
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
@@ -190,216 +164,6 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     layout = layout.resolve(world)
     legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
-
-
-# ---- sums over stages and ranks, of one layout or of many at once ----------------------------------------------------
-#
-# The last dimension of an array counts parts (kinds of layers, embedding, head), stages, or pipeline ranks. Dimensions
-# before it, if there are any, count layouts.
-
-
-def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
-    """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
-    are taken to be alike: a layer's parameters are gathered while the one before it runs."""
-    forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
-    ahead, both, again, after = (
-        np.maximum(0.0, each) @ stages.layers.T
-        for each in (
-            sent.gather - forward, sent.gather + sent.reduce - backward, sent.gather - backward, sent.reduce - backward
-        )
-    )  # fmt: skip
-    together: Numbers = np.minimum(of.backward, of.reductions)
-    exposed: Numbers = together * both + (of.backward - together) * again + (of.reductions - together) * after
-    return of.forward * ahead, exposed
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
-    of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
-    `edges`: of a stage's input and output, which a pipeline holds, and of the head's gradients."""
-
-    forward: Numbers
-    backward: Numbers
-    weights: Numbers
-    host_forward: Numbers
-    host_backward: Numbers
-    kept: Numbers
-    working: Numbers
-    edges: Numbers
-
-    @staticmethod
-    def of(prices: Sequence[Prices]) -> "Work":
-        """[one for each of prices, part]."""
-
-        def each(value: Callable[[LayerPrice], float]) -> Numbers:
-            return np.array([[value(part) for part in price.parts] for price in prices])
-
-        return Work(
-            each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
-            each(lambda part: part.weights.sum()), each(lambda part: part.host[0]), each(lambda part: part.host[1]),
-            each(lambda part: part.kept), each(lambda part: part.working),
-            np.array([each.edges for each in prices], dtype=float),
-        )  # fmt: skip
-
-    def at(self, places: Places) -> "Work":
-        """Those at some places."""
-        return Work(*(getattr(self, each.name)[places] for each in fields(self)))
-
-
-@dataclass(frozen=True, eq=False)
-class Sent:
-    """Of each part: seconds of one gather of its units, and of one reduction."""
-
-    gather: Numbers
-    reduce: Numbers
-
-    @staticmethod
-    def of(shards: Sequence[Shards]) -> "Sent":
-        """[one for each of shards, part]. The head is in the model's own unit, which stays gathered."""
-        units = [[each.units for each in (*shard.layers, shard.embedding, Shard())] for shard in shards]
-        return Sent(
-            np.array([[sum(unit.gather_seconds for unit in part) for part in each] for each in units]),
-            np.array([[sum(unit.reduce_seconds for unit in part) for part in each] for each in units]),
-        )
-
-    def at(self, places: Places) -> "Sent":
-        """Those at some places."""
-        return Sent(self.gather[places], self.reduce[places])
-
-
-def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:
-    """Seconds of a micro batch's forward and backward in each stage."""
-    before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
-    return (
-        met(work.forward @ stages.layers.T + before, work.host_forward @ stages.layers.T, engine.meet),
-        met(work.backward @ stages.layers.T + after, work.host_backward @ stages.layers.T, engine.meet),
-    )
-
-
-def met(device: Numbers, host: Numbers, meet: float) -> Numbers:
-    """Seconds of a slot. Python runs ahead of the device, and only where it takes longer for the whole slot does the
-    device wait. The two times meet smoothly."""
-    found: Numbers = (device**meet + host**meet) ** (1 / meet)
-    return found
-
-
-def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
-    """Seconds of each kind of slot, of each stage."""
-    weights = work.weights @ stages.layers.T
-    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}
-
-
-def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.int64]":
-    """The pipeline rank with the most to do: the first of those that have it."""
-    work = (forward + backward) @ stages.ranks.T
-    found: NDArray[np.int64] = np.argmax(work >= work.max(axis=-1, keepdims=True) * (1 - ROUNDING), axis=-1)
-    return found
-
-
-def least_span(
-    slots: Mapping[Kind, Numbers], stages: Stages, left: Numbers, micro_batches: NDArray[np.int64] | int,
-    transfer: Numbers | float, *, splits_backward: bool,
-) -> Numbers:  # fmt: skip
-    """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
-    has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
-    while the rank can compute the gradients of weights that are `left`, of each stage."""
-    forward, backward, weights = slots["F"], slots["B"], slots["W"]
-    back = slots["I"] if splits_backward else backward
-    hops = stages.first * np.expand_dims(transfer, -1)
-    there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
-    work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
-    found: Numbers = np.max(there + np.maximum(work, work - left * weights @ stages.ranks.T + again), axis=-1)
-    return found
-
-
-def passing(
-    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
-) -> Passing:  # fmt: skip
-    """Of each pipeline rank: what micro batches under way take. `logits`: of the loss. `offloads`: activations."""
-    each = work.kept @ stages.layers.T
-    if offloads:
-        each = each - moved_bytes(work, stages)
-    if engine.moments:
-        each[..., 1:] += work.edges[..., :1]
-        each[..., :-1] += work.edges[..., 1:2]
-    has_head, of_head = np.array([content.has_head for content in stages.contents]), work.edges[..., 2:]
-
-    def added(numbers: Numbers) -> Numbers:
-        found: Numbers = (each * numbers) @ stages.ranks.T
-        return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
-
-    return Passing(
-        saved=added(of.most),
-        at_loss=added(of.at_loss),
-        later=added(of.later),
-        later_at_loss=added(of.later_at_loss),
-        layer=_most(work.kept, stages),
-        stage=each[..., stages.own].max(axis=-1),
-        working=_most(work.working, stages),
-        loss=np.expand_dims(logits, -1) * has_head,
-        fetched=offloads * _most(work.kept[..., :-2], stages, stages.has[:, :-2]),
-    )
-
-
-def moved_bytes(work: Work, stages: Stages) -> Numbers:
-    """Of each stage and micro batch, what its layers save, but for the last one, which is taken to be the largest."""
-    layers, kept = stages.layers[:, :-2], work.kept[..., :-2]
-    largest: Numbers = np.max(np.where(layers > 0, np.expand_dims(kept, -2), 0.0), axis=-1)
-    found: Numbers = kept @ layers.T - largest
-    return found
-
-
-def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None) -> Numbers:
-    """Of each pipeline rank, the most of any part that it has. `has`: of fewer parts."""
-    found: Numbers = np.max(np.where(stages.has if has is None else has, np.expand_dims(parts, -2), 0.0), axis=-1)
-    return found
-
-
-def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
-    """Moment -> item -> bytes of each pipeline rank; of another trainer all moments at once."""
-    if engine.moments:
-        found = of.at()
-        beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
-        return found | beside if chip.is_host else found
-    return {AT_ONCE: {SAVED: of.saved, "working memory": of.working, "loss": of.loss}}
-
-
-def crowded(
-    span: Numbers | float, forward: Numbers, backward: Numbers, micro_batches: NDArray[np.int64] | int, pp: int,
-    crowding: float,
-) -> Numbers | float:  # fmt: skip
-    """`span` of a pipeline whose devices share cores (`Cluster.crowding`): one that waits leaves its part to others. No
-    step is shorter than with a core for each device, nor than all work on all cores."""
-    if crowding == 1:
-        return span
-    work = (forward + backward).sum(axis=-1) * micro_batches / pp
-    found: Numbers = (work**MEET + (span / crowding) ** MEET) ** (1 / MEET)
-    return found
-
-
-@dataclass(frozen=True)
-class Edges:
-    """What a pipeline rank does once a step, in seconds. `update`: the optimizer. `ends`: the first unit's gather and
-    the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
-    one of each unit. `sums`: gradients that ranks hold in part."""
-
-    update: Numbers | float
-    ends: Numbers | float
-    replicas: Numbers | float
-    last: Numbers | float
-    reductions: Numbers | float
-    sums: Numbers | float
-
-    def at(self, places: Places) -> "Edges":
-        """Those at some places."""
-        return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
-
-    def seconds(self, backward: Numbers | float) -> Numbers:
-        """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
-        hidden = np.maximum(0.0, backward - self.reductions)
-        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
-        return found
 
 
 @dataclass(frozen=True)
@@ -670,6 +434,9 @@ class Step:
         found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
+        if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
+            units = (unit for shard, _ in self.shards.of(content) for unit in shard.units)
+            found["allocator"] += largest_shard(units) * self.shards.shape.master_bytes
         found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 
@@ -707,187 +474,3 @@ class Step:
             pp_rank=rank,
             flops=flops,
         )
-
-
-def resting_bytes(
-    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
-    away: frozenset[str] = frozenset(), state_dtype: str = "fp32",
-) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
-    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `away`: what rests in host memory. `state_dtype`: of the optimizer's state."""
-    shape, of_rank = shards.shape, shards.of(content)
-    units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
-    held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
-    kinds = len(OPTIMIZERS[shape.optimizer].state)
-    state = {
-        "parameters": held * shape.master_bytes,
-        "gradients": trained * shape.master_bytes,
-        "optimizer state": sum(unit.state for unit in units) * kinds,
-        "router buffers": buffer_bytes(price_list.facts.router_buffers),
-    }
-    if away or state_dtype != "fp32":
-        largest = max(-(-unit.largest // unit.shards) for unit in units) * shape.master_bytes
-        state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
-    if price_list.engine.moments:
-        sizes = _units(shards, content)
-        moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
-        if not price_list.cluster.chip.is_host:
-            return moments
-        in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
-        sent = max(in_layers, key=lambda unit: unit.gathered, default=NO_UNIT)
-        return {**moments, **_exchanges(moments, sizes, sent, zero, shape)}
-    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
-    found: dict[str, float] = {**state, GATHERED: gathered, WAITING: waiting}
-    if price_list.engine.reduces_in_place:
-        found["gradients"] = 0
-    if price_list.engine.spares:
-        found["spare gradients"] = spare_bytes(shards, content)
-    return {AT_ONCE: found}
-
-
-def _exchanges(
-    moments: Mapping[str, Mapping[str, float]], units: Units, sent: UnitPrice, zero: int, shape: StepShape
-) -> dict[str, dict[str, float]]:
-    """What is there while FSDP sends a unit of a layer beside a backward. `sent`: the largest that it sends.
-
-    gloo gathers into a buffer as large as what is gathered, and then copies it. It reduces a copy of all gradients, and
-    its thread may let go of the copy only after the next gather has begun.
-    """
-    compute, reduce, own = shape.compute_bytes, shape.reduce_bytes, units.ahead
-    found: dict[str, dict[str, float]] = {}
-    for moment, (kind, beside) in EXCHANGES.items():
-        at_work, is_later = moments[beside], beside in LATER
-        if kind == "a gather":
-            gathered, waiting = max(units.layer[0], 2 * own), units.own[1] * is_later * bool(own)
-            buffers = (sent.gathered + waiting * reduce) * (zero == 3)
-        else:
-            gathered, waiting = units.layer[0] - sent.gathered + own, sent.reduced
-            buffers = (sent.reduced + sent.trained) * reduce
-        computing = units.matrix * compute + units.own[1] * reduce * is_later
-        found[moment] = {
-            **at_work,
-            WAITING: at_work[WAITING] - computing + waiting * reduce,
-            GATHERED: units.root[0] + gathered if zero == 3 else at_work[GATHERED],
-            BUFFERS: buffers,
-        }
-    return found
-
-
-def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
-    """Whether the model's own unit is not reduced after every backward: two stages give to it."""
-    return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
-
-
-def _units(shards: Shards, content: Content) -> Units:
-    def size(units: Iterable[tuple[UnitPrice, int]]) -> tuple[int, int]:
-        pairs = tuple(units)
-        return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
-
-    units = [shards.layers[kind].units for kind, _ in content.kinds]
-    of_layers = [(size((unit, 1) for unit in each), size([(each[-1], 1)])) for each in units]
-    layer, own = max(of_layers, default=((0, 0), (0, 0)))
-    embedding = shards.embedding.units if content.has_embedding else ()
-    return Units(
-        layer=layer,
-        own=own,
-        embedding=size((unit, 1) for unit in embedding),
-        root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
-        total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
-        matrix=max((unit.largest for each in units for unit in each), default=0),
-        ahead=max((each[-1].gathered for each in units if each[-1].is_sent), default=0),
-    )
-
-
-def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
-    """Bytes of another trainer's gathered parameters, and of gradients before they are reduced. `sizes`: of each unit
-    the bytes that it gathers and the numbers that it reduces; the model's own unit is the last.
-
-    ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
-    all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
-    """
-    *inner, (root, _) = sizes
-    largest = sorted((size for size, _ in inner), reverse=True)[:2]
-    everything = sum(size for size, _ in sizes)
-    gathered = everything if zero < 3 else root + sum(largest)
-    reduced = [size for _, size in sizes]
-    waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
-    return gathered, waiting
-
-
-def spare_bytes(shards: Shards, content: Content) -> int:
-    """One gradient in the compute type for each shape of a weight on a pipeline rank."""
-    units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
-    if content.has_head:
-        units += shards.rest((content.has_embedding, True)).units
-    return sum(unit.gathered for unit in units)
-
-
-def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
-    """Of a pipeline rank."""
-    cluster, of_rank = price_list.cluster, shards.of(content)
-    units = [(unit, count) for shard, count in of_rank for unit in shard.units]
-    replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
-    over = [
-        (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
-        for unit, count in units
-    ]
-    sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
-    if (call := tied_call(shards, content, layout)) is not None:
-        sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
-    held = sum(unit.trained * count for unit, count in units)
-    return Edges(
-        update=traffic_seconds(cluster.chip, UPDATE_BYTES * held),
-        ends=max((unit.gather_seconds + unit.reduce_seconds for unit, _ in units), default=0.0),
-        replicas=sum(took * count for took, count in over),
-        last=max((took for took, _ in over), default=0.0),
-        reductions=sum(unit.reduce_seconds * count for unit, count in units),
-        sums=sums,
-    )
-
-
-def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:
-    """The sum of a tied embedding's gradients, where it is on two pipeline ranks and this is one of them."""
-    if not shards.tied or layout.pp == 1 or content.has_embedding == content.has_head:
-        return None
-    return Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
-
-
-def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
-    """The sums of gradients that a rank holds in part, once a step."""
-    sums = Counter[str]()
-    for shard, count in of_rank:
-        for axis, size in shard.sums.items():
-            sums[axis] += size * count
-    for axis, size in sums.items():
-        if size:
-            yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
-
-
-def transfer_call(prices: Prices) -> Call:
-    """Hidden states from one pipeline rank to the next."""
-    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
-    return Call(axis="pp", kind="send", bytes=size, phase="forward")
-
-
-def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
-    """Of hidden states from one pipeline rank to the next."""
-    span = price_list.span(Axis(pp, price_list.cluster.world // pp))
-    return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0
-
-
-def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
-    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
-    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, what MKL packs
-    matrices into, and keeps, for each thread."""
-    chip = cluster.chip
-    if not engine.moments:
-        return 0
-    if chip.is_host:
-        return cluster.threads * PACKED_BYTES
-    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
-
-
-def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
-    """The context, and a communicator for the world and for each axis of several ranks."""
-    communicators = sum(axis.size > 1 for axis in grid.axes.values()) + (grid.world > 1)
-    return (chip.context_gib + communicators * chip.communicator_gib) * GIB

@@ -18,11 +18,12 @@ from fivefold.planner import report
 from fivefold.planner.answers import answer
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
-from fivefold.planner.estimate import SAVED, Estimate, Step, Workload
+from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.explain import cures, proposal, too_large
 from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import SAVED
 from fivefold.planner.report import BEST
 from fivefold.planner.search import Found
 from fivefold.planner.sweeps import Sweeps, sweeps

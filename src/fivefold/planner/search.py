@@ -14,10 +14,12 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RANKS, Layout
 from fivefold.planner.bounds import Bounding, Bounds
-from fivefold.planner.estimate import ROUNDING, TIGHT, Estimate, Step, Workload
+from fivefold.planner.estimate import TIGHT, Estimate, Step, Workload
 from fivefold.planner.flow import rounds_beyond
-from fivefold.planner.price import Numbers, PriceList
+from fivefold.planner.parts import Numbers
+from fivefold.planner.price import PriceList
 from fivefold.planner.space import Integers, Rows, Space
+from fivefold.planner.sums import ROUNDING
 
 ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
 FAR = 1.5  # a layout that takes so many times as long is not shown

@@ -20,7 +20,8 @@ from fivefold.core.legality import ModelLimits
 from fivefold.core.schedule import SCHEDULES
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import Workload
-from fivefold.planner.price import PriceList, Prices, work_layout
+from fivefold.planner.parts import Prices
+from fivefold.planner.price import PriceList, work_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows of a forward pass
 ENOUGH_TOKENS = 2**15  # of a micro batch on a rank: with more, nothing is done faster or hidden better

@@ -37,6 +37,7 @@ def row(job: "Trainer", result: "StepResult", rate: float, *, seconds: float, wa
         "perf/data_wait_pct": 100 * waited / seconds,
         "perf/elapsed_seconds": job.log.seconds_before + time.monotonic() - job.began,
         **result.balance.metrics(),
+        **{name: finite(number) for name, number in result.metrics.items()},
     }
 
 

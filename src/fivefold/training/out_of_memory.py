@@ -27,7 +27,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.planner.auto import facts_of_run
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import OUTSIDE
+from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.relief import Relief, relief
 from fivefold.planner.report import seconds_text
 from fivefold.training.metrics import resident

@@ -34,12 +34,13 @@ from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
-from fivefold.training import checks, flops, header, metrics, preflight, record, schedule, trial
+from fivefold.training import checks, flops, header, metrics, preflight, record, reference, schedule, trial
 from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.metrics import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.out_of_memory import advised
+from fivefold.training.preference import mean_over_pairs
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
@@ -85,6 +86,7 @@ class Trainer:
     memory: PeakMemory
     costs: Costs
     total_steps: int
+    goals: reference.Goals = field(default_factory=reference.Goals)
     step: int = 0  # steps done
     start: int = 0  # of them, before this start
     tokens_seen: int = 0
@@ -110,7 +112,7 @@ class Trainer:
         costs = Costs.of(facts)
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
-        source = load_source(config, model)
+        source, compared = load_source(config, model), reference.Reference.of(config, model)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
@@ -122,11 +124,12 @@ class Trainer:
         )  # fmt: skip
         preflight.reserve_host_memory(model, config)
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
+        goals = reference.goals(config, data, model, compared)
         optimizer = build_optimizer(model, config.optimizer)
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log)
-        job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps)
+        job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals)
         stack.callback(keeper.close)
         resumed = keeper.resume(config)
         job.step = job.start = resumed.step
@@ -159,7 +162,8 @@ class Trainer:
         lines = header.lines(self, compiled=compiled, resumed=resumed)
         if resumed.where:
             lines += header.changed(history.load(self.config.run_dir), about, step=self.step)
-        lines += [(label, text) for label, text in (("memory", tried), ("DISK", tight)) if text]
+        more = (("compared", self.goals.told), ("memory", tried), ("DISK", tight))
+        lines += [(label, text) for label, text in more if text]
         self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
@@ -193,7 +197,7 @@ class Trainer:
             ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                    stop=self._is_to_stop,
+                    stop=self._is_to_stop, goal=self.goals.train,
                 )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
@@ -264,7 +268,10 @@ class Trainer:
         }
 
     def _evaluate(self, rows: PackedRows) -> float:
-        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`; equal on all ranks."""
+        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`, or of an objective
+        over the pairs there; equal on all ranks."""
+        if self.goals.validation:
+            return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)[0]
         return mean_loss(self.model, self.evaluation(rows))
 
     def evaluation(self, rows: PackedRows) -> Iterator[MicroBatch]:

@@ -1,9 +1,8 @@
 """One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update. The loss
 of batches alone, by the same passes."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan, sqrt
 from typing import Any
 
@@ -15,12 +14,13 @@ from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes
 from fivefold.parallel.balance import BalanceResult, dropped
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
-from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.passes import LossInputs
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms, scale_
 from fivefold.training.flops import squared_lengths
+from fivefold.training.inputs import evaluating as evaluating
+from fivefold.training.inputs import to_device as to_device
+from fivefold.training.preference import Goal, weigh
 
 _PIECE = 2**14  # values of a gradient whose squares are added up at once on a CPU
 
@@ -37,6 +37,7 @@ class StepResult:
     skipped: bool  # loss or gradient was not finite: nothing was updated
     stop: bool  # a rank was asked to stop
     balance: BalanceResult
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of a preference objective, means over its pairs
 
 
 def train_step(
@@ -47,14 +48,16 @@ def train_step(
     learning_rate: float | None,
     max_grad_norm: float,
     stop: bool = False,
+    goal: Goal | None = None,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to; all are told.
 
-    The loss is summed and divided by the global count of target tokens; every reduction is a plain sum. `learning_rate`
-    is set in every parameter group; None: each keeps its own.
+    The loss is summed and divided by the global count of target tokens, or by what `goal` asks for (the sum of their
+    weights, the number of pairs); every reduction is a plain sum. `learning_rate` is set in every parameter group;
+    None: each keeps its own.
     """
     state = state_of(model)
-    done = _forward_backward(model, batch, stop)
+    done = _forward_backward(model, batch, stop, goal)
     summed, squares = all_reduce_sum(torch.stack([done.loss, squared_norm(model)])).tolist()
     norm = sqrt(squares) if squares >= 0 else float("nan")
     skipped = not (isfinite(summed) and isfinite(norm))
@@ -67,17 +70,18 @@ def train_step(
         state.amax.end_step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
-        summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance
-    )
+        summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance,
+        done.metrics,
+    )  # fmt: skip
 
 
-def accumulate(model: Any, batch: Sequence[MicroBatch]) -> Tensor:
+def accumulate(model: Any, batch: Sequence[MicroBatch], *, goal: Goal | None = None) -> Tensor:
     """Add the gradients of one global batch to those that are there, as a backward pass does. Returns the loss, nats
     per target token of the global batch, an fp64 scalar that is the same on every rank."""
     earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None  # what is summed over ranks below must not be summed again
-    done = _forward_backward(model, batch)
+    done = _forward_backward(model, batch, goal=goal)
     state_of(model).amax.end_step()
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -94,22 +98,28 @@ class _Done:
     squared_lengths: int
     stops: int
     balance: BalanceResult
+    metrics: Mapping[str, float]
 
 
-def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = False) -> _Done:
+def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = False, goal: Goal | None = None) -> _Done:
     """Count over all ranks, then run every micro batch; gradients end up summed."""
     state = state_of(model)
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
-    scale = torch.tensor(1.0 / max(targets, 1), dtype=torch.float64, device=device)
+    # Before the step begins for its routers: they count what is trained, once.
+    weighed = None if goal is None else weigh(model, batch, goal)
+    total = targets if weighed is None else weighed.total
+    scale = torch.tensor(1.0 / total if total else 1.0, dtype=torch.float64, device=device)
     state.balance.begin_step(rows)
-    loss = gradients(model, batch, scale)
+    loss = gradients(model, batch if weighed is None else weighed.batch, scale)
     balance = state.balance.end_step()
     if not state.plan.owns_loss:
         loss.zero_()
-    if not targets:
+    if weighed is not None and weighed.loss is not None:
+        loss = weighed.loss * scale  # the weights give the gradient of the objective, and not its value
+    if not total:
         loss.fill_(float("nan"))  # as cross entropy over nothing is
-    return _Done(loss, targets, tokens, squared, stops, balance)
+    return _Done(loss, targets, tokens, squared, stops, balance, {} if weighed is None else weighed.metrics)
 
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
@@ -117,19 +127,6 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
     device = next(model.parameters()).device
     rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
     return passes.gradients(model, [to_device(each, device, scale) for each in batch], rows=rows)
-
-
-def to_device(batch: MicroBatch, device: torch.device, scale: Tensor | None = None) -> LossInputs:
-    """A micro batch of numpy arrays as tensors; `cu_seqlens` stays on the CPU, and is left out when rows are
-    documents."""
-    ids, labels, positions = (
-        torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (batch.input_ids, batch.labels, batch.position_ids)
-    )
-    rows = batch.input_ids.shape[0]
-    cu_seqlens = None if len(batch.cu_seqlens) == rows + 1 else torch.from_numpy(batch.cu_seqlens)
-    row_tokens = None if batch.row_tokens is None else torch.from_numpy(batch.row_tokens)
-    return LossInputs(ids, labels, positions, cu_seqlens=cu_seqlens, scale=scale, row_tokens=row_tokens)
 
 
 def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:
@@ -208,19 +205,6 @@ def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         totals[1] = 0
     loss, targets = all_reduce_sum(totals).tolist()
     return float(loss), int(targets)
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """No gradients, eval mode; afterwards the gathered parameters are dropped, for the next step changes them."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-        reshard(model)
 
 
 # ---- what a step sends -----------------------------------------------------------------------------------------------

@@ -30,7 +30,9 @@ from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
+from fivefold.training import preference as preferences
 from fivefold.training import step as training
+from fivefold.training.objectives import METRICS, Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
@@ -74,8 +76,8 @@ class Proof:
     def stages(self) -> tuple[Callable[[], None], ...]:
         """All that is compared, in the order in which a step computes it."""
         return (
-            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.evaluation, self.control,
-            self.first_step, self.trajectory, self.replicas, self.coverage,
+            self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.evaluation,
+            self.preference, self.control, self.first_step, self.trajectory, self.replicas, self.coverage,
         )  # fmt: skip
 
     def run(self) -> LayoutResult:
@@ -169,6 +171,34 @@ class Proof:
             loss = training.mean_loss(self.model, self._batch(0))
         expected = float(self.reference.whole("evaluated"))
         self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
+
+    def preference(self) -> None:
+        """An objective on pairs of answers: their log-probabilities, the loss, the metrics, and the gradient."""
+        if self.case.objective == "sft":
+            return
+        rows, balance = self.case.pairs(), self.state.balance
+        batch = micro_batches(rows, self.layout, self.state.plan.data_rank, self.case.row_length)
+        objective = Objective(self.case.objective, self.case.beta, self.case.gamma)
+        table = self.case.compared_with()
+        goal = preferences.Goal(objective, table if objective.needs_reference else None)
+        options, balance.options = balance.options, BalanceOptions()  # the losses of routers are no part of it
+        with exactly(self.layout.precision):
+            sums = torch.from_numpy(preferences.table(self.model, batch, len(table)))
+            metrics = preferences.mean_over_pairs(self.model, batch, goal)[1]
+            loss = training.accumulate(self.model, batch, goal=goal)
+        balance.options = options
+        found = {
+            "log-probabilities": sums, "loss": loss.reshape(1).cpu(),
+            "metrics": torch.tensor([metrics[name] for name in METRICS], dtype=torch.float64),
+        }  # fmt: skip
+        distances = {
+            f"preference/{name}": Distance().add(number, self.reference.whole(f"preference/{name}"))
+            for name, number in found.items()
+        }
+        self.compare.in_order("preference", distances)
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        self.compare.pieces("objective", gradients, self._backwards())
+        self._drop_gradients()
 
     def first_step(self) -> None:
         """One optimizer step: gradients after clipping, the update, the moments, the collectives."""

@@ -30,6 +30,13 @@ _ROWS: tuple[tuple[float, ...], ...] = (
     (1.0,), (0.55, 0.3, 0.1), (0.48, 0.48), (0.22, 0.7), (0.1, -1, 0.85), (0,), (0.31, 0.6), (0.97,),
 )  # fmt: skip
 
+# Pairs of answers of each row: the prompt, the chosen and the rejected answer, as parts of the row's length.
+_PAIRS: tuple[tuple[tuple[float, float, float], ...], ...] = (
+    ((0.1, 0.3, 0.2), (0.05, 0.05, 0.1)), ((0.05, 0.5, 0.3),), ((0.08, 0.1, 0.25), (0.02, 0.3, 0.05)), (),
+    ((0.2, 0.1, 0.4),), ((0.03, 0.1, 0.05), (0.03, 0.2, 0.1), (0.1, 0.03, 0.05)), ((0.3, 0.02, 0.1),),
+    ((0.15, 0.4, 0.2),),
+)  # fmt: skip
+
 Documents = list[list[Piece]]  # of each row of a global batch
 
 
@@ -61,15 +68,19 @@ class ProofCase:
     # 0: no clipping; None: by turns half of a step's norm, so that clipping bites, and twice, so that it must not
     max_grad_norm: float | None = None
     whole_rows: bool = False  # a row is one document: scales of fp8 span the tokens of a row
+    objective: str = "sft"  # of the run file; one on pairs of answers is proved as well
+    beta: float = 0.1
+    gamma: float = 0.5
 
     def describe(self) -> str:
         """One line for people."""
         what = "whole" if not self.cuts else ", ".join(self.cuts)
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
+        objective = "" if self.objective == "sft" else f"; {self.objective} on pairs of answers"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "
-            f"{self.optimizer.name}{drops}"
+            f"{self.optimizer.name}{drops}{objective}"
         )
 
     def documents(self, step: int) -> Documents:
@@ -93,6 +104,29 @@ class ProofCase:
         place = np.arange(len(drawn) - 1)
         answers = (place >= len(place) // 4) & (place < len(place) // 2) | (place == len(place) - 1)
         return Piece(drawn[:length], drawn[1:], answers if is_example else None)
+
+    def pairs(self) -> Documents:
+        """Pairs of answers in each row of a batch, for a preference objective."""
+        rng, rows, number = np.random.default_rng([self.seed, 1_000_033]), list[list[Piece]](), 0
+        for row in range(self.rows):
+            pieces = list[Piece]()
+            for parts in _PAIRS[row % len(_PAIRS)]:
+                prompt, *answers = (max(1, int(part * self.row_length)) for part in parts)
+                if tokens_of(pieces) + 2 * prompt + sum(answers) > self.row_length:
+                    continue
+                asked = rng.integers(0, self.vocabulary, prompt, dtype=np.uint32)
+                for answer, length in enumerate(answers):
+                    ids = np.append(asked, rng.integers(0, self.vocabulary, length, dtype=np.uint32))
+                    trained = np.arange(len(ids) - 1) >= prompt - 1
+                    pieces.append(Piece(ids, ids[1:], trained, answer=answer, pair=number))
+                number += 1
+            rows.append(pieces)
+        return rows
+
+    def compared_with(self) -> np.ndarray:
+        """Log-probabilities of these answers under a reference model, [pairs, 2]: another one than that of the case."""
+        number = sum(map(len, self.pairs())) // 2
+        return np.random.default_rng([self.seed, 1_000_037]).normal(-20, 2, (number, 2))
 
     def targets(self, step: int) -> int:
         """Trained target tokens of the global batch."""

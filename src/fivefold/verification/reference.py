@@ -25,7 +25,7 @@ from fivefold.models.experts import router_buffers
 from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
-from fivefold.verification import states_by_hand
+from fivefold.verification import preference_by_hand, states_by_hand
 from fivefold.verification.exact import exactly
 from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
@@ -77,6 +77,8 @@ class Reference:
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", trained(self.master))
+        if self.case.objective != "sft":
+            self._preference()
         optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
         losses, norms = [], []
         for step in range(self.case.steps):
@@ -91,6 +93,24 @@ class Reference:
         self.tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
         self.tensors["norms"] = torch.tensor(norms, dtype=torch.float64)
         return self
+
+    def _preference(self) -> None:
+        """What the objective on pairs of answers is with the first weights, and its gradient."""
+        self._sync()
+        self.balance.is_on = False  # the losses of routers are no part of it
+        with exactly(self.precision):
+            sums, counts = preference_by_hand.log_probs(
+                self.case, lambda ids: self.model(input_ids=ids[None].to(self.device)).logits[0],
+                master_dtype(self.precision),
+            )  # fmt: skip
+            loss, metrics = preference_by_hand.loss(self.case, sums, counts)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._collect()
+        self.balance.is_on = True
+        numbers = {"log-probabilities": sums, "loss": loss.reshape(1), "metrics": metrics}
+        self._keep("preference", {name: number.double() for name, number in numbers.items()})
+        self._keep("objective", {name: p.grad for name, p in self.master.named_parameters()})
+        self.master.zero_grad(set_to_none=True)
 
     def _limit(self, step: int, norm: float) -> float:
         """What the gradient norm of a step is clipped to."""
@@ -429,6 +449,7 @@ class BalanceLosses:
 
     def __init__(self, model: torch.nn.Module, routers: Sequence[str], *, load: float, z: float) -> None:
         self.row = 0  # of the document under way
+        self.is_on = True
         self.routers = routers if load or z else ()
         self.values = torch.zeros(2, dtype=torch.float64)  # of the step under way, without the coefficients: load, z
         self._load, self._z = load, z
@@ -453,6 +474,8 @@ class BalanceLosses:
         return (terms * terms.new_tensor([self._load, self._z])).sum()
 
     def _after(self, name: str, module: torch.nn.Module, _args: Any, out: Any) -> None:
+        if not self.is_on:
+            return
         logits, index = out[0], next(each for each in out if not each.is_floating_point())
         logits_TE = logits.reshape(-1, logits.shape[-1])
         experts = logits_TE.shape[1]

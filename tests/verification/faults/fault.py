@@ -16,7 +16,7 @@ Expected = tuple[str, str]  # patterns of the first failing row: all of its `wha
 @dataclass(frozen=True)
 class Model:
     """The model in which a fault bites; `family` is a key of `tests.parity.FAMILIES`. `capacity`: the factor of its
-    experts."""
+    experts. `objective`: on pairs of answers, which is then proved too."""
 
     family: str = "llama"
     tied: bool = False
@@ -24,9 +24,11 @@ class Model:
     optimizer: str = "adamw"
     changes: tuple[tuple[str, Any], ...] = ()  # of its config
     capacity: float | None = None
+    objective: str = "sft"
 
     def __str__(self) -> str:
         marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
+        marks[self.objective] = self.objective != "sft"
         return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 

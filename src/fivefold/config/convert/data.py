@@ -34,6 +34,10 @@ def _of_axolotl(given: Given) -> Iterator[dict[str, Any]]:
             given.leave(f"datasets[{number}].type", "write the records as messages, or as prompt and completion")
         elif kind.startswith(("alpaca", "gpteacher", "oasst")):
             given.note(f"datasets[{number}]: turns by the chat template, where {kind} has a text of its own")
+        elif given("rl"):
+            keys = {name: each.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
+            named = {("prompt" if name == "messages" else name): key for name, key in keys.items() if key}
+            source |= {"format": "preference", **({"columns": named} if named else {})}
         elif kind.startswith(("chat_template", "sharegpt")):
             source["format"] = "chat"
             if key := each.get("field_messages"):
@@ -77,7 +81,11 @@ def _of_llama_factory(given: Given) -> Iterator[dict[str, Any]]:
         columns = about.get("columns", {})
         ours = {"messages": "messages", "prompt": "prompt", "response": "completion", "system": "system"}
         renamed = {ours[key]: value for key, value in columns.items() if key in ours}
-        if given("stage", "sft") == "pt":
+        if about.get("ranking"):
+            parts = {"messages": "prompt", "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+            named = {parts[key]: value for key, value in columns.items() if key in parts}
+            source |= {"format": "preference", **({"columns": named} if named else {})}
+        elif given("stage", "sft") == "pt":
             source["text_key"] = columns.get("prompt", "text")
         elif about.get("formatting") == "sharegpt":
             source |= {"format": "chat", "columns": {"messages": columns.get("messages", "conversations")}}

@@ -45,6 +45,9 @@ _SAME = {
     "val_size": "val_set_size",
     "train_on_prompt": "train_on_inputs",
     "run_name": "wandb_name",
+    "beta": "pref_beta rl_beta dpo_beta",
+    "loss_type": "pref_loss",
+    "ref_model": "ref_model_name_or_path base_model_ref",
     "tensor_parallel_size": "tp_size",
     "context_parallel_size": "cp_size sequence_parallel_degree sequence_parallel_size",
 }
@@ -114,6 +117,11 @@ class Given:
         self._written = {_NAMES.get(name, name): name for name in tree}  # the name that rules read -> as it was written
         self._values = {_NAMES.get(name, name): value for name, value in tree.items()}
         self._done: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        """The names that rules read, of all keys that are written."""
+        return set(self._written)
 
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None

@@ -20,17 +20,42 @@ _SCHEDULES = {
     "constant_with_warmup": ("constant", 1.0), "cosine_with_min_lr": ("cosine", 0.1), "warmup_stable_decay": ("wsd", 0),
 }  # fmt: skip
 
+# The `loss_type` of TRL's DPOConfig and CPOConfig, the `pref_loss` of LLaMA-Factory -> the objective.
+_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+
 Keys = Iterator[tuple[str, Any]]
 
 
 def model(given: Given) -> Keys:
     if given("finetuning_type") not in (None, "full"):
         given.leave("finetuning_type", str(answer("finetuning_type")))
-    if given("stage") not in (None, "sft", "pt"):
-        given.leave("stage", str(answer("dpo")))
+    if given("stage") not in (None, "sft", "pt", "dpo"):
+        given.leave("stage", "supervised and preference training are built, and no other stage")
     yield "model.name_or_path", given("model_name_or_path")
     if tokenizer := given("tokenizer_name"):
         yield "tokenizer.name_or_path", tokenizer
+
+
+def objective(given: Given) -> Keys:
+    """Preference training: `rl` of axolotl, `stage: dpo` of LLaMA-Factory, the `loss_type` of TRL's DPOConfig."""
+    asked, kind = given("rl"), given("loss_type", "sigmoid")
+    is_dpo = given("stage") == "dpo" or (given.trainer == "TRL" and {"loss_type", "beta", "ref_model"} & given.names)
+    name = asked or (_LOSSES.get(str(kind), str(kind)) if is_dpo else None)
+    if name is None:
+        return
+    if name not in ("dpo", "ipo", "orpo", "simpo"):
+        why = f"{name} is not built; dpo is what it becomes: see docs/preferences.md"
+        given.leave("rl" if asked else "loss_type", why)
+        name = "dpo"
+    yield "objective.name", name
+    yield "objective.beta", given("orpo_alpha" if name == "orpo" and "orpo_alpha" in given else "beta", 0.1)
+    if name == "simpo":
+        yield "objective.gamma", given("simpo_gamma", 0.5)
+    if (other := given("ref_model")) and name in ("dpo", "ipo"):
+        yield "objective.reference", other
+    given.note("a row holds the two sequences of a pair: data.seq_length is twice the length that is said there")
+    if not given.found.keys.get("data.packing"):
+        given.note("without packing a row is one pair; data.packing: true puts several whole pairs in a row")
 
 
 def batch(given: Given) -> Keys:
@@ -51,7 +76,8 @@ def batch(given: Given) -> Keys:
 def length(given: Given) -> Keys:
     steps, epochs = given("max_steps", -1), given("num_train_epochs")
     yield ("train.max_steps", steps) if isinstance(steps, int) and steps > 0 else ("train.max_epochs", epochs)
-    yield "data.seq_length", given("max_seq_length")
+    sequences = 2 if "objective.name" in given.found.keys else 1  # of a row
+    yield "data.seq_length", sequences * int(given("max_seq_length"))
 
 
 def optimizer(given: Given) -> Keys:
@@ -60,7 +86,8 @@ def optimizer(given: Given) -> Keys:
         yield from _OPTIMIZERS[name].items()
     else:
         given.leave("optim", f"{name} is not built; adamw is what it becomes, and muon there is")
-    yield "optimizer.learning_rate", given("learning_rate")
+    of_pairs = given.trainer == "TRL" and "objective.name" in given.found.keys and "learning_rate" not in given
+    yield "optimizer.learning_rate", 1e-6 if of_pairs else given("learning_rate")  # the default of DPOConfig
     yield "optimizer.betas", [given("adam_beta1"), given("adam_beta2")]
     yield "optimizer.eps", given("adam_epsilon")
     yield "optimizer.weight_decay", given("weight_decay")

@@ -1,0 +1,95 @@
+"""What a pipeline rank does once a step, and what it sends to others between passes: seconds and calls. No torch."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from fivefold.core.layout import Layout
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.ranks import Axis
+from fivefold.planner.compute import traffic_seconds
+from fivefold.planner.links import seconds
+from fivefold.planner.parts import Content, Numbers, Prices, Shard, Shards
+from fivefold.planner.price import PriceList
+from fivefold.planner.sums import Places
+
+UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What a pipeline rank does once a step, in seconds. `update`: the optimizer. `ends`: the first unit's gather and
+    the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
+    one of each unit. `sums`: gradients that ranks hold in part."""
+
+    update: Numbers | float
+    ends: Numbers | float
+    replicas: Numbers | float
+    last: Numbers | float
+    reductions: Numbers | float
+    sums: Numbers | float
+
+    def at(self, places: Places) -> "Edges":
+        """Those at some places."""
+        return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
+
+    def seconds(self, backward: Numbers | float) -> Numbers:
+        """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
+        hidden = np.maximum(0.0, backward - self.reductions)
+        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        return found
+
+
+def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
+    """Of a pipeline rank."""
+    cluster, of_rank = price_list.cluster, shards.of(content)
+    units = [(unit, count) for shard, count in of_rank for unit in shard.units]
+    replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
+    over = [
+        (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
+        for unit, count in units
+    ]
+    sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
+    if (call := tied_call(shards, content, layout)) is not None:
+        sums += seconds(cluster, price_list.span(Axis(2, layout.world // layout.pp * (layout.pp - 1))), call)
+    held = sum(unit.trained * count for unit, count in units)
+    return Edges(
+        update=traffic_seconds(cluster.chip, UPDATE_BYTES * held),
+        ends=max((unit.gather_seconds + unit.reduce_seconds for unit, _ in units), default=0.0),
+        replicas=sum(took * count for took, count in over),
+        last=max((took for took, _ in over), default=0.0),
+        reductions=sum(unit.reduce_seconds * count for unit, count in units),
+        sums=sums,
+    )
+
+
+def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:
+    """The sum of a tied embedding's gradients, where it is on two pipeline ranks and this is one of them."""
+    if not shards.tied or layout.pp == 1 or content.has_embedding == content.has_head:
+        return None
+    return Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
+
+
+def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
+    """The sums of gradients that a rank holds in part, once a step."""
+    sums = Counter[str]()
+    for shard, count in of_rank:
+        for axis, size in shard.sums.items():
+            sums[axis] += size * count
+    for axis, size in sums.items():
+        if size:
+            yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
+
+
+def transfer_call(prices: Prices) -> Call:
+    """Hidden states from one pipeline rank to the next."""
+    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
+    return Call(axis="pp", kind="send", bytes=size, phase="forward")
+
+
+def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
+    """Of hidden states from one pipeline rank to the next."""
+    span = price_list.span(Axis(pp, price_list.cluster.world // pp))
+    return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0

@@ -1,0 +1,165 @@
+"""What prices are of: layers, units of FSDP and stages, each priced once and added up to pipeline ranks. No torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.memory import edge_bytes
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import RankGrid
+
+# What the device's time of a slot is made of.
+ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")
+Seconds = NDArray[np.float64]  # one number for each of ITEMS
+Numbers = NDArray[np.float64]
+
+
+def nothing() -> Seconds:
+    return np.zeros(len(ITEMS))
+
+
+@dataclass(frozen=True)
+class UnitPrice:
+    """One FSDP unit. `held`, `trained`: numbers of it at rest on a rank; `gathered`: bytes, and `reduced`: numbers,
+    with padding. `state`: bytes of one kind of the optimizer's state. `shards`: ranks that it is dealt out to. `calls`:
+    of each kind one: all_gather, reduce_scatter, and all_reduce over replicas. `gather_seconds`, `reduce_seconds`: of
+    one each. `largest`: numbers of its largest parameter, gathered."""
+
+    held: int
+    trained: int
+    gathered: int
+    reduced: int
+    calls: Mapping[str, Call]
+    gather_seconds: float
+    reduce_seconds: float
+    largest: int = 0
+    state: int = 0
+    shards: int = 1
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether other ranks have parts of it."""
+        return "all_gather" in self.calls
+
+
+NO_UNIT = UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class LayerPrice:
+    """One layer of a kind, or one of the model's ends, in one micro batch.
+
+    `forward`, `backward`: seconds of the device by item, without FSDP's collectives; `weights`: of the backward, what
+    gives the gradients of weights. `host`: seconds that Python takes to launch a forward and a backward. `kept`: bytes
+    that stay from forward to backward, which are less with recompute. `working`: those that its backward has besides.
+    `calls`: its collectives, without FSDP's.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    weights: Seconds
+    host: tuple[float, float] = (0.0, 0.0)
+    kept: int = 0
+    working: int = 0
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What one micro batch costs: of all kinds of layers, of the embedding, and of the head.
+
+    It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks.
+    `logits`: bytes of one chunk of the loss, with its gradients.
+    """
+
+    plan: ParallelPlan
+    shape: StepShape
+    layers: tuple[LayerPrice, ...]
+    embedding: LayerPrice
+    head: LayerPrice
+    logits: int
+
+    @property
+    def edges(self) -> tuple[int, int, int]:
+        """Bytes of a stage's input and output that a pipeline holds, and of the head's gradients."""
+        return edge_bytes(self.plan, self.shape)
+
+    @property
+    def parts(self) -> tuple[LayerPrice, ...]:
+        """Kinds of layers, embedding, head: in the order of `Stages.layers`."""
+        return (*self.layers, self.embedding, self.head)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The parameters of a layer of a kind, or of what is in no layer: `units`, and by axis the bytes of gradients that
+    are summed over it once a step."""
+
+    units: tuple[UnitPrice, ...] = ()
+    sums: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a pipeline rank has of the model: (kind, layers of it), and the ends. Ranks alike are equal."""
+
+    kinds: tuple[tuple[int, int], ...]
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The parameters of a rank, of which data ranks have equal parts: of each kind of layer, of the embedding's unit,
+    and of the model's own unit where a pipeline rank has (embedding, head). It depends on tp, ep and the shards alone.
+
+    `tied`: bytes of a tied embedding on a rank.
+    """
+
+    shape: StepShape
+    grid: RankGrid
+    layers: tuple[Shard, ...]
+    embedding: Shard
+    rest: Callable[[tuple[bool, bool]], Shard]
+    tied: int
+
+    def of(self, content: Content) -> list[tuple[Shard, int]]:
+        """What a pipeline rank has, and how often; the model's own unit is the last."""
+        found = [(self.layers[kind], count) for kind, count in content.kinds]
+        found += [(self.embedding, 1)] * content.has_embedding
+        return [*found, (self.rest((content.has_embedding, content.has_head)), 1)]
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The stages of a pipeline. `layers[stage, part]`: layers of each kind, then 1 for the embedding, 1 for the head.
+    `ranks[rank, stage]`: 1 where the rank has the stage. `contents`: of each rank. `first`: the first stage of each."""
+
+    layers: Numbers
+    ranks: Numbers
+    contents: tuple[Content, ...]
+    first: NDArray[np.int64]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return tuple(self.layers[:, :-2].sum(axis=1).astype(int).tolist())
+
+    @cached_property
+    def own(self) -> NDArray[np.int64]:
+        """[rank, number]: the stages of each rank."""
+        return np.array([np.flatnonzero(rank) for rank in self.ranks])
+
+    @cached_property
+    def distinct(self) -> tuple[Content, ...]:
+        """Contents that differ."""
+        return tuple(dict.fromkeys(self.contents))
+
+    @cached_property
+    def has(self) -> NDArray[np.bool_]:
+        """[rank, part]: whether a rank has something of a part."""
+        return self.ranks @ self.layers > 0

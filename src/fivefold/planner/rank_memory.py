@@ -1,0 +1,229 @@
+"""Bytes of a pipeline rank, by moment of a step and by item: those of micro batches under way, and those at rest. No
+torch.
+
+Moments are those of `parallel/memory.py`. On a CPU, FSDP's collectives beside a backward are moments of their own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.layout import Layout
+from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.units import GIB
+from fivefold.parallel import memory
+from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.memory import Passing, Units, buffer_bytes
+from fivefold.parallel.ranks import RankGrid
+from fivefold.planner.chips import Chip
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import Engine
+from fivefold.planner.flow import InFlight
+from fivefold.planner.parts import NO_UNIT, Content, Numbers, Shards, Stages, UnitPrice
+from fivefold.planner.price import PriceList
+from fivefold.planner.sums import Work
+
+AT_ONCE = "all at once"  # the one moment of another trainer's memory
+PACKED_BYTES = 15 * 2**19  # of a thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
+OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
+MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
+GATHERED, SAVED = "gathered parameters", "saved activations"
+
+# Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
+LATER = ("a layer later", "a layer later in it")
+EXCHANGES = {
+    f"{kind} as {moment}": (kind, moment)
+    for kind, moments in (
+        ("a gather", ("a backward begins", "the first backward begins", *LATER)), ("a reduction", LATER)
+    )
+    for moment in moments
+}  # fmt: skip
+
+
+def passing(
+    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
+) -> Passing:  # fmt: skip
+    """Of each pipeline rank: what micro batches under way take. `logits`: of the loss. `offloads`: activations."""
+    each = work.kept @ stages.layers.T
+    if offloads:
+        each = each - moved_bytes(work, stages)
+    if engine.moments:
+        each[..., 1:] += work.edges[..., :1]
+        each[..., :-1] += work.edges[..., 1:2]
+    has_head, of_head = np.array([content.has_head for content in stages.contents]), work.edges[..., 2:]
+
+    def added(numbers: Numbers) -> Numbers:
+        found: Numbers = (each * numbers) @ stages.ranks.T
+        return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
+
+    return Passing(
+        saved=added(of.most),
+        at_loss=added(of.at_loss),
+        later=added(of.later),
+        later_at_loss=added(of.later_at_loss),
+        layer=_most(work.kept, stages),
+        stage=each[..., stages.own].max(axis=-1),
+        working=_most(work.working, stages),
+        loss=np.expand_dims(logits, -1) * has_head,
+        fetched=offloads * _most(work.kept[..., :-2], stages, stages.has[:, :-2]),
+    )
+
+
+def moved_bytes(work: Work, stages: Stages) -> Numbers:
+    """Of each stage and micro batch, what its layers save, but for the last one, which is taken to be the largest."""
+    layers, kept = stages.layers[:, :-2], work.kept[..., :-2]
+    largest: Numbers = np.max(np.where(layers > 0, np.expand_dims(kept, -2), 0.0), axis=-1)
+    found: Numbers = kept @ layers.T - largest
+    return found
+
+
+def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None) -> Numbers:
+    """Of each pipeline rank, the most of any part that it has. `has`: of fewer parts."""
+    found: Numbers = np.max(np.where(stages.has if has is None else has, np.expand_dims(parts, -2), 0.0), axis=-1)
+    return found
+
+
+def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
+    """Moment -> item -> bytes of each pipeline rank; of another trainer all moments at once."""
+    if engine.moments:
+        found = of.at()
+        beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
+        return found | beside if chip.is_host else found
+    return {AT_ONCE: {SAVED: of.saved, "working memory": of.working, "loss": of.loss}}
+
+
+def resting_bytes(
+    price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
+    away: frozenset[str] = frozenset(), state_dtype: str = "fp32",
+) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
+    """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
+    `away`: what rests in host memory. `state_dtype`: of the optimizer's state."""
+    shape, of_rank = shards.shape, shards.of(content)
+    units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
+    held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
+    kinds = len(OPTIMIZERS[shape.optimizer].state)
+    state = {
+        "parameters": held * shape.master_bytes,
+        "gradients": trained * shape.master_bytes,
+        "optimizer state": sum(unit.state for unit in units) * kinds,
+        "router buffers": buffer_bytes(price_list.facts.router_buffers),
+    }
+    if away or state_dtype != "fp32":
+        largest = largest_shard(units) * shape.master_bytes
+        state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
+    if price_list.engine.moments:
+        sizes = _units(shards, content)
+        moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
+        if not price_list.cluster.chip.is_host:
+            return moments
+        in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
+        sent = max(in_layers, key=lambda unit: unit.gathered, default=NO_UNIT)
+        return {**moments, **_exchanges(moments, sizes, sent, zero, shape)}
+    gathered, waiting = unit_bytes([(unit.gathered, unit.reduced) for unit in units], zero, shape)
+    found: dict[str, float] = {**state, GATHERED: gathered, WAITING: waiting}
+    if price_list.engine.reduces_in_place:
+        found["gradients"] = 0
+    if price_list.engine.spares:
+        found["spare gradients"] = spare_bytes(shards, content)
+    return {AT_ONCE: found}
+
+
+def largest_shard(units: Iterable[UnitPrice]) -> int:
+    """Numbers of the largest part of a parameter on a rank."""
+    return max((-(-unit.largest // unit.shards) for unit in units), default=0)
+
+
+def _exchanges(
+    moments: Mapping[str, Mapping[str, float]], units: Units, sent: UnitPrice, zero: int, shape: StepShape
+) -> dict[str, dict[str, float]]:
+    """What is there while FSDP sends a unit of a layer beside a backward. `sent`: the largest that it sends.
+
+    gloo gathers into a buffer as large as what is gathered, and then copies it. It reduces a copy of all gradients, and
+    its thread may let go of the copy only after the next gather has begun.
+    """
+    compute, reduce, own = shape.compute_bytes, shape.reduce_bytes, units.ahead
+    found: dict[str, dict[str, float]] = {}
+    for moment, (kind, beside) in EXCHANGES.items():
+        at_work, is_later = moments[beside], beside in LATER
+        if kind == "a gather":
+            gathered, waiting = max(units.layer[0], 2 * own), units.own[1] * is_later * bool(own)
+            buffers = (sent.gathered + waiting * reduce) * (zero == 3)
+        else:
+            gathered, waiting = units.layer[0] - sent.gathered + own, sent.reduced
+            buffers = (sent.reduced + sent.trained) * reduce
+        computing = units.matrix * compute + units.own[1] * reduce * is_later
+        found[moment] = {
+            **at_work,
+            WAITING: at_work[WAITING] - computing + waiting * reduce,
+            GATHERED: units.root[0] + gathered if zero == 3 else at_work[GATHERED],
+            BUFFERS: buffers,
+        }
+    return found
+
+
+def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
+    """Whether the model's own unit is not reduced after every backward: two stages give to it."""
+    return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
+
+
+def _units(shards: Shards, content: Content) -> Units:
+    def size(units: Iterable[tuple[UnitPrice, int]]) -> tuple[int, int]:
+        pairs = tuple(units)
+        return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
+
+    units = [shards.layers[kind].units for kind, _ in content.kinds]
+    of_layers = [(size((unit, 1) for unit in each), size([(each[-1], 1)])) for each in units]
+    layer, own = max(of_layers, default=((0, 0), (0, 0)))
+    embedding = shards.embedding.units if content.has_embedding else ()
+    return Units(
+        layer=layer,
+        own=own,
+        embedding=size((unit, 1) for unit in embedding),
+        root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
+        total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
+        matrix=max((unit.largest for each in units for unit in each), default=0),
+        ahead=max((each[-1].gathered for each in units if each[-1].is_sent), default=0),
+    )
+
+
+def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
+    """Bytes of another trainer's gathered parameters, and of gradients before they are reduced. `sizes`: of each unit
+    the bytes that it gathers and the numbers that it reduces; the model's own unit is the last.
+
+    ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
+    all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
+    """
+    *inner, (root, _) = sizes
+    largest = sorted((size for size, _ in inner), reverse=True)[:2]
+    everything = sum(size for size, _ in sizes)
+    gathered = everything if zero < 3 else root + sum(largest)
+    reduced = [size for _, size in sizes]
+    waiting = sum(reduced) * shape.reduce_bytes if zero == 1 else max(reduced) * shape.compute_bytes
+    return gathered, waiting
+
+
+def spare_bytes(shards: Shards, content: Content) -> int:
+    """One gradient in the compute type for each shape of a weight on a pipeline rank."""
+    units = [unit for kind, _ in content.kinds for unit in shards.layers[kind].units]
+    if content.has_head:
+        units += shards.rest((content.has_embedding, True)).units
+    return sum(unit.gathered for unit in units)
+
+
+def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
+    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
+    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, what MKL packs
+    matrices into, and keeps, for each thread."""
+    chip = cluster.chip
+    if not engine.moments:
+        return 0
+    if chip.is_host:
+        return cluster.threads * PACKED_BYTES
+    return 2 * (32 * 2**20 if chip.capability >= (9, 0) else 8320 * 2**10)
+
+
+def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
+    """The context, and a communicator for the world and for each axis of several ranks."""
+    communicators = sum(axis.size > 1 for axis in grid.axes.values()) + (grid.world > 1)
+    return (chip.context_gib + communicators * chip.communicator_gib) * GIB

@@ -1,0 +1,148 @@
+"""Sums of prices over the stages and the ranks of a pipeline, of one layout or of many at once. No torch.
+
+The last dimension of an array counts parts (kinds of layers, embedding, head), stages, or pipeline ranks. Dimensions
+before it, if there are any, count layouts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.schedule import Kind
+from fivefold.planner.engines import Engine
+from fivefold.planner.flow import Gathers
+from fivefold.planner.parts import LayerPrice, Numbers, Prices, Shard, Shards, Stages
+
+Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
+ROUNDING = 1e-9  # of sums in another order
+MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
+
+
+def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
+    """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
+    are taken to be alike: a layer's parameters are gathered while the one before it runs."""
+    forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
+    ahead, both, again, after = (
+        np.maximum(0.0, each) @ stages.layers.T
+        for each in (
+            sent.gather - forward, sent.gather + sent.reduce - backward, sent.gather - backward, sent.reduce - backward
+        )
+    )  # fmt: skip
+    together: Numbers = np.minimum(of.backward, of.reductions)
+    exposed: Numbers = together * both + (of.backward - together) * again + (of.reductions - together) * after
+    return of.forward * ahead, exposed
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
+    of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
+    `edges`: of a stage's input and output, which a pipeline holds, and of the head's gradients."""
+
+    forward: Numbers
+    backward: Numbers
+    weights: Numbers
+    host_forward: Numbers
+    host_backward: Numbers
+    kept: Numbers
+    working: Numbers
+    edges: Numbers
+
+    @staticmethod
+    def of(prices: Sequence[Prices]) -> "Work":
+        """[one for each of prices, part]."""
+
+        def each(value: Callable[[LayerPrice], float]) -> Numbers:
+            return np.array([[value(part) for part in price.parts] for price in prices])
+
+        return Work(
+            each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
+            each(lambda part: part.weights.sum()), each(lambda part: part.host[0]), each(lambda part: part.host[1]),
+            each(lambda part: part.kept), each(lambda part: part.working),
+            np.array([each.edges for each in prices], dtype=float),
+        )  # fmt: skip
+
+    def at(self, places: Places) -> "Work":
+        """Those at some places."""
+        return Work(*(getattr(self, each.name)[places] for each in fields(self)))
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """Of each part: seconds of one gather of its units, and of one reduction."""
+
+    gather: Numbers
+    reduce: Numbers
+
+    @staticmethod
+    def of(shards: Sequence[Shards]) -> "Sent":
+        """[one for each of shards, part]. The head is in the model's own unit, which stays gathered."""
+        units = [[each.units for each in (*shard.layers, shard.embedding, Shard())] for shard in shards]
+        return Sent(
+            np.array([[sum(unit.gather_seconds for unit in part) for part in each] for each in units]),
+            np.array([[sum(unit.reduce_seconds for unit in part) for part in each] for each in units]),
+        )
+
+    def at(self, places: Places) -> "Sent":
+        """Those at some places."""
+        return Sent(self.gather[places], self.reduce[places])
+
+
+def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:
+    """Seconds of a micro batch's forward and backward in each stage."""
+    before, after = data_seconds(work, sent, stages, of, overlaps=engine.overlaps_data)
+    return (
+        met(work.forward @ stages.layers.T + before, work.host_forward @ stages.layers.T, engine.meet),
+        met(work.backward @ stages.layers.T + after, work.host_backward @ stages.layers.T, engine.meet),
+    )
+
+
+def met(device: Numbers, host: Numbers, meet: float) -> Numbers:
+    """Seconds of a slot. Python runs ahead of the device, and only where it takes longer for the whole slot does the
+    device wait. The two times meet smoothly."""
+    found: Numbers = (device**meet + host**meet) ** (1 / meet)
+    return found
+
+
+def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
+    """Seconds of each kind of slot, of each stage."""
+    weights = work.weights @ stages.layers.T
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+
+
+def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.int64]":
+    """The pipeline rank with the most to do: the first of those that have it."""
+    work = (forward + backward) @ stages.ranks.T
+    found: NDArray[np.int64] = np.argmax(work >= work.max(axis=-1, keepdims=True) * (1 - ROUNDING), axis=-1)
+    return found
+
+
+def least_span(
+    slots: Mapping[Kind, Numbers], stages: Stages, left: Numbers, micro_batches: NDArray[np.int64] | int,
+    transfer: Numbers | float, *, splits_backward: bool,
+) -> Numbers:  # fmt: skip
+    """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
+    has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
+    while the rank can compute the gradients of weights that are `left`, of each stage."""
+    forward, backward, weights = slots["F"], slots["B"], slots["W"]
+    back = slots["I"] if splits_backward else backward
+    hops = stages.first * np.expand_dims(transfer, -1)
+    there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
+    work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
+    found: Numbers = np.max(there + np.maximum(work, work - left * weights @ stages.ranks.T + again), axis=-1)
+    return found
+
+
+def crowded(
+    span: Numbers | float, forward: Numbers, backward: Numbers, micro_batches: NDArray[np.int64] | int, pp: int,
+    crowding: float,
+) -> Numbers | float:  # fmt: skip
+    """`span` of a pipeline whose devices share cores (`Cluster.crowding`): one that waits leaves its part to others. No
+    step is shorter than with a core for each device, nor than all work on all cores."""
+    if crowding == 1:
+        return span
+    work = (forward + backward).sum(axis=-1) * micro_batches / pp
+    found: Numbers = (work**MEET + (span / crowding) ** MEET) ** (1 / MEET)
+    return found

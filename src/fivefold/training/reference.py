@@ -1,0 +1,157 @@
+"""The log-probabilities of all pairs of a run under the model that it is compared with: computed once, before the first
+step, by the layout of the run, and kept in the cache by what they follow from."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from fivefold.config import RunConfig
+from fivefold.core.cache import cache_root, entry, file_digest, key_of
+from fivefold.core.errors import UserError
+from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
+from fivefold.core.units import many
+from fivefold.data.batch import MicroBatch
+from fivefold.data.prepare import PreparedData
+from fivefold.data.rows import PackedRows
+from fivefold.models.build import weights_folder
+from fivefold.models.sources import RandomInit, SafetensorsFolder, TensorSource
+from fivefold.parallel import plain
+from fivefold.parallel.state import fill, state_of
+from fivefold.training.model import load_source
+from fivefold.training.objectives import Objective
+from fivefold.training.preference import Goal, Table, table
+
+_VERSION = 1  # raise when the numbers change
+_FILE = "log_probs.npy"
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What steps and evaluations of a run are for; None: the mean over targets."""
+
+    train: Goal | None = None
+    validation: Goal | None = None
+    told: str = ""  # of the reference, for the header
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a run compares with. `source`: its weights, where they are not the first ones. `digest`: names them."""
+
+    source: TensorSource | None
+    first: TensorSource  # weights of the run
+    digest: str
+
+    @classmethod
+    def of(cls, config: RunConfig, model: PreTrainedModel) -> "Reference | None":
+        """Of a model on the meta device, before it is laid out; None where the objective compares with none."""
+        if not objective_of(config).needs_reference:
+            return None
+        first = load_source(config, model) or RandomInit(model, config.train.seed)
+        other = config.objective.reference
+        if other not in ("auto", "base"):
+            folder = weights_folder(other)
+            return cls(SafetensorsFolder(folder, model), first, _of_files(folder))
+        if config.model.init == "random":
+            return cls(None, first, key_of("random", config.train.seed))
+        return cls(None, first, _of_files(weights_folder(config.model.name_or_path)))
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """As the run file has it."""
+    section = config.objective
+    return Objective(section.name, section.beta, section.gamma)
+
+
+def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> Goals:
+    """Of a run whose `model` has its first weights. Every rank calls this; the weights stay as they are."""
+    objective = objective_of(config)
+    if not objective.has_pairs:
+        return Goals()
+    sides = {"train": data.train, "validation": data.validation}
+    if compared is None:
+        return Goals(Goal(objective), Goal(objective))
+    found, computed = dict[str, Goal | None](), 0
+    for side, rows in sides.items():
+        found[side] = None
+        if rows is not None:
+            numbers, is_new = _table(config, data, model, compared, side, rows)
+            found[side], computed = Goal(objective, numbers), computed + is_new * len(numbers)
+    pairs = sum(len(goal.reference) for goal in found.values() if goal and goal.reference is not None)
+    how = "computed now" if computed == pairs else "from the cache" if not computed else "in part from the cache"
+    name = "the first weights" if compared.source is None else config.objective.reference
+    return Goals(found["train"], found["validation"], f"with {name}: log-probabilities of {many(pairs, 'pair')}, {how}")
+
+
+def _table(
+    config: RunConfig, data: PreparedData, model: Any, compared: Reference, side: str, rows: PackedRows
+) -> tuple[Table, bool]:
+    """The numbers of a side, and whether they were computed now. The first rank reads and writes the cache."""
+    root, pairs, device = cache_root(), len(rows.index.pieces), next(model.parameters()).device
+    precision = [config.precision.compute, config.precision.fp8, config.precision.fp8_high_layers]
+    parts = (data.fingerprint, side, pairs, compared.digest, model.config.to_json_string(), precision)
+    folder = root / "reference" / key_of(_VERSION, *parts)
+    shared, is_there = torch.zeros(pairs, 2, dtype=torch.float64, device=device), False
+    if dist.get_rank() == 0:
+        try:
+            shared.copy_(torch.from_numpy(_read(folder, root, pairs)))
+            is_there = True
+        except (OSError, ValueError, UserError):
+            is_there = False
+    if plain.of_first(is_there):
+        dist.broadcast(shared, 0)
+        return shared.cpu().numpy(), False
+    with _as_reference(model, compared):
+        numbers = table(model, _batches(model, rows), pairs)
+    if dist.get_rank() == 0:
+        entry(folder, read=partial(_read, root=root, pairs=pairs), build=lambda beside, _: _write(beside, numbers))
+    dist.barrier()
+    return numbers, True
+
+
+@contextmanager
+def _as_reference(model: Any, compared: Reference) -> Iterator[None]:
+    """Inside, the model has the weights of the reference."""
+    if compared.source is None:
+        yield
+        return
+    fill(model, compared.source)
+    try:
+        yield
+    finally:
+        fill(model, compared.first)
+
+
+def _batches(model: Any, rows: PackedRows) -> Iterator[MicroBatch]:
+    plan = state_of(model).plan
+    return rows.sequential(
+        data_rank=plan.data_rank, data_ranks=plan.layout.data_ranks, micro_batch_size=plan.layout.micro_batch_size,
+        row_multiple=plan.layout.row_multiple,
+    )  # fmt: skip
+
+
+def _of_files(folder: Path) -> str:
+    root = cache_root()
+    return key_of([[path.name, file_digest(path, root)] for path in sorted(folder.glob("*.safetensors"))])
+
+
+def _write(folder: Path, numbers: Table) -> None:
+    np.save(folder / _FILE, numbers, allow_pickle=False)
+    (folder / "meta.json").write_text(signed({"array": file_checksum(folder / _FILE)}), encoding="utf-8")
+
+
+def _read(folder: Path, root: Path, pairs: int) -> Table:
+    """Raises OSError, ValueError or `UserError` (damage) for what cannot be used."""
+    check_file(folder / _FILE, read_signed(folder / "meta.json")["array"], root)
+    numbers: Table = np.load(folder / _FILE, allow_pickle=False)
+    if numbers.shape != (pairs, 2) or numbers.dtype != np.float64 or not np.isfinite(numbers).all():
+        raise ValueError(f"{folder}: {numbers.dtype} {list(numbers.shape)}, not finite float64 [{pairs}, 2]")
+    return numbers

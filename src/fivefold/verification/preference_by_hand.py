@@ -1,0 +1,48 @@
+"""Preference objectives as their papers write them (as TRL computes them), with autograd through the whole formula: the
+reference of what `training/preference.py` does in two passes."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.verification.proof_case import ProofCase
+
+
+def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: of one sequence,
+    [T] -> [T, V]; each answer is one."""
+    sums, counts = [], []
+    for row in case.pairs():
+        for piece in row:
+            assert piece.trained is not None
+            ids = torch.from_numpy(piece.tokens.astype("int64"))
+            found = logits_of(ids)[:-1].to(dtype).log_softmax(-1)
+            of_targets = found.gather(-1, ids[1:, None].to(found.device))[:, 0]
+            sums.append(of_targets[torch.from_numpy(piece.trained).to(found.device)].sum())
+            counts.append(int(piece.trained.sum()))
+    return torch.stack(sums).view(-1, 2), torch.tensor(counts, dtype=dtype, device=sums[0].device).view(-1, 2)
+
+
+def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over pairs, and the metrics: rewards of the chosen and the rejected answers, the margin, how often the
+    chosen one has more, and their log-probabilities; each a mean, in the order of `objectives.METRICS`."""
+    before = torch.from_numpy(case.compared_with()).to(sums)
+    beta, means = case.beta, sums / counts
+    if case.objective == "dpo":
+        each = -F.logsigmoid(beta * ((sums[:, 0] - before[:, 0]) - (sums[:, 1] - before[:, 1])))
+        rewards, shown = beta * (sums - before), sums
+    elif case.objective == "ipo":
+        gains = means - before / counts
+        each, rewards, shown = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)) ** 2, beta * (sums - before), sums
+    elif case.objective == "simpo":
+        each = -F.logsigmoid(beta * (means[:, 0] - means[:, 1] - case.gamma / beta))
+        rewards, shown = beta * means, means
+    else:
+        ratio = torch.log1p(-means[:, 0].exp()) - torch.log1p(-means[:, 1].exp())
+        each = -means[:, 0] - beta * F.logsigmoid(means[:, 0] - means[:, 1] - ratio)
+        rewards, shown = beta * means, means
+    margin = rewards[:, 0] - rewards[:, 1]
+    told = [rewards[:, 0], rewards[:, 1], margin, (margin > 0).to(margin), shown[:, 0], shown[:, 1]]
+    return each.mean(), torch.stack([number.detach().mean() for number in told])

@@ -1,0 +1,130 @@
+"""Runs that train on pairs of answers: what they compare with, what they write, and that they go on as they were."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fivefold.config import RunConfig, check_supported
+from fivefold.core.errors import UserError
+from fivefold.training.objectives import METRICS
+from tests.training import bodies
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
+
+WORDS = ["eins", "zwei", "drei", "vier", "acht"]
+
+
+def tree_of(folder: Path, objective: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(2)
+    records = []
+    for _ in range(43):
+        said = rng.choice(WORDS, int(rng.integers(1, 4))).tolist()
+        records.append({"prompt": " ".join(said) + ":", "chosen": " ja", "rejected": " nein" * int(rng.integers(1, 3))})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    tree = run_file(folder, data__train=str(folder / "pairs.jsonl"), **changes)
+    return tree | {"objective": objective or {"name": "dpo", "beta": 0.5}}
+
+
+def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, train__max_steps=8, data__validation=0.2, eval__every=4)
+    ran = train(tree)
+    assert ran.error is None and "compared" in ran.screen and "with the first weights" in ran.screen
+    assert "computed now" in ran.screen
+    losses, accuracies = column(tree, "train/loss"), column(tree, "rewards/accuracies")
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-6) and losses[-1] < 0.3  # its own reference, at first
+    assert column(tree, "rewards/margins")[0] == pytest.approx(0, abs=1e-5) and accuracies[-1] == 1
+    rows = bodies.metrics(tree)
+    assert all(set(METRICS) <= set(row) for row in rows)
+    evaluated = [row["eval/loss"] for row in rows if "eval/loss" in row]
+    assert len(evaluated) == 2 and evaluated[1] < evaluated[0] < math.log(2)
+
+
+def test_resumed_is_bitwise_the_run_left_alone_and_computes_no_reference(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
+    alone, stopped = (tree_of(tmp_path, run__name=name, **options) for name in ("alone", "stopped"))
+    assert train(alone).error is None
+    ran = train(stopped, stop_at=4)
+    assert isinstance(ran.error, Stopped) and "from the cache" in ran.screen
+    ran = train(stopped)
+    assert ran.error is None and "from the cache" in ran.screen and "step 2 of 5" in ran.screen
+    for name in ("train/loss", "train/grad_norm", *METRICS):
+        assert column(stopped, name) == column(alone, name), name
+    assert same(state(stopped, 5), state(alone, 5))
+
+
+def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path) -> None:
+    first, again = (tree_of(tmp_path, run__name=name, train__max_steps=2) for name in ("first", "again"))
+    assert train(first).error is None
+    (file,) = (tmp_path / "cache" / "reference").glob("*/*.npy")
+    file.write_bytes(file.read_bytes()[:-8] + b"\x01" * 8)
+    ran = train(again)
+    assert ran.error is None and "computed now" in ran.screen
+    assert column(again, "train/loss") == column(first, "train/loss")
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [({"tp": 2}, 2), ({"pp": 2}, 2), ({"cp": 2}, 2), ({}, 1), ({"dp_shard": 2, "tp": 2}, 4)]
+)
+def test_a_run_under_another_layout_follows(tmp_path: Path, layout: dict[str, int], world: int) -> None:
+    """Its reference too: computed by that layout."""
+    options: dict[str, Any] = {"train__max_steps": 3}
+    alone, other = tree_of(tmp_path, run__name="alone", **options), tree_of(tmp_path, run__name="other", **options)
+    assert train(alone).error is None
+    shutil.rmtree(tmp_path / "cache" / "reference")
+    ran = train({**other, "layout": layout}, world)
+    assert ran.error is None and "computed now" in ran.screen
+    for name in ("train/loss", "train/grad_norm", *METRICS):
+        assert column(other, name) == pytest.approx(column(alone, name), rel=1e-3, abs=2e-4), name
+
+
+def test_another_model_as_the_reference(tmp_path: Path) -> None:
+    """Its log-probabilities are compared with, and the run starts from its own weights all the same."""
+    base = tree_of(tmp_path, run__name="base", train__max_steps=1, checkpoint__export_hf=True, train__seed=11)
+    assert train(base).error is None
+    folder = str(run_dir(base) / "hf")
+    plain, other = (
+        tree_of(tmp_path, {"name": "dpo", **which}, run__name=name, train__max_steps=2)
+        for name, which in (("plain", {}), ("other", {"reference": folder}))
+    )
+    assert train(plain).error is None and train(other).error is None
+    assert column(other, "logps/chosen")[0] == column(plain, "logps/chosen")[0]
+    assert abs(column(other, "rewards/margins")[0]) > 1e-3 > abs(column(plain, "rewards/margins")[0])
+
+
+@pytest.mark.parametrize("name", ["orpo", "simpo"])
+def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None:
+    tree = tree_of(tmp_path, {"name": name}, train__max_steps=3)
+    ran = train(tree)
+    assert ran.error is None and "compared" not in ran.screen and not (tmp_path / "cache" / "reference").exists()
+    assert column(tree, "train/loss")[-1] < column(tree, "train/loss")[0]
+
+
+def test_a_capacity_is_refused(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(tree_of(tmp_path, balance__capacity_factor=1.0))
+    with pytest.raises(UserError, match="the pass that judges the answers drops no tokens"):
+        check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"name": "kto"}, "kto is not built"),
+        ({"name": "dpo", "reference": "none"}, "dpo compares with one"),
+        ({"name": "orpo", "reference": "base"}, "orpo does not use"),
+        ({"name": "dpo", "beta": 0}, "greater than 0"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RunConfig.model_validate(tree_of(tmp_path, section))
+
+
+def test_the_objective_of_a_run_may_not_change(tmp_path: Path) -> None:
+    tree = tree_of(tmp_path, train__max_steps=2)
+    assert train(tree).error is None
+    ran = train({**tree, "objective": {"name": "dpo", "beta": 0.4}, "train": {**tree["train"], "max_steps": 3}})
+    assert isinstance(ran.error, UserError) and "objective.beta" in ran.error.what
