@@ -110,7 +110,7 @@ def test_ctrl_c_ends_a_conversation_on_a_terminal(folder: Path, layout: str) -> 
     os.write(ours, b"hello\n")
     screen += read_until(ours, "\n> ")
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(60) == 0
+    assert process.wait(240) == 0  # a busy machine takes long to end processes
     assert "Traceback" not in screen and "/reset" in screen
     os.close(ours)
 
