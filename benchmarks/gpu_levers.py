@@ -3,9 +3,11 @@
 python benchmarks/gpu_levers.py                  all that is not measured yet; `--again` measures anew
 python benchmarks/gpu_levers.py --seconds 540    starts nothing that is likely to end later; the next call goes on
 python benchmarks/gpu_levers.py --only 8b        the measurements whose name has this in it
+python benchmarks/gpu_levers.py --no-kernels     without the comparison of fp8 kernels with their emulation
 python benchmarks/gpu_levers.py --device cpu --tiny --only 1b      no GPU: only shows that it runs; writes nothing
 
-Each measurement is a process of `gpu_train.py`. benchmarks/results/gpu_levers-<GPU>.json is written after each of them.
+First `fp8_kernels.py` holds every fp8 kernel of this GPU against its emulation: what is wrong there makes the rest of
+no use. Each measurement is a process of `gpu_train.py`. benchmarks/results/gpu_levers-<GPU>.json is written after each.
 """
 
 import argparse
@@ -53,7 +55,7 @@ class Cell:
 def cells() -> Iterator[Cell]:
     """What is worth most comes first."""
     small, large, full = "llama-3.2-1b", "llama-3.1-8b", "single+full+offload_optimizer"
-    fp8 = ("fp8", "fp8_rowwise", "fp8_rowwise_gw_hp")
+    fp8 = ("fp8", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_blockwise")
     yield Cell(small, 8 * K, rows=2)
     yield Cell(large, 8 * K, "single+full")
     yield from (Cell(small, 8 * K, f"single+{recipe}", rows=2) for recipe in fp8)
@@ -79,6 +81,7 @@ def main() -> int:
     if target and target.exists() and not args.again:
         found = json.loads(target.read_text())["cells"]
     started = time.monotonic()
+    wrong = int(target is not None and not args.no_kernels and kernels_differ())
     chosen = list(dict.fromkeys(cell for cell in cells() if args.only in str(cell)))
     for cell in chosen:
         if str(cell) in found:
@@ -97,7 +100,7 @@ def main() -> int:
     missing = [str(cell) for cell in chosen if str(cell) not in found]
     if missing:
         print(f"{len(missing)} not measured yet; the same command goes on")
-    return int(any("failed" in each for each in found.values()))
+    return int(wrong or any("failed" in each for each in found.values()))
 
 
 def arguments() -> argparse.Namespace:
@@ -107,12 +110,21 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=7200.0, help="starts nothing that is likely to end later")
     add("--only", default="", help="measurements whose name has this text")
     add("--again", action="store_true", help="measure anew what the file of results has")
+    add("--no-kernels", action="store_true", help="without the comparison of fp8 kernels with their emulation")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="toy models with rows of 64 tokens")
     args = parser.parse_args()
     if args.device == "cpu" and not args.tiny:
         parser.error("--device cpu only goes with --tiny: the models would take hours there")
     return args
+
+
+def kernels_differ() -> bool:
+    """Whether an fp8 kernel of this GPU fails, or gives something else than its emulation. Writes its own file."""
+    target = RESULTS / f"fp8_kernels-{slug(torch.cuda.get_device_name())}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(Path(__file__).with_name("fp8_kernels.py")), "--json", str(target)]
+    return bool(subprocess.run(command, timeout=LIMIT).returncode)
 
 
 def measured(cell: Cell, args: argparse.Namespace, limit: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ ORDER = [
         "launch",
         "generation",
         "training",
+        "evaluation",
         "verification",
         "comparison",
         "rehearsal",

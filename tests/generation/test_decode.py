@@ -206,5 +206,7 @@ def test_what_the_cache_holds_is_not_computed_again(case: Case) -> None:
 def test_a_history_that_was_changed_is_computed_again_from_there() -> None:
     seen = Seen()
     seen.ids, seen.length = [1, 2, 3, 4], 4
+    seen.cache.update(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2), 0)
     assert (seen.reuse([1, 2, 9, 4, 5]), seen.ids, seen.length) == (2, [1, 2], 2)
+    assert seen.cache.get_seq_length() == 2
     assert (seen.reuse([1, 2]), seen.ids) == (1, [1])  # one is computed, or nothing would come

@@ -60,8 +60,9 @@ class Kernels:
         self.calls: list[Any] = []
 
     def scaled_mm(
-        self, a: Tensor, b: Tensor, scale_a: Tensor, kind_a: Any, scale_b: Tensor, kind_b: Any, swizzle_a: Any,
-        swizzle_b: Any, *, output_dtype: torch.dtype, use_fast_accum: bool,
+        self, a: Tensor, b: Tensor, scale_a: Tensor, kind_a: Any, scale_b: Tensor, kind_b: Any,
+        swizzle_a: Any = F.SwizzleType.NO_SWIZZLE, swizzle_b: Any = F.SwizzleType.NO_SWIZZLE,
+        *, output_dtype: torch.dtype, use_fast_accum: bool,
     ) -> Tensor:  # fmt: skip
         self.calls.append((kind_a, kind_b, use_fast_accum))
         kinds, swizzles = [[each.value] for each in (kind_a, kind_b)], [[each.value] for each in (swizzle_a, swizzle_b)]
@@ -218,6 +219,15 @@ def test_why_a_product_is_emulated(recipe: str, capability: Any, cuda: Any, line
             assert said is None if expected is None else expected in str(said)
         assert emulated(recipe, "cpu", "fp32")
     assert emulated(recipe, "cpu", "bf16") == "this device has no fp8 units"
+
+
+def test_a_graph_holds_blocks_as_one_operator() -> None:
+    """Inductor would give what `F.scaled_mm` is given to another operator, which asks for other scales."""
+    x, y, pair = _operands("blockwise", "output", (128, 128, 384))
+    with a_gpu():
+        expected = scaled_matmul(x, y, pair, torch.bfloat16, fast=False)
+        compiled = torch.compile(scaled_matmul, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x, y, pair, torch.bfloat16, fast=False), expected)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.objectives import METRICS, Objective, judge
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.preference import Goal, mean_over_pairs, table
+from fivefold.training.preference import Goal, log_probs, mean_over_pairs, table
 from fivefold.verification.exact import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, gathered, gradient, pieces, reference_model
 from tests.pool import run_ranks
@@ -261,3 +261,39 @@ def test_labels_without_an_answer_have_no_weight() -> None:
     assert batch.answers is not None and batch.pairs is not None
     assert ((batch.answers >= 0) == (batch.labels != IGNORE)).all()
     assert batch.pairs.tolist() == list(range(len(all_pairs())))
+
+
+# ---- what the first pass leaves behind -------------------------------------------------------------------------------
+
+
+def loads_on_rank(case: Case, has_goal: bool) -> Any:
+    """The tokens of every expert that a step counts."""
+    model = build(case)
+    batch = micro_batches(case, state_of(model).plan.data_rank)
+    goal = Goal(Objective("simpo")) if has_goal else None
+    result = training_step.train_step(
+        model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, goal=goal
+    )
+    return result.balance.tokens_per_expert
+
+
+def test_routers_count_the_pass_that_trains_alone() -> None:
+    case = case_of("shard2.ep2")
+    with_goal, without = (run_ranks(2, loads_on_rank, case, has_goal)[0] for has_goal in (True, False))
+    assert with_goal == without and sum(map(sum, without)) > 0
+
+
+def amax_on_rank(case: Case) -> tuple[bool, bool]:
+    """Whether the history of fp8 scales notes anything of the first pass, and of a step."""
+    model = build(case)
+    batch = micro_batches(case, state_of(model).plan.data_rank)
+    amax = state_of(model).amax
+    assert amax.names
+    log_probs(model, batch)
+    first = bool(amax._now.any()) or bool(len(amax.history))
+    training_step.accumulate(model, batch, goal=Goal(Objective("simpo")))
+    return first, bool(amax.history.any())
+
+
+def test_the_first_pass_is_no_part_of_the_history_of_fp8_scales() -> None:
+    assert run_ranks(2, amax_on_rank, Case("shard2+mb2+fp32+fp8_delayed")) == [(False, True)] * 2

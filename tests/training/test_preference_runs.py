@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.config import RunConfig
+from fivefold.config import RunConfig, check_supported
 from fivefold.core.errors import UserError
-from fivefold.training import reference as reference_module
 from fivefold.training.objectives import METRICS
 from tests.training import bodies
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
@@ -106,8 +105,8 @@ def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None
 
 def test_a_capacity_is_refused(tmp_path: Path) -> None:
     config = RunConfig.model_validate(tree_of(tmp_path, balance__capacity_factor=1.0))
-    with pytest.raises(UserError, match="would drop other tokens"):
-        reference_module.check(config)
+    with pytest.raises(UserError, match="the pass that judges the answers drops no tokens"):
+        check_supported(config)
 
 
 @pytest.mark.parametrize(

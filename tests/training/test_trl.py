@@ -1,4 +1,4 @@
-"""DPO and IPO beside TRL's own trainer on the same batch, in fp32: loss, rewards, gradients. Skipped without `trl`."""
+"""DPO and IPO beside TRL's own trainer on the same batch, in fp32: loss, metrics, gradients. Skipped without `trl`."""
 
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ def test_the_loss_of_trl(tmp_path: Path, name: str, theirs: str) -> None:
     examples = [
         {
             "prompt_ids": chosen[:prompt].tolist(), "chosen_ids": chosen[prompt:].tolist(),
-            "rejected_ids": rejected[prompt:].tolist(),
-            "ref_chosen_logps": other[at, 0], "ref_rejected_logps": other[at, 1],
+            "rejected_ids": rejected[prompt:].tolist(), "ref_chosen_logps": other[at, 0],
+            "ref_rejected_logps": other[at, 1],
         }
         for at, (prompt, chosen, rejected) in enumerate(all_pairs())
     ]  # fmt: skip

@@ -620,6 +620,13 @@ def check_supported(config: RunConfig) -> None:
             raise UserError(
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
             )
+    if config.objective.name != "sft" and config.balance.capacity_factor is not None:
+        raise UserError(
+            f"objective.name {config.objective.name} with balance.capacity_factor: the pass that judges the answers "
+            "drops no tokens, and the pass that trains them would",
+            fix="leave balance.capacity_factor out",
+            more="docs/preferences.md",
+        )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(
             f"model.init is pretrained, but {config.model.name_or_path} is a built-in shape, which has no weights",

@@ -101,25 +101,43 @@ def scaled_matmul(a_MK: Rounded, b_NK: Rounded, pair: Pair, dtype: torch.dtype, 
     """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and what they were multiplied by.
     `fast`: sums are kept in fewer bits inside a tile, which is enough in forward. Blocks have no such choice."""
     (a, of_a), (b, of_b) = a_MK, b_NK
-    types = F.ScalingType
-    swizzle = F.SwizzleType.NO_SWIZZLE
-    if pair[0].region[1] == 32:
-        recipes, swizzle = (types.BlockWise1x32, types.BlockWise1x32), F.SwizzleType.SWIZZLE_32_4_4
-        scales = _in_tiles(1 / of_a[:, ::32]), _in_tiles(1 / of_b[:, ::32])
-    elif pair[0].region[1] == 128:
-        is_block = pair[1].region[0] == 128
-        recipes = types.BlockWise1x128, types.BlockWise128x128 if is_block else types.BlockWise1x128
-        scales = _rows_contiguous(1 / of_a[:, ::128]), (_of_blocks if is_block else _of_strips)(of_b)
-    elif of_a.numel() == of_b.numel() == 1:
-        recipes = types.TensorWise, types.TensorWise
-        scales = (1 / of_a).reshape(()), (1 / of_b).reshape(())
+    if block := pair[0].region[1]:
+        rows = pair[1].region[0] or 1
+        return multiply_blocks(a, 1 / of_a[:, ::block], b, 1 / of_b[::rows, ::block], block, rows)  # type: ignore[no-any-return]
+    if of_a.numel() == of_b.numel() == 1:
+        recipe, scales = F.ScalingType.TensorWise, [(1 / scale).reshape(()) for scale in (of_a, of_b)]
     else:
-        recipes = types.RowWise, types.RowWise
-        scales = (1 / of_a).expand(len(a), 1).contiguous(), (1 / of_b).expand(len(b), 1).contiguous().T
+        recipe = F.ScalingType.RowWise
+        scales = [(1 / of_a).expand(len(a), 1).contiguous(), (1 / of_b).expand(len(b), 1).contiguous().T]
     return F.scaled_mm(
-        a.contiguous(), b.contiguous().T, scales[0], recipes[0], scales[1], recipes[1], swizzle, swizzle,
-        output_dtype=dtype, use_fast_accum=fast and pair[0].region[1] is None,
+        a.contiguous(), b.contiguous().T, scales[0], recipe, scales[1], recipe, output_dtype=dtype, use_fast_accum=fast
     )  # fmt: skip
+
+
+@torch.library.custom_op("fivefold::multiply_blocks", mutates_args=())
+def multiply_blocks(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, block: int, rows: int) -> Tensor:
+    """`a` times `b` transposed in bf16, from the decoding scales of blocks of 1 x `block` and of `rows` x `block`.
+
+    One operator to a compiler: Inductor gives the arguments of `_scaled_mm_v2` to `_scaled_mm`, which asks for other
+    shapes of the scales of 128 x 128 (torch 2.14).
+    """
+    types, swizzle = F.ScalingType, F.SwizzleType.NO_SWIZZLE
+    if block == 32:
+        recipes, swizzle = (types.BlockWise1x32, types.BlockWise1x32), F.SwizzleType.SWIZZLE_32_4_4
+        scales = _in_tiles(of_a), _in_tiles(of_b)
+    else:
+        recipes = types.BlockWise1x128, types.BlockWise128x128 if rows == 128 else types.BlockWise1x128
+        padded = F.pad(of_b, (0, -of_b.shape[1] % 4)).contiguous().T
+        scales = of_a.T.contiguous().T, padded if rows == 128 else of_b.T.contiguous().T
+    return F.scaled_mm(
+        a_MK.contiguous(), b_NK.contiguous().T, scales[0], recipes[0], scales[1], recipes[1], swizzle, swizzle,
+        output_dtype=torch.bfloat16, use_fast_accum=False,
+    )  # fmt: skip
+
+
+@multiply_blocks.register_fake
+def _(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, block: int, rows: int) -> Tensor:
+    return a_MK.new_empty(len(a_MK), len(b_NK), dtype=torch.bfloat16)
 
 
 def grouped_matmul(rows_SK: Rounded, weight_ENK: Rounded, ends_E: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -131,19 +149,6 @@ def grouped_matmul(rows_SK: Rounded, weight_ENK: Rounded, ends_E: Tensor, dtype:
         (1 / of_weight).expand(*weight.shape[:2], 1).squeeze(-1).contiguous(), offs=ends_E, out_dtype=dtype,
         use_fast_accum=fast,
     )  # fmt: skip
-
-
-def _rows_contiguous(scale_MC: Tensor) -> Tensor:
-    return scale_MC.T.contiguous().T
-
-
-def _of_strips(of_NK: Tensor) -> Tensor:
-    return _rows_contiguous(1 / of_NK[:, ::128])
-
-
-def _of_blocks(of_NK: Tensor) -> Tensor:
-    scale = 1 / of_NK[::128, ::128]
-    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().T
 
 
 def _in_tiles(scale_MC: Tensor) -> Tensor:

@@ -435,10 +435,8 @@ class Step:
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
         if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
-            of_rank = self.shards.of(content)
-            found["allocator"] += (
-                largest_shard(unit for shard, _ in of_rank for unit in shard.units) * self.shards.shape.master_bytes
-            )
+            units = (unit for shard, _ in self.shards.of(content) for unit in shard.units)
+            found["allocator"] += largest_shard(units) * self.shards.shape.master_bytes
         found["runtime"] = runtime_bytes(chip, self.grid)
         return found
 

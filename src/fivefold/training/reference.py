@@ -71,17 +71,6 @@ def objective_of(config: RunConfig) -> Objective:
     return Objective(section.name, section.beta, section.gamma)
 
 
-def check(config: RunConfig) -> None:
-    """Raise `UserError` for what does not go together with an objective on pairs."""
-    if objective_of(config).has_pairs and config.balance.capacity_factor is not None:
-        raise UserError(
-            f"objective.name {config.objective.name} with balance.capacity_factor: the pass that judges the answers "
-            "would drop other tokens than the pass that trains them",
-            fix="leave balance.capacity_factor out",
-            more="docs/preferences.md",
-        )
-
-
 def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> Goals:
     """Of a run whose `model` has its first weights. Every rank calls this; the weights stay as they are."""
     objective = objective_of(config)

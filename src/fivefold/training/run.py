@@ -104,7 +104,6 @@ class Trainer:
     def build(cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack) -> "Trainer":
         """Everything that is there before the first step; `stack` closes it."""
         preflight.check_ranks_agree(config, data)
-        reference.check(config)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
