@@ -118,8 +118,13 @@ def proposal(estimates: Sequence[Estimate], prices: PriceList) -> Estimate | Non
     """With a budget of recompute, a layout that leaves no device tight and is faster than all of `estimates`, by more
     than what counts as near; None where none of them is."""
     most, fastest = prices.cluster.chip.memory_bytes * TIGHT, min(each.step_seconds for each in estimates)
-    steps = (Step(prices, each.layout, each.workload) for each in estimates if each.layout.recompute != "none")
-    found = [each for step in steps if (each := budgeted(step, most)) and each.seconds < fastest * (1 - NEAR)]
+    enough, found = fastest * (1 - NEAR), list[Step]()
+    for estimate in estimates:
+        step = Step(prices, estimate.layout, estimate.workload)
+        if replace(step, layout=replace(step.layout, recompute="none")).at_least >= enough:
+            continue  # no budget of it can be faster
+        if (budget := budgeted(step, most)) is not None and budget.seconds < enough:
+            found.append(budget)
     return min(found, key=lambda step: step.seconds).estimate() if found else None
 
 
