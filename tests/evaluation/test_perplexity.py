@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ def test_it_is_that_of_a_plain_loop(folder: Path, layout: str) -> None:
         assert found["bits_per_byte"] == pytest.approx(summed / math.log(2) / size, rel=1e-10)
 
 
+def test_a_model_with_dropout_is_evaluated_without(folder: Path, tmp_path: Path) -> None:
+    with_dropout = shutil.copytree(folder, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (with_dropout / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}), encoding="utf-8")
+    found = [
+        run_once(
+            "fivefold.evaluation.run",
+            {"evaluate": {"model": str(model), "text": str(folder.parent / "text.jsonl"), "seq_length": SEQ}},
+            layout="single", device="cpu", what="evaluate",
+        )["text"]["loss_sum"]
+        for model in (folder, with_dropout)
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
 def test_a_part_of_a_text_has_no_bits_per_byte(folder: Path) -> None:
     options = {"model": str(folder), "text": str(folder.parent / "text.jsonl"), "seq_length": SEQ, "max_tokens": 5}
     (found,) = run_ranks(1, measured, options)
@@ -87,9 +103,12 @@ def test_of_conversations_the_answers_count(folder: Path, tmp_path: Path) -> Non
 def test_what_is_not_there(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"body": "a"}', encoding="utf-8")
+    number = tmp_path / "number.jsonl"
+    number.write_text('{"text": 5}', encoding="utf-8")
     for options, message, fix in (
         ({}, "is no run, so it has no validation rows", "--text"),
         ({"text": str(file)}, "no key 'text'", "--text-key body"),
+        ({"text": str(number)}, "holds a int, not a string", "--text-key names the key"),
         ({"text": str(file), "text_key": "body", "seq_length": 129}, "--seq-length 129 is more than", "128, or less"),
     ):
         with pytest.raises(UserError, match=message) as caught:

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
-from fivefold.models.build import build_meta
+from fivefold.models.build import build_meta, without_dropout
 from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows
 from fivefold.models.pairs import FeatureGroup, by_features
@@ -327,6 +327,7 @@ def test_dropout_of_every_kind_is_refused(config):
     with pytest.raises(UserError, match="dropout is not supported") as error:
         build_meta(config)
     assert "model.overrides." in str(error.value.fix)
+    build_meta(without_dropout(config))  # a model that is not trained draws none
 
 
 def test_a_plan_that_says_otherwise_is_refused(monkeypatch):

@@ -270,7 +270,7 @@ def _fix(source: Source, likely: str | None, noun: str, names: Collection[str]) 
     """As it would be typed, where one key looks like the text."""
     if likely is None:
         of_two = f"; where one asks and another answers, {_columns(source)}" if len(names) > 1 else ""
-        return f"{source.label}.text_key names the {noun} that holds the text{of_two}"
+        return f"{source.named('text_key')} names the {noun} that holds the text{of_two}"
     return f"add {source.option('text_key', likely)}"
 
 

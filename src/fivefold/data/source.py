@@ -55,6 +55,10 @@ class Source:
         """How messages name a file of it."""
         return f"{self.label}: {path}"
 
+    def named(self, key: str) -> str:
+        """The key of this source, as messages call it."""
+        return f"{self.label}.{key}"
+
     def option(self, key: str, value: str) -> str:
         """`key=value` for this source, as it is typed behind `fivefold train`: quoted for YAML and for the shell."""
         plain = value if _reads_back(value) else json.dumps(value, ensure_ascii=False)

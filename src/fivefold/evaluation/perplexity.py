@@ -29,6 +29,9 @@ from fivefold.training.step import summed_loss
 class _Given(Source):
     """A source that options of the command say."""
 
+    def named(self, key: str) -> str:
+        return f"--{key.replace('_', '-')}"
+
     def option(self, key: str, value: str) -> str:
         return f"--{key.replace('_', '-')} {shlex.quote(value)}"
 

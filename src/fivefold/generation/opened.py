@@ -20,7 +20,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
 from fivefold.launch.world import World
-from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.data import PRECISION_OF
@@ -46,7 +46,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     folder, open_source = _locate(name, step, verb)
     run = _run_of(folder)
     info = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(run))
-    config = load_model_config(folder)
+    config = without_dropout(load_model_config(folder))
     resolved = _layout(layout, config.dtype).resolve(world.size)
     model = build_meta(config)
     model = parallelize(model, resolved, device=world.device, source=open_source(model))

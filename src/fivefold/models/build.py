@@ -167,6 +167,21 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
+def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
+    """`hf_config` itself, its dropout and jitter set to 0: of a model that is not trained, which draws none."""
+    text = hf_config.get_text_config()
+    for key in dict(_noise(text.to_dict())):
+        *above, last = key.split(".")
+        inside: Any = text
+        for name in above:
+            inside = inside[name] if isinstance(inside, dict) else getattr(inside, name)
+        if isinstance(inside, dict):
+            inside[last] = 0.0
+        else:
+            setattr(inside, last, 0.0)
+    return hf_config
+
+
 def _noise(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
     """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
     for key, value in values.items():
