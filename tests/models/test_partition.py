@@ -13,6 +13,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    MptConfig,
     NanoChatConfig,
     Olmo2Config,
     OPTConfig,
@@ -328,6 +329,11 @@ def test_dropout_of_every_kind_is_refused(config):
         build_meta(config)
     assert "model.overrides." in str(error.value.fix)
     build_meta(without_dropout(config))  # a model that is not trained draws none
+
+
+def test_dropout_inside_a_part_of_a_config_is_set_to_0():
+    config = without_dropout(MptConfig(attn_config={"attn_pdrop": 1}, emb_pdrop=0.1))
+    assert (config.attn_config.attn_pdrop, config.emb_pdrop) == (0, 0)
 
 
 def test_a_plan_that_says_otherwise_is_refused(monkeypatch):

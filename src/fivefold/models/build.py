@@ -170,15 +170,15 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
 def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """`hf_config` itself, its dropout and jitter set to 0: of a model that is not trained, which draws none."""
     text = hf_config.get_text_config()
-    for key in dict(_noise(text.to_dict())):
+    for key, value in _noise(text.to_dict()):
         *above, last = key.split(".")
         inside: Any = text
         for name in above:
             inside = inside[name] if isinstance(inside, dict) else getattr(inside, name)
         if isinstance(inside, dict):
-            inside[last] = 0.0
+            inside[last] = type(value)(0)
         else:
-            setattr(inside, last, 0.0)
+            setattr(inside, last, type(value)(0))  # configs hold fields to their types
     return hf_config
 
 
