@@ -21,7 +21,9 @@ from fivefold.config import OptimizerSection
 from fivefold.core.layout import Layout
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.models import hf_internals
+from fivefold.models.adapter import Lora, targets_of
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
@@ -62,6 +64,7 @@ class Case:
     loss_chunks: int | None = None
     optimizer: str = "adamw"
     overrides: tuple[tuple[str, Any], ...] = field(default=())
+    adapter: Lora | None = None
 
     @property
     def parsed(self) -> Layout:
@@ -213,8 +216,24 @@ def cross_entropy(model: nn.Module, docs: list[np.ndarray]) -> Tensor:
 def build(case: Case) -> Any:
     """The model of the case, spread over the current world, with the reference's values."""
     source = ModelTensors(reference_model(case, torch.float32))
+    model, adapters = build_meta(hf_config(case)), adapters_of(case)
+    source._tensors |= adapters
+    source.shapes = {**source.shapes, **{name: tuple(values.shape) for name, values in adapters.items()}}
     step = case.parsed.padded(ROW), case.parsed.accumulation(case.rows)
-    return parallelize(build_meta(hf_config(case)), case.parsed, source=source, loss_chunks=case.loss_chunks, step=step)
+    return parallelize(model, case.parsed, source=source, loss_chunks=case.loss_chunks, step=step, adapter=case.adapter)
+
+
+def adapters_of(case: Case) -> dict[str, Tensor]:
+    """Random numbers for the adapters of a case, in fp32: no matrix is zero, or it would hide the other's gradient."""
+    if case.adapter is None:
+        return {}
+    torch.manual_seed(11)
+    facts = facts_of(build_meta(hf_config(case)))
+    rank, found = case.adapter.rank, dict[str, Tensor]()
+    for target in targets_of(facts, case.adapter):
+        a, b = target.weights
+        found |= {a: 0.2 * torch.randn(rank, target.inputs), b: 0.2 * torch.randn(target.outputs, rank)}
+    return found
 
 
 def gradient(parameter: Tensor) -> Tensor:

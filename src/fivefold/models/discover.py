@@ -183,7 +183,8 @@ def _outside(model: nn.Module, anatomy: Anatomy) -> Iterator[Matmul]:
     """Linears outside of the layers. (An embedding is looked up, and costs nothing.)"""
     for name, module in model.named_modules():
         if hf_internals.linear_dims(module) is not None and not is_within(name, anatomy.layers):
-            outputs, inputs = module.weight.shape
+            dims = hf_internals.linear_dims(module) or (0, 1)
+            outputs, inputs = (module.weight.shape[dim] for dim in dims)
             yield Matmul(name, inputs, outputs)
 
 
@@ -198,7 +199,8 @@ def _cost(
     for name, parameter in model.get_submodule(block.layer).named_parameters():
         times = next((times for held, times in picks.items() if is_within(f"{block.layer}.{name}", [held])), 0)
         if parameter.ndim == (3 if times else 2):
-            outputs, inputs = parameter.shape[-2:]
+            is_transposed = hf_internals.linear_dims(_owner(model, f"{block.layer}.{name}")) == (1, 0)
+            outputs, inputs = reversed(parameter.shape) if is_transposed else parameter.shape[-2:]
             matmuls.append(Matmul(name, inputs, outputs, times or 1))
     attention = tuple(_attends([block]).values())
     of_experts = [(times, _saved_by_expert(model.get_submodule(name), hidden_size)) for name, times in picks.items()]
@@ -214,6 +216,10 @@ def _cost(
         tuple(matmuls), attention, in_all(block.saved, 4), in_all(low.saved, low_bytes, statistics),
         in_all(low.fused, low_bytes, statistics),
     )  # fmt: skip
+
+
+def _owner(model: nn.Module, parameter: str) -> nn.Module:
+    return model.get_submodule(parameter.rpartition(".")[0])
 
 
 def _saved_by_expert(module: Any, hidden_size: int) -> tuple[int, int]:

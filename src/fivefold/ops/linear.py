@@ -192,7 +192,7 @@ class Linears:
             if waits or (make and self.are_outside):
                 # A graph cannot put anything into a store, or a history: it ends before, and another begins behind.
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
-        elif reduce is None:
+        elif reduce is None and not _is_adapted(linear):
             return
         linear.forward = _biased(linear, multiply, reduce or _nothing)
 
@@ -257,13 +257,22 @@ def _own_product(linear: Any) -> Multiply:
 
 
 def _biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
-    """Partial products are summed first, the bias is added once."""
+    """Partial products are summed first, with those of an adapter, and the bias is added once."""
+    is_adapted = _is_adapted(linear)
 
     def forward(x: Tensor) -> Tensor:
-        out = reduce(multiply(x))
+        out = multiply(x)
+        if is_adapted:
+            out = out + linear.lora_scale * linear.lora_B(linear.lora_A(x))
+        out = reduce(out)
         return out if linear.bias is None else out + linear.bias
 
     return forward
+
+
+def _is_adapted(linear: Any) -> bool:
+    """Whether a linear has an adapter beside its weight (`models/adapter.py`)."""
+    return hasattr(linear, "lora_A")
 
 
 def _nothing(out: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim, Recipe
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models import hf_internals
+from fivefold.models.adapter import Lora, WithAdapters, adapted, attach, targets_of
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import KEEPS
 from fivefold.models.build import use_our_attention
@@ -61,6 +62,7 @@ def parallelize(
     compile_blocks: bool = False,
     step: tuple[int, int] | None = None,
     offload_to: str = HOST,
+    adapter: Lora | None = None,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
@@ -69,7 +71,8 @@ def parallelize(
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
     users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for which a
-    budget of recompute is spent. `offload_to`: where what the layout offloads lies, see `HostMemory`.
+    budget of recompute is spent. `offload_to`: where what the layout offloads lies, see `HostMemory`. `adapter`: what
+    is trained beside a frozen model; `source` may be without it.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
 
@@ -84,6 +87,12 @@ def parallelize(
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     facts = facts_of(model)
+    if adapter is not None:
+        targets = targets_of(facts, adapter)
+        attach(model, facts, adapter)
+        if targets[0].weights[0] not in source.names():
+            source = WithAdapters(source, targets, adapter, seed)
+        facts = adapted(facts, adapter)
     plan = lower(facts, layout, dist.get_rank())
     if step is not None:
         plan = plan.within_budget(*step, compiled=compile_blocks)

@@ -228,11 +228,17 @@ class ParallelPlan:
     def block_matrices(self) -> tuple[str, ...]:
         """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
         blocks = tuple(f"{name}." for name in self.anatomy.layers)
-        return tuple(name for name, spec in self.shards.items() if spec.is_matrix and name.startswith(blocks))
+        return tuple(
+            name
+            for name, spec in self.shards.items()
+            if spec.is_matrix and name.startswith(blocks) and self.facts.parameters[name].is_trained
+        )
 
     def is_fp8(self, module: str) -> bool:
         """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
         layers, high = self.anatomy.layers, self.layout.fp8_high_layers
+        if module.endswith((".lora_A", ".lora_B")):
+            return False
         return self.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
 
     def unaligned(self, tokens: int) -> list[str]:
@@ -579,7 +585,11 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
         ulysses=method.ulysses,
     )
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
-    own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
+    own = {
+        name: axis
+        for name, axis in sums.items()
+        if grid.coords(rank).pp in pp_ranks[name] and facts.parameters[name].is_trained
+    }
     recompute = Recompute(layout.recompute)
     plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
     legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan)])

@@ -1,0 +1,119 @@
+"""LoRA under every fold against `peft` on the unmodified model: two steps, in fp64."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fivefold.models.adapter import Lora
+from fivefold.training.optimizers import Weights, rule_of
+from tests.parity import (
+    OPTIONS,
+    Case,
+    Outcome,
+    adapters_of,
+    assert_proved,
+    cross_entropy,
+    documents,
+    gradient,
+    on_rank,
+    outcome,
+    proof,
+    reference_model,
+)
+from tests.pool import run_ranks
+
+peft = pytest.importorskip("peft")
+
+LORA = Lora(rank=3, alpha=7.0)
+
+
+def of_peft(case: Case) -> Any:
+    """The model of `peft`, with the adapters of the case."""
+    lora, values = case.adapter, adapters_of(case)
+    assert lora is not None
+    modules = sorted({name.rsplit(".", 2)[0] for name in values})
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=modules,
+        lora_dropout=0.0,
+    )  # fmt: skip
+    model = peft.get_peft_model(reference_model(case), config, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(values[plain(name)])
+    return model.double()
+
+
+def plain(name: str) -> str:
+    """A parameter of `peft` as it is called here."""
+    return name.removeprefix("base_model.model.").replace(".default.", ".").replace(".base_layer.", ".")
+
+
+def expected(case: Case) -> Outcome:
+    """Two steps of torch's own optimizer on the adapters alone."""
+    model = of_peft(case)
+    with proof(case):
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        weights = Weights([], [*trained.values()], frozen[:1])
+        optimizers = rule_of(case.optimizer).reference(weights, case.options, OPTIONS.learning_rate)
+        losses, norms, gradients = [], [], dict[str, np.ndarray]()
+        for step in range(case.steps):
+            model.zero_grad()
+            loss = cross_entropy(model, [each for row in documents(case, step) for each in row])
+            loss.backward()
+            if step == 0:
+                gradients = {plain(name): gradient(p).numpy().copy() for name, p in model.named_parameters()}
+            norms.append(float(nn.utils.clip_grad_norm_(trained.values(), case.max_grad_norm or np.inf)))
+            losses.append(loss.item())
+            for optimizer in optimizers:
+                optimizer.step()
+    last = {plain(name): p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return Outcome(losses, norms, gradients, last)
+
+
+def check(case: Case) -> None:
+    right = expected(case)
+    assert case.max_grad_norm < right.norms[0]  # clipping bites
+    per_rank = run_ranks(case.parsed.world, on_rank, case)
+    found = outcome(case, per_rank, {name: each.shape for name, each in right.weights.items()})
+    assert_proved(found, right, per_rank)
+    frozen = [name for name in right.weights if ".lora_" not in name]
+    assert frozen and not any(found.gradients[name].any() for name in frozen)
+    assert all(found.gradients[name].any() for name in right.weights if ".lora_" in name)
+
+
+LAYOUTS = ("single", "shard2", "tp2", "tp2+nosp", "pp2", "cp2", "shard2.tp2", "pp2.cp2", "dp2+zero1", "shard2+zero2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lora_equals_peft(layout: str) -> None:
+    check(Case(f"{layout}+mb2+fp64", adapter=LORA, loss_chunks=3, max_grad_norm=0.05))
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("tp2", {"adapter": replace(LORA, targets=("o_proj", "down_proj"))}),
+        ("pp2", {"adapter": replace(LORA, targets=("model.layers.1.mlp.up_proj",), rslora=True)}),
+        ("tp2.cp2", {"adapter": replace(LORA, targets=("q_proj", "v_proj"))}),
+        ("tp4", {"kv_heads": 2}),  # ranks share key and value heads
+        ("pp2+zb", {}),
+        ("tp2+full", {"family": "qwen2"}),  # biases
+        ("tp2", {"tied": True}),
+        (
+            "shard2.ep2",
+            {"family": "qwen3_moe", "adapter": replace(LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj"))},
+        ),
+        ("tp2+nosp", {"family": "gpt2"}),  # [I, O]
+        ("shard2+selective", {}),
+        ("shard2+offload+offload_optimizer+offload_parameters", {}),
+    ],
+)
+def test_lora_beside_other_parts(layout: str, more: dict[str, Any]) -> None:
+    case = Case(f"{layout}+fp64" if "+mb" in layout else f"{layout}+mb2+fp64", max_grad_norm=0.02, loss_chunks=2)
+    check(replace(case, **{"adapter": LORA, **more}))
