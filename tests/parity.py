@@ -19,9 +19,10 @@ from transformers import AutoConfig
 
 from fivefold.config import OptimizerSection
 from fivefold.core.layout import Layout
+from fivefold.core.lora import Lora
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Lora, targets_of
+from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers

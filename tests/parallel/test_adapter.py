@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fivefold.models.adapter import Lora
+from fivefold.core.lora import Lora
 from fivefold.training.optimizers import Weights, rule_of
 from tests.parity import (
     OPTIONS,

@@ -39,6 +39,8 @@ def agreement(
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
+    whole = type(config.adapter)().model_dump()
+    keys |= {f"adapter.{key}": value for key, value in tree["adapter"].items() if value != whole[key]}
     plain = type(config.objective)().model_dump()
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from fivefold.checkpoint import model_folder
+from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.core.errors import RunFailed, UserError
@@ -41,6 +41,7 @@ class Exported:
     parameters: int
     bytes: int
     dtype: torch.dtype
+    is_adapter: bool = False  # a folder of `peft`
 
 
 def export(
@@ -50,18 +51,28 @@ def export(
     step: int | None = None,
     dtype: str | None = None,
     force: bool = False,
+    merge: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
     """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its
-    copy, as the Hugging Face folder `out`, with a model card.
+    copy, as the Hugging Face folder `out`, with a model card. Of an adapter it is a folder of `peft`; `merge`: a model
+    folder with the adapter in its weights.
 
     `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces a
     model folder that is there. Raises `UserError` for a run or a step that is not there, and when `out` is in the way.
     """
     checkpoint = find_checkpoint(run, step)
-    source = checkpoint.source()
+    source: WholeTensors = checkpoint.source()
+    beside = adapter_export.of(checkpoint)
+    if beside is None and merge:
+        raise UserError(f"{run} has no adapter to merge: the whole model was trained", fix="leave --merge out")
+    if beside is not None and not merge:
+        size, kind = beside.write(out, run, dtype, force=force)
+        return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
+    if beside is not None:
+        source = beside.merged()
     came_in = model_folder.came_in(checkpoint.model_folder)
-    target = export_dtype(dtype, came_in=came_in, trained=source.dtype(source.ordered[0]))
+    target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
     files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
     files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)

@@ -196,7 +196,7 @@ def restore(
     check_fits(model, weights, where=str(checkpoint.path))
     checkpoint.verify(together=True)
     reshard(model)
-    fill(model, weights)
+    fill(model, weights, state_of(model).plan.stored_shapes)
     state_of(model).amax.load(checkpoint.state.get(AMAX, {}))
     if optimizer is None:
         return
@@ -237,7 +237,8 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    shapes, dtype = state_of(model).plan.stored_shapes, next(model.parameters()).dtype
+    shapes = state_of(model).plan.stored_shapes
+    dtype = next(each for name, each in model.named_parameters() if name in shapes).dtype
     if missing := sorted(shapes.keys() - source.names()):
         raise UserError(f"{where} does not hold {listed(missing, 3)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - shapes.keys()):

@@ -247,9 +247,10 @@ def collect(
     holds.
     """
     plan = state_of(model).plan
+    stored = plan.stored_shapes
     for name, parameter in model.named_parameters():
         weight = parameter.grad if gradients else parameter
-        if weight is None or not plan.is_owner(name):
+        if weight is None or name not in stored or not plan.is_owner(name):
             continue
         for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
@@ -261,7 +262,8 @@ def collect(
             elif plan.shard_index(name).part == plan.shard_index(name).fsdp_rank == 0:
                 yield _whole(kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     if plan.is_first_of_stage and not gradients:
-        yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in plan.buffers)
+        kept = plan.buffers.keys() & stored.keys()
+        yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 def _whole(kind: str, name: str, tensor: Tensor) -> OwnedSlice:

@@ -31,19 +31,36 @@ def export(
         typer.Option(help="Type of the weights. Default: that of the model the run started from.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the model folder OUT.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Put a run's adapter into the weights of its model.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a run's model as a plain Hugging Face folder.
+    """Write a run's model as a plain Hugging Face folder; of a run with an adapter, the adapter as a folder of PEFT.
 
     Example: fivefold export runs/demo my-model
     """
     from fivefold.checkpoint.export import export as export_run
 
-    done = export_run(run, out, step=step, dtype=dtype.value if dtype else None, force=force)
+    done = export_run(run, out, step=step, dtype=dtype.value if dtype else None, force=force, merge=merge)
     kind = str(done.dtype).removeprefix("torch.")
+    if done.is_adapter:
+        say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
+        for line in uses_of_adapter(str(out), run):
+            say(line)
+        return
     say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
     for line in uses(str(out)):
         say(line)
+
+
+def uses_of_adapter(folder: str, run: str) -> list[str]:
+    """What to do with an exported adapter."""
+    return [
+        "",
+        "from peft import AutoPeftModelForCausalLM",
+        f"model = AutoPeftModelForCausalLM.from_pretrained({folder!r})",
+        "",
+        f"fivefold export {quote(run)} {quote(folder + '-merged')} --merge   # a model folder with the adapter in it",
+    ]
 
 
 def uses(folder: str) -> list[str]:

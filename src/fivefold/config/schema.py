@@ -31,6 +31,7 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.layout import FP8, SAID, Compute, Layout
+from fivefold.core.lora import AUTO, Lora
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.recompute import BUDGET
 from fivefold.core.shapes import shape_folder
@@ -261,6 +262,45 @@ class ObjectiveSection(Section):
         return self
 
 
+def _names(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class AdapterSection(Section):
+    """What is trained beside a frozen model; `models/adapter.py` has the formula."""
+
+    name: Literal["none", "lora"] = Field(
+        default="none", description="none: the whole model is trained; lora: two small matrices beside each linear"
+    )
+    rank: Whole = Field(default=16, ge=1, description="rows of A, columns of B")
+    alpha: Number = Field(default=32.0, gt=0, description="their product is multiplied by alpha / rank")
+    targets: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = Field(
+        default=(AUTO,),
+        min_length=1,
+        description="linears by the ends of their names, such as [q_proj, v_proj]; auto: all of the layers but routers "
+        "and experts",
+    )
+    rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank)")
+    dropout: Number = Field(default=0.0, ge=0, le=0, description="0: nothing is dropped in any run")
+    path: PathText = Field(default="", description="folder of a PEFT adapter to start from; empty: a new one")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _built(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("name") in ("dora", "qlora"):
+            raise ValueError(f"{values['name']} is not built; lora is")
+        if values.get("dropout"):
+            raise ValueError("dropout is 0 in any run: a layout would drop other values than one process")
+        return values
+
+    @property
+    def lora(self) -> Lora | None:
+        """None where the whole model is trained."""
+        return Lora(self.rank, self.alpha, self.targets, self.rslora) if self.name == "lora" else None
+
+
 class OptimizerSection(Section):
     name: Annotated[str, AfterValidator(_known_optimizer)] = Field(
         default="adamw",
@@ -454,6 +494,7 @@ class RunConfig(Section):
     data: DataSection = Field(default=DataSection())
     train: TrainSection = Field(default=TrainSection())
     objective: ObjectiveSection = Field(default=ObjectiveSection())
+    adapter: AdapterSection = Field(default=AdapterSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())
     scheduler: SchedulerSection = Field(default=SchedulerSection())
     layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")  # type: ignore[valid-type]

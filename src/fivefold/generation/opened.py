@@ -10,9 +10,11 @@ import yaml
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from fivefold.checkpoint.base import base_source
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.checkpoint.model_folder import eos_token_ids
+from fivefold.config import RunConfig
 from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
@@ -20,6 +22,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
 from fivefold.launch.world import World
+from fivefold.models.adapter import Layered
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
@@ -45,11 +48,16 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     newest. `verb`: for messages. Raises `UserError` when the model, the step or the layout does not fit."""
     folder, open_source = _locate(name, step, verb)
     run = _run_of(folder)
+    trained = RunConfig.model_validate(run) if run.get("adapter") else None
+    lora = trained.adapter.lora if trained else None
     info = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(run))
     config = without_dropout(load_model_config(folder))
     resolved = _layout(layout, config.dtype).resolve(world.size)
     model = build_meta(config)
-    model = parallelize(model, resolved, device=world.device, source=open_source(model))
+    source = open_source(model)
+    if trained is not None and lora is not None:
+        source = Layered(source, base_source(trained, model))
+    model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     return Opened(folder, model, info.load(), info, eos_token_ids(folder) or (info.eos_token_id,), run)
 
 

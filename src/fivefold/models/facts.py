@@ -338,6 +338,11 @@ class ModelFacts:
         return sum(parameter.size for parameter in self.parameters.values())
 
     @property
+    def has_adapter(self) -> bool:
+        """Whether something is trained beside a frozen model (`models/adapter.py`)."""
+        return any(name.endswith(".lora_A.weight") for name in self.parameters)
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the embedding: every token that can be given. (Mllama's head makes logits of 8 less.)"""
         return self.parameters[self.anatomy.embedding_weight].shape[0]

@@ -1,7 +1,7 @@
 """Model FLOPs. No torch.
 
-Counted: every matmul of the model, forward and backward (6 per weight and token), and attention inside documents,
-causally halved. Not counted: recompute, padding, element-wise work. (The convention of PaLM, arXiv:2204.02311.)
+Counted: every matmul of the model, forward and backward (6 per weight and token; 4 of one that is frozen beside an
+adapter, which has no gradient), and attention inside documents, causally halved. Not counted: recompute, padding, element-wise work. (The convention of PaLM, arXiv:2204.02311.)
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,9 @@ class Costs:
         """Of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
         active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
         attention = [shape for cost in facts.layer_costs for shape in cost.attention]
+        adapters = sum(each.size for each in facts.parameters.values() if each.is_trained) if facts.has_adapter else 0
         return cls(
             parameters=facts.size,
-            per_token=6 * active,
+            per_token=4 * active + 6 * adapters if adapters else 6 * active,
             per_squared_length=sum(3 * shape.query * (shape.key_size + shape.value_size) for shape in attention),
         )

@@ -20,9 +20,11 @@ from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim, Recipe
 from fivefold.core.layout import Layout
+from fivefold.core.lora import Lora
 from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Lora, WithAdapters, adapted, attach, targets_of
+from fivefold.models.adapter import WithAdapters, attach
+from fivefold.models.adapter_facts import adapted, targets_of
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import KEEPS
 from fivefold.models.build import use_our_attention
@@ -130,6 +132,8 @@ def parallelize(
     _wrap_blocks(model, plan, recompute=recompute, compiled=compiled, offload=offload)
     reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
     model.to(data.master_dtype(layout.precision))
+    if adapter is not None:
+        data.rest_frozen(model, dtype)
     data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
     groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)

@@ -25,6 +25,14 @@ def master_dtype(precision: str) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
+def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep what is not trained in the type that it computes in."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                module._parameters[name] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+
+
 def apply_data_parallel(
     model: nn.Module, model_units: Sequence[Unit], mesh: Mesh, *, reduce_dtype: torch.dtype
 ) -> None:

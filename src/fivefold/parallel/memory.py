@@ -128,7 +128,8 @@ class StepBytes:
 
 def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
     """Of one optimizer step."""
-    held = {name: plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)}
+    own = [name for name in plan.shards if plan.holds(name)]
+    held = {name: plan.held_bytes(name, plan.rests_in(name, shape.master_bytes)) for name in own}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
     optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.block_matrices)
     state = {

@@ -147,8 +147,21 @@ class ParallelPlan:
 
     @property
     def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor that a checkpoint holds, parameters and buffers of routers, in the model's order."""
+        """Of every tensor that a checkpoint holds, parameters and buffers of routers, in the model's order: beside a
+        frozen model, the adapters alone."""
+        if self.has_adapter:
+            return {name: spec.shape for name, spec in self.shards.items() if self.facts.parameters[name].is_trained}
         return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
+
+    @cached_property
+    def has_adapter(self) -> bool:
+        """Whether something is trained beside a frozen model."""
+        return self.facts.has_adapter
+
+    def rests_in(self, name: str, master_bytes: int) -> int:
+        """Bytes of a number of a parameter at rest: of the compute type in a frozen model, else of `master_bytes`."""
+        is_frozen = self.has_adapter and not self.facts.parameters[name].is_trained
+        return BYTES[self.layout.precision] if is_frozen else master_bytes
 
     @property
     def tied(self) -> str | None:

@@ -3,7 +3,7 @@
 `parallelize` leaves it at `model.fivefold`. What a layout is says the plan; here is what runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -75,17 +75,20 @@ def state_of(model: nn.Module) -> ParallelState:
     return cast(ParallelState, model.fivefold)
 
 
-def fill(model: nn.Module, source: TensorSource) -> None:
-    """Overwrite every parameter with this rank's part of `source`, and what routers keep, reading nothing else."""
+def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None = None) -> None:
+    """Overwrite every parameter (of `names`; None: all) with this rank's part of `source`, and what routers keep,
+    reading nothing else."""
     state = state_of(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if names is not None and name not in names:
+                continue
             shard = local(parameter)
             for global_region, local_region in state.plan.regions(name):
                 for piece, own in _pieces(global_region, shard[local_region]):
                     own.copy_(source.read(name, piece))
         for name, buffer in model.named_buffers():
-            if name in state.plan.buffers:
+            if name in state.plan.buffers and (names is None or name in names):
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
 
 

@@ -9,6 +9,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID
 from fivefold.core.recompute import budget_bytes
 from fivefold.core.units import GIB, many
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.answers import answer
@@ -48,7 +49,8 @@ def facts_of_run(config: RunConfig, vocabulary: int | None = None) -> ModelFacts
     # The model's own marks may be tokens that the tokenizer has not, of which `transformers` would warn.
     marks = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     of_text: Mapping[str, Any] = {"vocab_size": vocabulary, **marks} if takes else {}
-    return facts_of_config(config.model.name_or_path, config.model.overrides, of_text=of_text)
+    facts = facts_of_config(config.model.name_or_path, config.model.overrides, of_text=of_text)
+    return adapted(facts, config.adapter.lora)
 
 
 def workload_of(config: RunConfig) -> Workload:

@@ -296,8 +296,8 @@ class _Sharding(_Pricing):
     def unit(self, unit: Unit) -> UnitPrice:
         """Its numbers, and its collectives, found among the calls by its name."""
         gathered, (_, reduced) = self.plan.gathered_bytes(unit), self.plan.padded_sizes(unit)
-        held = sum(self.plan.held_bytes(name, 1) for name in unit.parameters)
-        frozen = sum(self.plan.held_bytes(name, 1) for name in unit.frozen)
+        master = self.shape.master_bytes
+        held = sum(self.plan.held_bytes(name, self.plan.rests_in(name, master)) for name in unit.parameters) // master
         calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
@@ -308,8 +308,8 @@ class _Sharding(_Pricing):
             gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
-            held, held - frozen, gathered, reduced, calls, gather, reduce, self.plan.largest(unit),
-            sum(self.plan.state_bytes(name, self.shape.master_bytes) for name in trained),
+            held, sum(self.plan.held_bytes(name, 1) for name in trained), gathered, reduced, calls, gather, reduce,
+            self.plan.largest(unit), sum(self.plan.state_bytes(name, master) for name in trained),
             self.plan.grid.fsdp_shards(unit.over),
         )  # fmt: skip
 

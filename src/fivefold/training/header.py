@@ -40,6 +40,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
         ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),
+        *_adapter_lines(job),
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
@@ -67,6 +68,20 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
+    """What is trained beside a frozen model."""
+    lora, parameters = job.config.adapter.lora, state_of(job.model).plan.facts.parameters
+    if lora is None:
+        return
+    trained = [each.size for each in parameters.values() if each.is_trained]
+    start = f"from {job.config.adapter.path}" if job.config.adapter.path else "new"
+    yield (
+        "adapter",
+        f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {many(len(trained) // 2, 'linear')}, {start}: "
+        f"{human(sum(trained))} parameters are trained, the others frozen",
+    )
 
 
 def memory_line(job: "Trainer", peaks: Mapping[str, float | None]) -> str:

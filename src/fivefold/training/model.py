@@ -5,15 +5,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from fivefold.checkpoint.base import base_source
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
-from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.adapter import Layered
+from fivefold.models.adapter_facts import targets_of
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.facts import ModelFacts
 from fivefold.models.flops import Costs
 from fivefold.models.forwards import check_lengths
-from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.models.peft_folder import PeftFolder
+from fivefold.models.sources import TensorSource
 from fivefold.parallel.balance import BalanceOptions
 
 # Compiling a block took 27 to 50 s on two CPU cores and saved 2 to 50% of a step there, so a CPU run must be long.
@@ -73,11 +78,13 @@ def own_coefficient(hf_config: Any) -> float:
     return 0.0
 
 
-def load_source(config: RunConfig, model: PreTrainedModel) -> TensorSource | None:
-    """Where the first weights come from: a folder's safetensors, or None for random initialisation."""
-    if config.model.init == "random":
-        return None
-    return SafetensorsFolder(weights_folder(config.model.name_or_path), model)
+def load_source(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) -> TensorSource | None:
+    """Where the first weights come from: a folder's safetensors, or None for random initialisation; with an adapter
+    that was trained before, it and they. Raises `UserError`."""
+    lora, folder = config.adapter.lora, config.adapter.path
+    if lora is None or not folder:
+        return None if config.model.init == "random" else base_source(config, model)
+    return Layered(PeftFolder(folder, lora, targets_of(facts, lora)), base_source(config, model))
 
 
 def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: World, total_steps: int) -> bool:

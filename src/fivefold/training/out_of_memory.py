@@ -22,6 +22,7 @@ from fivefold.launch.cluster import cluster_here
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.launch.memory import address_limit, address_said, room
 from fivefold.launch.world import World
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
@@ -101,9 +102,9 @@ def _advice(
         where = f"rank {world.rank}: memory ran out in {phase}, {_when(error, phase, job)}"
         if is_of_host:
             return RunFailed(f"{where}: that of the machine, not of its GPUs{_asked(what)}", fix=_for_host(world))
-        kind = "cpu" if world.device == "cpu" else "cuda"
+        kind, lora = "cpu" if world.device == "cpu" else "cuda", config.adapter.lora
         cluster = _within_addresses(cluster_here(kind, world.size, world.local_size, config.hardware))
-        facts = state_of(job.model).plan.facts if job else facts_of(build_model(config, data))
+        facts = state_of(job.model).plan.facts if job else adapted(facts_of(build_model(config, data)), lora)
         told = relief(config, cluster, facts, rank=world.rank, needed=there.needed)
         fix = [line for line in (address_said() if kind == "cpu" else "", *_table(there.items, told)) if line]
         return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join([*fix, *_changes(told)]))

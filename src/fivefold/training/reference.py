@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from fivefold.checkpoint.base import base_source
 from fivefold.config import RunConfig
 from fivefold.core.cache import cache_root, entry, file_digest, key_of
 from fivefold.core.errors import UserError
@@ -22,10 +23,9 @@ from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
 from fivefold.models.build import weights_folder
-from fivefold.models.sources import RandomInit, SafetensorsFolder, TensorSource
+from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.state import fill, state_of
-from fivefold.training.model import load_source
 from fivefold.training.objectives import Objective
 from fivefold.training.preference import Goal, Table, table
 
@@ -55,14 +55,23 @@ class Reference:
         """Of a model on the meta device, before it is laid out; None where the objective compares with none."""
         if not objective_of(config).needs_reference:
             return None
-        first = load_source(config, model) or RandomInit(model, config.train.seed)
+        first = base_source(config, model)
         other = config.objective.reference
+        if other not in ("auto", "base") and config.adapter.lora is not None:
+            raise UserError(
+                f"objective.reference: {other}: an adapter is compared with the model that it is beside",
+                fix="leave objective.reference out; or train the whole model, adapter.name: none",
+            )
         if other not in ("auto", "base"):
             folder = weights_folder(other)
             return cls(SafetensorsFolder(folder, model), first, _of_files(folder))
-        if config.model.init == "random":
-            return cls(None, first, key_of("random", config.train.seed))
-        return cls(None, first, _of_files(weights_folder(config.model.name_or_path)))
+        is_random = config.model.init == "random"
+        start = (
+            key_of("random", config.train.seed) if is_random else _of_files(weights_folder(config.model.name_or_path))
+        )
+        if config.adapter.path:
+            start = key_of(start, config.adapter.model_dump(mode="json"), _of_files(Path(config.adapter.path)))
+        return cls(None, first, start)
 
 
 def objective_of(config: RunConfig) -> Objective:

@@ -29,6 +29,7 @@ from fivefold.data.rows import PackedRows
 from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
@@ -108,11 +109,12 @@ class Trainer:
         layout = config.layout.resolve(world.size)
         legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
-        facts = facts_of(model)
+        lora = config.adapter.lora
+        facts = adapted(facts_of(model), lora)
         costs = Costs.of(facts)
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
-        source, compared = load_source(config, model), reference.Reference.of(config, model)
+        source, compared = load_source(config, model, facts), reference.Reference.of(config, model)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
@@ -120,7 +122,7 @@ class Trainer:
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
             step=(layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)),
-            offload_to=config.memory.offload_to,
+            offload_to=config.memory.offload_to, adapter=lora,
         )  # fmt: skip
         preflight.reserve_host_memory(model, config)
         configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)

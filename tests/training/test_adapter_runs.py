@@ -1,0 +1,104 @@
+"""Runs of an adapter: they go on under another layout, and what they leave is what `peft` and `transformers` load."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fivefold.checkpoint import Checkpoint, export
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
+
+peft = pytest.importorskip("peft")
+
+LORA = {"name": "lora", "rank": 4, "alpha": 16}
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder to start from."""
+    tree = run_file(tmp_path_factory.mktemp("base"), run__name="base", train__max_steps=2, checkpoint__export_hf=True)
+    assert train(tree).error is None
+    return str(run_dir(tree) / "hf")
+
+
+def tree_of(folder: Path, base: str, **changes: Any) -> dict[str, Any]:
+    tree = run_file(folder, **{"optimizer__learning_rate": 1e-2, "train__max_steps": 4, **changes})
+    return tree | {"model": {"name_or_path": base}, "tokenizer": {"name_or_path": base}, "adapter": LORA}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.float().eval()(input_ids=IDS).logits
+
+
+def test_an_adapter_goes_on_under_another_layout(tmp_path: Path, base: str) -> None:
+    alone, other = (tree_of(tmp_path, base, run__name=name, checkpoint__every=2) for name in ("alone", "other"))
+    ran = train(alone)
+    assert ran.error is None and "adapter" in ran.screen
+    assert isinstance(train(other, stop_at=3).error, Stopped)
+    assert train(other).error is None
+    assert same(state(other, 4), state(alone, 4))
+    (folder,) = (run_dir(alone) / "checkpoints").glob("step-*4")
+    assert all(".lora_" in name for name in Checkpoint.open(folder).source().ordered)
+    moved = tree_of(tmp_path, base, run__name="moved", checkpoint__every=2)
+    assert isinstance(train(moved, stop_at=3).error, Stopped)
+    assert train({**moved, "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
+    assert column(moved, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-3)
+
+
+def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: Path, base: str) -> None:
+    tree = tree_of(tmp_path, base, run__name="lora")
+    assert train(tree).error is None
+    done = export(run_dir(tree), tmp_path / "adapter")
+    assert done.is_adapter
+    beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    merged = export(run_dir(tree), tmp_path / "merged", merge=True, dtype="fp32")
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert not merged.is_adapter
+    right = logits(beside)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert (right - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2  # it learnt something
+    again = {**tree_of(tmp_path, base, run__name="again", train__max_steps=1, optimizer__learning_rate=0.0)}
+    again["adapter"] = {**LORA, "path": str(tmp_path / "adapter")}
+    assert train(again).error is None
+    export(run_dir(again), tmp_path / "same")
+    kept = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "same")
+    torch.testing.assert_close(logits(kept), right, rtol=0, atol=0)
+
+
+def test_merging_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    tree = run_file(tmp_path, train__max_steps=1)
+    assert train(tree).error is None
+    with pytest.raises(UserError, match="has no adapter to merge"):
+        export(run_dir(tree), tmp_path / "out", merge=True)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"name": "dora"}, "dora is not built"),
+        ({"name": "lora", "dropout": 0.1}, "dropout is 0 in any run"),
+        ({"name": "lora", "rank": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_what_is_not_built_is_refused(tmp_path: Path, section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RunConfig.model_validate({**run_file(tmp_path), "adapter": section})
+
+
+def test_linears_that_are_not_there_are_refused(tmp_path: Path, base: str) -> None:
+    tree = tree_of(tmp_path, base) | {"adapter": {**LORA, "targets": ["q_prj"]}}
+    ran = train(tree)
+    assert isinstance(ran.error, UserError) and "is called q_prj" in ran.error.what and "q_proj" in str(ran.error.fix)
+
+
+def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: str) -> None:
+    tree = tree_of(tmp_path, base, train__max_steps=1)
+    assert train(tree).error is None
+    ran = train({**tree, "adapter": {**LORA, "alpha": 8}})
+    assert isinstance(ran.error, UserError) and "adapter.alpha" in ran.error.what
