@@ -105,6 +105,8 @@ def test_lora_equals_peft(layout: str) -> None:
         ("pp2+zb", {}),
         ("tp2+full", {"family": "qwen2"}),  # biases
         ("tp2", {"tied": True}),
+        ("pp2", {"tied": True}),
+        ("shard2", {"tied": True}),
         (
             "shard2.ep2",
             {"family": "qwen3_moe", "adapter": replace(LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj"))},

@@ -1,7 +1,8 @@
 """Model FLOPs. No torch.
 
 Counted: every matmul of the model, forward and backward (6 per weight and token; 4 of one that is frozen beside an
-adapter, which has no gradient), and attention inside documents, causally halved. Not counted: recompute, padding, element-wise work. (The convention of PaLM, arXiv:2204.02311.)
+adapter, for it has no gradient), and attention inside documents, causally halved. Not counted: recompute, padding,
+element-wise work. (The convention of PaLM, arXiv:2204.02311.)
 """
 
 from dataclasses import dataclass

@@ -126,7 +126,7 @@ def _of_stages(step: _Step) -> Iterator[Call]:
     for (way, of, stage), times in sides.items():
         phase: Phase = "forward" if of == "F" else "backward"
         yield Call(axis="pp", kind=way, bytes=size, phase=phase, layer=f"stage {stage}", times=times, overlaps=True)
-    if plan.tied and plan.holds(plan.tied):
+    if plan.tied and plan.holds(plan.tied) and plan.facts.parameters[plan.tied].is_trained:
         size = plan.held_bytes(plan.tied, shape.master_bytes)
         yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
 

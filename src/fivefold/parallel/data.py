@@ -27,10 +27,14 @@ def master_dtype(precision: str) -> torch.dtype:
 
 def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     """Keep what is not trained in the type that it computes in."""
+    resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.requires_grad:
-                module._parameters[name] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+            if parameter is None or parameter.requires_grad:
+                continue
+            if parameter not in resting:
+                resting[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+            module._parameters[name] = resting[parameter]
 
 
 def apply_data_parallel(

@@ -475,7 +475,8 @@ class PriceList:
         plan = self.plan(layout)
         pricing = _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
         layers = tuple(pricing.shard([layer]) for layer in plan.anatomy.layers)
-        tied = plan.held_bytes(plan.tied, pricing.shape.master_bytes) if plan.tied else 0
+        sums_tied = plan.tied and plan.facts.parameters[plan.tied].is_trained
+        tied = plan.held_bytes(plan.tied, pricing.shape.master_bytes) if plan.tied and sums_tied else 0
 
         @cache
         def rest(ends: tuple[bool, bool]) -> Shard:

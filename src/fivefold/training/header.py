@@ -1,6 +1,6 @@
 """The lines around a run: what it is before the first step, where everything is after the last."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 

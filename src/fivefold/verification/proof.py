@@ -18,13 +18,14 @@ from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
+from fivefold.models.adapter import Layered
 from fivefold.models.build import build_meta, load_model_config
-from fivefold.models.sources import SafetensorsFolder
+from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance import BalanceOptions, configure, movable_biases
 from fivefold.parallel.collectives import Collective, by_group, differing, total
-from fivefold.parallel.data import master_dtype
+from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record
@@ -36,6 +37,7 @@ from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
+from fivefold.verification.adapter_by_hand import Drawn
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
@@ -54,9 +56,12 @@ class Proof:
         self.case, self.reference = case, reference
         self.layout = layout.resolve(dist.get_world_size())
         model = build_meta(load_model_config(case.folder))
-        source = SafetensorsFolder(case.folder, model)
+        source: TensorSource = SafetensorsFolder(case.folder, model)
+        if case.adapter is not None:
+            source = Layered(Drawn(case), source)
         self.model = parallelize(
-            model, self.layout, device=device, source=source, reduce=case.reduce, loss_chunks=case.loss_chunks,
+            model, self.layout, device=device, source=source, adapter=case.adapter, reduce=case.reduce,
+            loss_chunks=case.loss_chunks,
             step=(self.layout.padded(case.row_length), self.layout.accumulation(case.rows)),
         )  # fmt: skip
         self.state = state_of(self.model)
@@ -100,6 +105,8 @@ class Proof:
         for name, parameter in self.model.named_parameters():
             expected, found = self.state.plan.local_shape(name), tuple(local(parameter).shape)
             type_ = master_dtype(self.layout.precision)
+            if self.state.plan.rests_in(name, type_.itemsize) != type_.itemsize:
+                type_ = COMPUTE_DTYPES[self.layout.precision]
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
         self.compare.count("shards", wrong)
@@ -412,6 +419,8 @@ class Proof:
         keeps per parameter: how many steps it took."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
+            if name not in self.state.plan.stored_shapes:
+                continue
             state = {"weight": parameter.detach(), **restored_state(self.optimizer, parameter)}
             found |= {f"{kind}/{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return found

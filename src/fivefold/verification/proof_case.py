@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from fivefold.config import OptimizerSection
 from fivefold.core.layout import Layout
 from fivefold.core.legality import micro_batches_for
+from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
 
 ROW = 61  # tokens of a row, unless asked otherwise
@@ -73,6 +74,7 @@ class ProofCase:
     gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    adapter: Lora | None = None
 
     def describe(self) -> str:
         """One line for people."""
@@ -80,9 +82,10 @@ class ProofCase:
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
         objective = "" if self.objective == "sft" else f"; {self.objective} on pairs of answers"
+        adapter = "" if self.adapter is None else f"; LoRA of rank {self.adapter.rank} beside a frozen model"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "
-            f"{self.optimizer.name}{drops}{objective}"
+            f"{self.optimizer.name}{drops}{objective}{adapter}"
         )
 
     def documents(self, step: int) -> Documents:

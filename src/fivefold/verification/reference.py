@@ -25,7 +25,7 @@ from fivefold.models.experts import router_buffers
 from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
-from fivefold.verification import preference_by_hand, states_by_hand
+from fivefold.verification import adapter_by_hand, preference_by_hand, states_by_hand
 from fivefold.verification.exact import exactly
 from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
@@ -71,8 +71,12 @@ class Reference:
 
     def _load(self, model: torch.nn.Module | None, dtype: torch.dtype) -> Any:
         if model is None:
-            return hf_internals.load_unmodified(self.case.folder, dtype)
-        return copy.deepcopy(model).to(dtype)
+            found = hf_internals.load_unmodified(self.case.folder, dtype)
+        else:
+            found = copy.deepcopy(model).to(dtype)
+        if self.case.adapter is not None:
+            adapter_by_hand.put(found, self.case, adapter_by_hand.Drawn(self.case).values, self.compute_dtype)
+        return found
 
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
