@@ -228,3 +228,35 @@ def test_an_objective_that_is_not_built_is_said(tmp_path: Path) -> None:
     (tmp_path / "other.yml").write_text("base_model: a/b\nrl: grpo\ndatasets: [{path: d.jsonl}]\n")
     found = convert(tmp_path / "other.yml")
     assert "grpo is not built" in found.left["rl"] and found.tree["objective"]["name"] == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "left"),
+    [
+        (
+            "base_model: a/b\nadapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_target_linear: true\n"
+            "peft_use_rslora: true\ndatasets: [{path: d.jsonl, type: alpaca}]\n",
+            {"name": "lora", "rank": 32, "alpha": 16, "targets": "auto", "rslora": True}, set(),
+        ),
+        (
+            "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\nlora_target: q_proj,v_proj\n"
+            "lora_dropout: 0.1\ndataset: none\ndataset_dir: .\n",
+            {"name": "lora", "rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}, {"lora_dropout"},
+        ),
+        (
+            "model_name_or_path: a/b\ndataset_name: d.jsonl\nuse_peft: true\nlora_target_modules: [k_proj]\n",
+            {"name": "lora", "rank": 16, "alpha": 32, "targets": ["k_proj"]}, set(),
+        ),
+        (
+            "base_model: a/b\nadapter: qlora\ndatasets: [{path: d.jsonl, type: alpaca}]\n",
+            {"name": "lora", "rank": 8, "alpha": 16, "targets": "auto"}, {"adapter"},
+        ),
+    ],
+    ids=["axolotl", "LLaMA-Factory", "TRL", "qlora"],
+)  # fmt: skip
+def test_adapters(tmp_path: Path, text: str, section: dict[str, Any], left: set[str]) -> None:
+    (tmp_path / "other.yml").write_text(text)
+    found = convert(tmp_path / "other.yml")
+    assert found.tree["adapter"] == section and left == set(found.left)
+    lora = RunConfig.model_validate(found.tree).adapter.lora
+    assert lora is not None and lora.rank == section["rank"]

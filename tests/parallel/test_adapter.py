@@ -9,6 +9,12 @@ import torch
 from torch import nn
 
 from fivefold.core.lora import Lora
+from fivefold.models.build import build_meta
+from fivefold.models.sources import ModelTensors
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.state import state_of
+from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, rule_of
 from tests.parity import (
     OPTIONS,
@@ -16,13 +22,18 @@ from tests.parity import (
     Outcome,
     adapters_of,
     assert_proved,
+    batch_of,
     cross_entropy,
     documents,
+    gathered,
     gradient,
+    hf_config,
     on_rank,
     outcome,
+    pieces,
     proof,
     reference_model,
+    refusal,
 )
 from tests.pool import run_ranks
 
@@ -113,9 +124,40 @@ def test_lora_equals_peft(layout: str) -> None:
         ),
         ("tp2+nosp", {"family": "gpt2"}),  # [I, O]
         ("shard2+selective", {}),
+        ("shard2.tp2+full", {"family": "qwen2"}),
         ("shard2+offload+offload_optimizer+offload_parameters", {}),
     ],
 )
 def test_lora_beside_other_parts(layout: str, more: dict[str, Any]) -> None:
     case = Case(f"{layout}+fp64" if "+mb" in layout else f"{layout}+mb2+fp64", max_grad_norm=0.02, loss_chunks=2)
     check(replace(case, **{"adapter": LORA, **more}))
+
+
+def test_selective_recompute_of_a_row_is_refused() -> None:
+    said = run_ranks(2, refusal, Case("tp2+selective+mb2+fp64", adapter=LORA))
+    assert all("keeps nothing that the gradient of an adapter needs" in each for each in said)
+
+
+def test_new_adapters_are_as_peft_draws_them_and_change_nothing() -> None:
+    """A is uniform within 1 / sqrt(inputs), the same for every layout; B is zero."""
+    case = Case("single+mb2+fp64", adapter=LORA)
+    plain_loss = run_ranks(1, on_rank, replace(case, adapter=None, steps=1))[0]["losses"]
+    one, other = run_ranks(1, new_on_rank, case), run_ranks(2, new_on_rank, case.with_layout("tp2+mb2+fp64"))
+    shapes = {name: values.shape for name, values in one[0][1].items()}
+    a = one[0][1]["model.layers.0.mlp.down_proj.lora_A.weight"]
+    assert a.shape == (3, 53) and 0.9 / np.sqrt(53) < np.abs(a).max() <= 1 / np.sqrt(53)
+    assert not one[0][1]["model.layers.0.mlp.down_proj.lora_B.weight"].any()
+    whole = gathered([each[2] for each in other], shapes)
+    assert all(np.array_equal(whole[name], values) for name, values in one[0][1].items())
+    assert one[0][0] == pytest.approx(plain_loss[0], rel=1e-12)
+
+
+def new_on_rank(case: Case) -> Any:
+    """The loss of the first batch with new adapters, and these, whole (of one rank) and in pieces."""
+    source = ModelTensors(reference_model(case, torch.float32))
+    model = parallelize(build_meta(hf_config(case)), case.parsed, source=source, adapter=case.adapter, seed=5)
+    own = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    with proof(case):
+        loss = training_step.mean_loss(model, batch)
+    return loss, {name: local(p).detach().numpy() for name, p in own.items()}, pieces(model, own)

@@ -64,7 +64,7 @@ SAME = {
     "run.name": "run_name experiment_name",
 }  # fmt: skip
 
-_NO_LORA = "LoRA is not built yet: every weight of the model is trained"
+_LORA = "set adapter: {name: lora, rank: 16, alpha: 32}, with targets: [...] or auto"
 _CHAT = "the chat template is that of the tokenizer's folder, and answers alone are trained: see fivefold data"
 _PREFERENCE = "set objective: {name: dpo, beta: 0.1}, or ipo, orpo, simpo; reinforcement learning is not built"
 _DATA_RANKS = "data ranks = layout.dp_replicate x layout.dp_shard"
@@ -99,7 +99,7 @@ DIFFERENT = {
     "trust_remote_code": "leave it out: no code from a model folder is ever run",
     "push_to_hub hub_model_id": "leave it out: fivefold export writes the folder to upload",
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft peft_config use_peft "
-    "adapter finetuning_type": _NO_LORA,
+    "finetuning_type": _LORA,
     "load_in_4bit load_in_8bit quantization quantization_config quantization_bit bnb_config": "quantised training is "
     "not built yet; precision.compute is bf16, fp32 or fp64",
     "chat_template template assistant_only_loss completion_only_loss sft": _CHAT,

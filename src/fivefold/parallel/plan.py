@@ -605,7 +605,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     }
     recompute = Recompute(layout.recompute)
     plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
-    legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan)])
+    legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan), *_of_adapters(plan)])
     return plan
 
 
@@ -648,6 +648,14 @@ def _of_chunked_mlps(plan: ParallelPlan) -> Iterator[Violation]:
     if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
         what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
         yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
+
+
+def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
+    """What a row makes is kept behind its sum over tp, and its products are not: B would read none."""
+    keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
+    if plan.has_adapter and keeps and plan.layout.tp > 1:
+        what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
+        yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
 
 
 def _of_states(plan: ParallelPlan) -> Iterator[Violation]:

@@ -1,6 +1,7 @@
 """Silent bugs of trainers, each as a small patch of the running program: one catalogue."""
 
 from tests.verification.faults import (
+    adapter,
     checkpoint,
     chunks,
     context,
@@ -25,6 +26,7 @@ __all__ = [
     "Expected",
     "Fault",
     "Model",
+    "adapter",
     "checkpoint",
     "chunks",
     "context",

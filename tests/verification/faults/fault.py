@@ -16,7 +16,7 @@ Expected = tuple[str, str]  # patterns of the first failing row: all of its `wha
 @dataclass(frozen=True)
 class Model:
     """The model in which a fault bites; `family` is a key of `tests.parity.FAMILIES`. `capacity`: the factor of its
-    experts. `objective`: on pairs of answers, which is then proved too."""
+    experts. `objective`: on pairs of answers, which is then proved too. `adapter`: it is beside a frozen model."""
 
     family: str = "llama"
     tied: bool = False
@@ -25,10 +25,11 @@ class Model:
     changes: tuple[tuple[str, Any], ...] = ()  # of its config
     capacity: float | None = None
     objective: str = "sft"
+    adapter: bool = False
 
     def __str__(self) -> str:
         marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
-        marks[self.objective] = self.objective != "sft"
+        marks |= {self.objective: self.objective != "sft", "lora": self.adapter}
         return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 

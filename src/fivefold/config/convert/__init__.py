@@ -18,8 +18,8 @@ from fivefold.config.schema import RunConfig
 from fivefold.core.errors import UserError
 
 _RULES: tuple[Callable[[Given], rules.Keys], ...] = (
-    rules.model, data, rules.objective, rules.batch, rules.length, rules.optimizer, rules.schedule, rules.precision,
-    rules.evaluation, rules.run,
+    rules.model, data, rules.objective, rules.adapter, rules.batch, rules.length, rules.optimizer, rules.schedule,
+    rules.precision, rules.evaluation, rules.run,
 )  # fmt: skip
 
 

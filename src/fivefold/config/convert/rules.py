@@ -27,7 +27,7 @@ Keys = Iterator[tuple[str, Any]]
 
 
 def model(given: Given) -> Keys:
-    if given("finetuning_type") not in (None, "full"):
+    if given("finetuning_type") not in (None, "full", "lora"):
         given.leave("finetuning_type", str(answer("finetuning_type")))
     if given("stage") not in (None, "sft", "pt", "dpo", "kto"):
         given.leave("stage", "supervised and preference training are built, and no other stage")
@@ -61,6 +61,36 @@ def objective(given: Given) -> Keys:
     given.note("a row holds the two sequences of a pair: data.seq_length is twice the length that is said there")
     if not given.found.keys.get("data.packing"):
         given.note("without packing a row is one pair; data.packing: true puts several whole pairs in a row")
+
+
+# Defaults of each trainer's own: rank and alpha.
+_LORA = {"axolotl": (8, 16), "LLaMA-Factory": (8, 16), "TRL": (16, 32)}
+
+
+def adapter(given: Given) -> Keys:
+    """LoRA: `adapter` of axolotl, `finetuning_type` of LLaMA-Factory, `use_peft` of TRL."""
+    asked = given("adapter") or given("finetuning_type") or ("lora" if given("use_peft") else None)
+    if asked in ("qlora", "dora"):
+        given.leave("adapter", f"{asked} is not built; lora is what it becomes")
+    if asked not in ("lora", "qlora", "dora"):
+        return
+    rank, alpha = _LORA[given.trainer]
+    rank = int(given("lora_r", rank))
+    yield "adapter.name", "lora"
+    yield "adapter.rank", rank
+    yield "adapter.alpha", given("lora_alpha", 2 * rank if given.trainer == "LLaMA-Factory" else alpha)
+    named = given("lora_target_modules")
+    every = given("lora_target_linear") or named in (None, "all", "all-linear", ["all"], ["all-linear"])
+    names = named.split(",") if isinstance(named, str) else named or []
+    yield "adapter.targets", "auto" if every else [str(name).strip() for name in names]
+    if given("use_rslora"):
+        yield "adapter.rslora", True
+    if given("lora_dropout"):
+        given.leave("lora_dropout", "nothing is dropped in any run")
+    if given("use_dora"):
+        given.leave("use_dora", "dora is not built; lora is what it becomes")
+    if path := given("lora_model_dir"):
+        yield "adapter.path", path
 
 
 def batch(given: Given) -> Keys:

@@ -1,0 +1,172 @@
+"""Bugs of adapters: of their product and its scale, of what is frozen, of what ranks hold of them."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.core.lora import Lora
+from fivefold.models import adapter_facts
+from fivefold.models.facts import Role
+from fivefold.ops import linear as linears
+from fivefold.parallel import apply, plan
+from fivefold.training import step as training_step
+from fivefold.training.optimizers import adamw
+from tests.verification.faults.fault import Model, fault
+
+LORA = Model(adapter=True)
+OUTPUT = [("output", r"(proj|c_attn|layers\.0)")]
+
+
+@fault(
+    "the product of an adapter is not scaled on one rank",
+    known="a scale that is an attribute of a module, and lost where a rank makes the module anew",
+    layout="shard2", expects=OUTPUT, model=LORA,
+)  # fmt: skip
+def scale_lost_on_one_rank() -> Any:
+    plain = apply.attach
+
+    def attach(model: nn.Module, facts: Any, lora: Lora) -> None:
+        plain(model, facts, lora)
+        for module in model.modules():
+            if dist.get_rank() == 1 and hasattr(module, "lora_scale"):
+                module.lora_scale = 1.0  # type: ignore[assignment]
+
+    return patch.object(apply, "attach", attach)
+
+
+@fault(
+    "an adapter is scaled by alpha, not by alpha / rank",
+    known="the alpha of one package read as the scale of another",
+    layout="single", expects=OUTPUT, model=LORA,
+)  # fmt: skip
+def scale_not_divided_by_rank() -> Any:
+    return patch.object(Lora, "scale", property(lambda lora: lora.alpha))
+
+
+@fault(
+    "the adapter of a row is added behind the sum over tensor ranks",
+    known="an adapter module around a parallel linear: each rank adds the product of its own inputs",
+    layout="tp2", expects=OUTPUT, model=LORA,
+)  # fmt: skip
+def adapter_of_a_row_not_summed() -> Any:
+    def biased(linear: Any, multiply: Any, reduce: Any) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            out = reduce(multiply(x))
+            if hasattr(linear, "lora_A"):
+                more = linear.lora_scale * linear.lora_B(linear.lora_A(x))
+                size = out.shape[1]
+                at = dist.get_rank() * size if size < more.shape[1] else 0
+                out = out + more[:, at : at + size]
+            return out if linear.bias is None else out + linear.bias
+
+        return forward
+
+    return patch.object(linears, "_biased", biased)
+
+
+def _without_sums(leaf: str) -> Any:
+    """Gradients of such a matrix are not summed over tensor ranks."""
+    plain = plan.gradient_sums
+
+    def sums(*given: Any, **options: Any) -> dict[str, str]:
+        return {name: axis for name, axis in plain(*given, **options).items() if not name.endswith(leaf)}
+
+    return patch.object(plan, "gradient_sums", sums)
+
+
+@fault(
+    "the gradient of A of a column is that of a rank's own outputs",
+    known="A is whole on every rank, and treated as replicated",
+    layout="tp2", expects=[("gradient, reduced", r"lora_A")], model=LORA,
+)  # fmt: skip
+def gradient_of_a_column_a_not_summed() -> Any:
+    return _without_sums("lora_A.weight")
+
+
+@fault(
+    "the gradient of B of a row is that of a rank's own inputs",
+    known="B is whole on every rank, and treated as replicated",
+    layout="tp2+nosp", expects=[("gradient, reduced", r"lora_B")], model=LORA,
+)  # fmt: skip
+def gradient_of_a_row_b_not_summed() -> Any:
+    return _without_sums("lora_B.weight")
+
+
+@fault(
+    "B beside q, k and v in one projection is cut into halves",
+    known="a merged projection cut as if it were one",
+    layout="tp2", expects=[("weight|shards|output", r"")], model=Model("phi3", adapter=True),
+)  # fmt: skip
+def b_of_a_merged_projection_cut_into_halves() -> Any:
+    plain = adapter_facts._roles
+
+    def roles(of: Role | None) -> tuple[Role | None, Role | None]:
+        a, b = plain(of)
+        is_merged = of is not None and of.kind == "column" and len({each.owner for each in of.groups or ()}) > 1
+        return a, replace(b, groups=None) if b is not None and is_merged else b
+
+    return patch.object(adapter_facts, "_roles", roles)
+
+
+@fault(
+    "B is left out of the gradient norm",
+    known="a norm over one group of parameters",
+    layout="single", expects=[("gradient norm|gradient, clipped", r"")], model=LORA,
+)  # fmt: skip
+def adapters_left_out_of_the_norm() -> Any:
+    plain = training_step.local_gradients
+
+    def some(model: nn.Module) -> list[tuple[str, Tensor]]:
+        return [each for each in plain(model) if "lora_B" not in each[0]]
+
+    norm = training_step.squared_norm
+
+    def squared(model: nn.Module) -> Tensor:
+        with patch.object(training_step, "local_gradients", some):
+            return norm(model)
+
+    return patch.object(training_step, "squared_norm", squared)
+
+
+@fault(
+    "frozen weights decay",
+    known="a decay that is applied to all parameters, those without a gradient too",
+    layout="single", expects=[("update", r"")], model=LORA,
+)  # fmt: skip
+def frozen_weights_decay() -> Any:
+    plain = adamw.RULE.build
+
+    def build(model: nn.Module, options: Any, *rest: Any) -> torch.optim.Optimizer:
+        optimizer = plain(model, options, *rest)
+
+        def decay(*_: Any) -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if not parameter.requires_grad:
+                        parameter.mul_(1 - 1e-3)
+
+        optimizer.register_step_post_hook(decay)
+        return optimizer
+
+    return patch.object(type(adamw.RULE), "build", lambda rule, *given: build(*given))
+
+
+@fault(
+    "the weights beside adapters are trained as well",
+    known="freezing that misses parameters made later",
+    layout="single", expects=[("gradient.*|coverage|collectives", r"")], model=LORA,
+)  # fmt: skip
+def base_not_frozen() -> Any:
+    plain = apply.attach
+
+    def attach(model: nn.Module, facts: Any, lora: Lora) -> None:
+        plain(model, facts, lora)
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_proj.weight"):
+                parameter.requires_grad_(True)
+
+    return patch.object(apply, "attach", attach)
