@@ -15,10 +15,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import chdir
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 180.0
 END_GROUPS = "end groups"
 MOST_THREADS = 100  # of a worker, then its pool is started afresh
@@ -33,6 +37,8 @@ class _Pool:
         self.world = world
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
+        with chdir(ROOT):  # of which alone it finds `tests`; it does without what it does not find, and says nothing
+            forkserver.ensure_running()
         self.store = tempfile.mktemp(prefix="fivefold-pool-")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -94,6 +100,7 @@ def _crash_file(store: str, rank: int) -> str:
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    assert "tests.preload" in sys.modules, "not forked from a process that has imported everything"
     import torch
     import torch.distributed as dist
 
