@@ -32,13 +32,25 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the message holds the traceback of every rank that raised."""
 
 
+def forks() -> Any:
+    """The context whose processes are forked from one that has imported everything: one for all of a test process."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    with chdir(ROOT):  # of which alone it finds `tests`; it does without what it does not find, and says nothing
+        forkserver.ensure_running()
+    return context
+
+
+def collect_what_is_new() -> None:
+    """Turn the collector of a forked process on: what was imported stays, 400,000 objects that it need not look at."""
+    gc.freeze()
+    gc.enable()
+
+
 class _Pool:
     def __init__(self, world: int) -> None:
         self.world = world
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
-        with chdir(ROOT):  # of which alone it finds `tests`; it does without what it does not find, and says nothing
-            forkserver.ensure_running()
+        context = forks()
         self.store = tempfile.mktemp(prefix="fivefold-pool-")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -107,8 +119,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     crash = open(_crash_file(store, rank), "w")  # noqa: SIM115 - held open for as long as the worker lives
     faulthandler.enable(crash)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: `_end_groups` need not look through its 400,000 objects after every call
-    gc.enable()
+    collect_what_is_new()
     dist.init_process_group(
         "gloo",
         rank=rank,
