@@ -23,9 +23,9 @@ STARTED = time.monotonic()
 LONG = (
     "parallel/test_matrix.py", "test_readme.py", "verification/test_faults.py", "training/test_checks.py",
     "launch/test_restart.py", "training/test_compile.py", "training/test_offload.py", "checkpoint/test_killed_save.py",
-    "verification/test_command.py", "parallel/test_families.py", "parallel/test_rehearsal.py", "models/test_families.py",
-    "training/test_run.py", "training/test_preference_runs.py", "parallel/test_fp8.py", "generation/test_decode.py",
-    "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
+    "verification/test_command.py", "parallel/test_families.py", "parallel/test_rehearsal.py",
+    "models/test_families.py", "training/test_run.py", "training/test_preference_runs.py", "parallel/test_fp8.py",
+    "generation/test_decode.py", "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)  # models are 32 wide: threads that wait for each other cost more than they save

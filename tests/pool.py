@@ -18,12 +18,13 @@ from collections.abc import Callable
 from contextlib import chdir
 from datetime import timedelta
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 180.0
+AFTER_FAILURE = 5.0  # seconds for the other ranks to fail too
 END_GROUPS = "end groups"
 MOST_THREADS = 100  # of a worker, then its pool is started afresh
 
@@ -65,21 +66,25 @@ class _Pool:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args))
-        results, errors = [], []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(timeout if not errors else 2.0):
-                errors.append(f"rank {rank}: no answer in {timeout} s")
-                continue
-            try:
-                ok, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                ok, value = False, self._last_words(rank)
-            (results if ok else errors).append(value if ok else f"rank {rank}: {value}")
+        answers = dict[int, tuple[bool, Any]]()
+        while waiting := [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]:
+            has_failed = any(not ok for ok, _ in answers.values())
+            ready = wait(waiting, timeout=AFTER_FAILURE if has_failed else timeout)
+            for rank in (self.pipes.index(pipe) for pipe in ready or waiting):
+                answers[rank] = self._answer(rank) if ready else (False, "no answer, it hangs")
+        errors = [f"rank {rank}: {value}" for rank, (ok, value) in sorted(answers.items()) if not ok]
         if errors:
             raise RankError("\n".join(errors))
         for pipe in self.pipes:  # no rank closes a group that another may still read from
             pipe.send(END_GROUPS)
-        return results
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        """(whether the function returned, what it returned or the traceback)."""
+        try:
+            return self.pipes[rank].recv()  # type: ignore[no-any-return]
+        except (EOFError, ConnectionResetError):
+            return False, self._last_words(rank)
 
     @property
     def threads(self) -> int:

@@ -163,7 +163,9 @@ def test_a_value_that_a_run_file_does_not_take_is_left_with_its_reason(tmp_path:
 # ---- preferences -----------------------------------------------------------------------------------------------------
 
 RANKED = {"ranked": {"file_name": "r.json", "ranking": True, "formatting": "sharegpt",
-                     "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}}}  # fmt: skip
+                     "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
+          "rated": {"file_name": "r.json", "formatting": "sharegpt",
+                    "columns": {"messages": "talk", "kto_tag": "good"}}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,25 @@ RANKED = {"ranked": {"file_name": "r.json", "ranking": True, "formatting": "shar
             {"name": "dpo", "beta": 0.1, "reference": "c/d"},
             {"train": [{"path": "d.jsonl"}]},
         ),
+        (
+            "base_model: a/b\nrl: kto\nrl_beta: 0.2\nkto_undesirable_weight: 0.5\nsequence_len: 512\n"
+            "learning_rate: 5e-7\ndatasets: [{path: d.jsonl, type: llama3.ultra}]\n",
+            {"name": "kto", "beta": 0.2, "undesirable_weight": 0.5},
+            {"train": [{"path": "d.jsonl"}]},
+        ),
+        (
+            "model_name_or_path: a/b\nstage: kto\ncutoff_len: 512\npref_beta: 0.3\nkto_chosen_weight: 2.0\n"
+            "dataset: rated\ndataset_dir: .\n",
+            {"name": "kto", "beta": 0.3, "desirable_weight": 2.0},
+            {"train": [{"format": "chat", "columns": {"messages": "talk", "label": "good"}}]},
+        ),
+        (
+            "model_name_or_path: a/b\ndataset_name: d.jsonl\nmax_length: 512\nloss_type: kto\n",
+            {"name": "kto", "beta": 0.1},
+            {"train": [{"path": "d.jsonl"}]},
+        ),
     ],
-    ids=["axolotl", "LLaMA-Factory", "TRL"],
+    ids=["axolotl", "LLaMA-Factory", "TRL", "axolotl kto", "LLaMA-Factory kto", "TRL kto"],
 )  # fmt: skip
 def test_preference_configs(tmp_path: Path, text: str, objective: dict[str, Any], more: dict[str, Any]) -> None:
     (tmp_path / "dataset_info.json").write_text(json.dumps(RANKED))
@@ -206,6 +225,6 @@ def test_preference_configs(tmp_path: Path, text: str, objective: dict[str, Any]
 
 
 def test_an_objective_that_is_not_built_is_said(tmp_path: Path) -> None:
-    (tmp_path / "other.yml").write_text("base_model: a/b\nrl: kto\ndatasets: [{path: d.jsonl}]\n")
+    (tmp_path / "other.yml").write_text("base_model: a/b\nrl: grpo\ndatasets: [{path: d.jsonl}]\n")
     found = convert(tmp_path / "other.yml")
-    assert "kto is not built" in found.left["rl"] and found.tree["objective"]["name"] == "dpo"
+    assert "grpo is not built" in found.left["rl"] and found.tree["objective"]["name"] == "dpo"

@@ -276,14 +276,19 @@ def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
     return found
 
 
+def fsdp_pad(of: "FSDPParam") -> None:
+    """Pad a shard that was made anew. FSDP would do so when it is first called: the shard would move once more, away
+    from who holds it already, and be there twice for a while."""
+    of.reset_sharded_param()  # type: ignore[no-untyped-call]
+
+
 def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
-    """Let FSDP gather a parameter as `gather` says. Its `before` and `after` become the hooks of the shard, an
+    """Let FSDP gather a padded parameter as `gather` says. Its `before` and `after` become the hooks of the shard, an
     all-gather extension of FSDP2; `gather.rest(size, dtype)` says where the shard lies, padded to `size`, or None for
     where it is. `gather.shard` is the shard.
 
     FSDP looks for hooks when it deals a parameter out, on the meta device; here it is on the device.
     """
-    of.reset_sharded_param()  # type: ignore[no-untyped-call]  # pads, as FSDP does when it is first called
     parameter: Any = of.sharded_param
     size = of.padded_sharded_param_size
     gather.rows, shard = size[0], parameter._local_tensor

@@ -168,3 +168,77 @@ def test_they_are_shown(tmp_path: Path) -> None:
     assert [(which, text[: len(want)]) for (which, text), want in zip(said, ("yes", "no"), strict=True)] == [
         ("chosen", "yes"), ("rejected", "no"),
     ]  # fmt: skip
+
+
+# ---- rated answers ---------------------------------------------------------------------------------------------------
+
+RATED: list[dict[str, Any]] = [
+    {"prompt": "a", "completion": " bb", "label": True},
+    {"prompt": "cc", "completion": " d", "label": False},
+    {"prompt": "e", "completion": " fff", "label": True},
+]
+
+
+def rated(data: PreparedData) -> list[tuple[str, str, str, bool]]:
+    """(prompt, its answer, the answer to another prompt, whether it is desirable) of each record."""
+    found = []
+    for row in range(len(data.train)):
+        batch = data.train.rows([row], row_multiple=1)
+        assert batch.desirable is not None
+        each = answers(batch)
+        for (text, own), (other, others), good in zip(each[::2], each[1::2], batch.desirable.tolist(), strict=True):
+            prompt = text.removesuffix(own)
+            assert other == prompt + others
+            found.append((prompt, own, others, good))
+    return sorted(found)
+
+
+def test_a_rated_answer_has_that_of_the_record_before_beside_it(tmp_path: Path) -> None:
+    data = read(tmp_path, RATED, objective="kto")
+    assert rated(data) == [("a", " bb$", " d$", True), ("cc", " d$", " bb$", False), ("e", " fff$", " d$", True)]
+    assert any("3 rated answers" in line for line in data.counts.lines())
+    (row, *_) = examine(data, 5).rows
+    assert {document.answer for document in row} == {"desirable", "undesirable", "answer to another prompt"}
+
+
+def test_a_pair_is_two_rated_answers(tmp_path: Path) -> None:
+    records = [{"prompt": "p", "chosen": " good", "rejected": " bad"}]
+    assert rated(read(tmp_path, records, objective="kto")) == [
+        ("p", " bad$", " good$", False), ("p", " good$", " bad$", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("answered", [[GOOD], None])
+def test_rated_turns(tmp_path: Path, answered: Any) -> None:
+    """The last turn is the answer; of a completion all of its turns are."""
+    records: list[dict[str, Any]] = []
+    for said, label in ((GOOD, "true"), (BAD, 0)):
+        if answered:
+            records.append({"prompt": ASKED, "completion": [said], "label": label})
+        else:
+            records.append({"messages": [*ASKED, BAD, *ASKED, said], "kto_tag": label})
+    found = rated(read(tmp_path, records, objective="kto", seq_length=400))
+    assert [(own.split("<")[0], other.split("<")[0], good) for _, own, other, good in found] == [
+        ("b", "good", False), ("good", "b", True),
+    ]  # fmt: skip
+
+
+def test_labels_change_nothing_where_answers_are_not_rated(tmp_path: Path) -> None:
+    data = read(tmp_path, RATED, objective="sft")
+    assert not data.counts.train.pairs and data.counts.train.examples == 3
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([{"prompt": "a", "completion": "b"}] * 2, "no rated answer; the keys are"),
+        ([RATED[0], {**RATED[1], "label": "maybe"}], ":2: 'label' is 'maybe', not true or false"),
+        ([{**RATED[0], "label": None}], "'label' is None, not true or false"),
+        (RATED[:1], ":1: one rated answer alone"),
+        ([RATED[0], {"prompt": ASKED, "completion": [GOOD], "label": True}], ":1 holds texts and .*:2 holds the other"),
+        ([{"text": "a", "label": True}] * 2, "no rated answer"),
+    ],
+)
+def test_what_is_not_rated_is_refused(tmp_path: Path, records: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read(tmp_path, records, objective="kto")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.objectives import METRICS, Objective, judge
+from fivefold.training.objectives import Objective, Ratings, judge
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.preference import Goal, log_probs, mean_over_pairs, table
 from fivefold.verification.exact import exactly
@@ -32,6 +32,7 @@ ROWS = (
     [(3, 5, 2), (2, 1, 4)], [(1, 13, 6)], [(2, 2, 3)], [], [(4, 4, 7)], [(1, 2, 1), (1, 3, 2), (2, 1, 1)],
     [(5, 1, 2)], [(3, 7, 5)],
 )  # fmt: skip
+DESIRABLE = (True, False, False, True, True, False, True, True, False, True)  # where answers are rated
 Pair = tuple[int, np.ndarray, np.ndarray]  # tokens of the prompt; prompt and answer, of the chosen and of the rejected
 
 
@@ -56,21 +57,28 @@ def before() -> np.ndarray:
     return np.random.default_rng(5).normal(-20, 2, (len(all_pairs()), 2))
 
 
-def rows_of_pieces() -> list[list[Piece]]:
+def near() -> np.ndarray:
+    """Of one to which answers are as likely as chance has it, and a little less."""
+    tokens = [[len(each) - prompt for each in answers] for prompt, *answers in all_pairs()]
+    return -np.log(VOCABULARY) * np.array(tokens) - np.random.default_rng(6).normal(1, 1.5, (len(tokens), 2))
+
+
+def rows_of_pieces(*, rated: bool = False) -> list[list[Piece]]:
     rows, number = [], 0
     for row in pairs_of_rows():
         found = []
         for prompt, *answers in row:
             for which, tokens in enumerate(answers):
                 trained = np.arange(len(tokens) - 1) >= prompt - 1
-                found.append(Piece(tokens, tokens[1:], trained, answer=which, pair=number))
+                desirable = DESIRABLE[number] if rated else None
+                found.append(Piece(tokens, tokens[1:], trained, answer=which, pair=number, desirable=desirable))
             number += 1
         rows.append(found)
     return rows
 
 
-def micro_batches(case: Case, data_rank: int) -> list[MicroBatch]:
-    layout, rows = case.parsed, rows_of_pieces()
+def micro_batches(case: Case, data_rank: int, *, rated: bool = False) -> list[MicroBatch]:
+    layout, rows = case.parsed, rows_of_pieces(rated=rated)
     length, size = -(-ROW // layout.row_multiple) * layout.row_multiple, layout.micro_batch_size
     firsts = [(each * layout.data_ranks + data_rank) * size for each in range(layout.accumulation(len(rows)))]
     return [assemble(rows[first : first + size], row_length=length, pad_id=0) for first in firsts]
@@ -102,6 +110,12 @@ def plain_loss(objective: Objective, sums: Tensor, counts: Tensor, other: Tensor
         return ((distance - 1 / (2 * beta)) ** 2).mean()
     if objective.name == "simpo":
         return -F.logsigmoid(beta * (means[:, 0] - means[:, 1] - objective.gamma / beta)).mean()
+    if objective.name == "kto":
+        gains = sums - torch.from_numpy(near())
+        baseline, good = gains[:, 1].detach().mean().clamp(min=0), torch.tensor(DESIRABLE)
+        liked = objective.desirable_weight * (1 - torch.sigmoid(beta * (gains[:, 0] - baseline)))
+        disliked = objective.undesirable_weight * (1 - torch.sigmoid(beta * (baseline - gains[:, 0])))
+        return (liked[good].sum() + disliked[~good].sum()) / len(good)
     odds = (means[:, 0] - means[:, 1]) - (torch.log1p(-means[:, 0].exp()) - torch.log1p(-means[:, 1].exp()))
     return (-means[:, 0] - beta * F.logsigmoid(odds)).mean()
 
@@ -124,8 +138,9 @@ def plain_objective(objective: Objective) -> Callable[[nn.Module], Tensor]:
 
 def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
     model = build(case)
-    batch = micro_batches(case, state_of(model).plan.data_rank)
-    goal = Goal(objective, before() if objective.needs_reference else None)
+    batch = micro_batches(case, state_of(model).plan.data_rank, rated=objective.has_baseline)
+    other = near() if objective.has_baseline else before()
+    goal = Goal(objective, other if objective.needs_reference else None)
     with exactly(case.parsed.precision):
         loss = float(training_step.accumulate(model, batch, goal=goal))
         gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
@@ -167,7 +182,7 @@ def check(layout: str, objective: Objective) -> None:
     for found in per_rank:
         np.testing.assert_allclose(found["table"], sums.numpy(), rtol=1e-11)
         assert [found["evaluated"], found["step"]] == pytest.approx([loss, loss], rel=1e-10)
-        assert set(found["metrics"]) == set(METRICS) and found["metrics"] == per_rank[0]["metrics"]
+        assert set(found["metrics"]) == set(objective.metrics) and found["metrics"] == per_rank[0]["metrics"]
     if objective.name == "dpo":
         rewards = objective.beta * (sums.numpy() - before())
         expected = {
@@ -190,6 +205,37 @@ def test_dpo_equals_plain_transformers(layout: str) -> None:
 )
 def test_other_objectives_equal_plain_transformers(name: str, layout: str) -> None:
     check(layout, Objective(name, beta=0.7, gamma=0.4))
+
+
+RATED = Objective("kto", beta=0.4, desirable_weight=1.3, undesirable_weight=0.7)
+
+
+@pytest.mark.parametrize("layout", ["single", "shard2", "tp2", "pp2.cp2", "shard2.ep2"])
+def test_kto_equals_plain_transformers(layout: str) -> None:
+    """The baseline is a mean over the whole global batch, which is above 0 here, and has no gradient."""
+    check(layout, RATED)
+
+
+def test_the_metrics_of_kto() -> None:
+    case = case_of("shard2")
+    found = run_ranks(2, on_rank, case, RATED)[0]["metrics"]
+    model = reference_model(case, torch.float32).double()
+    with torch.no_grad(), exactly("fp64"):
+        sums, _ = plain_log_probs(model)
+    gains, good = sums.numpy() - near(), np.array(DESIRABLE)
+    means = {"chosen": good, "rejected": ~good}
+    expected = {f"logps/{name}": sums.numpy()[which, 0].mean() for name, which in means.items()}
+    expected |= {f"rewards/{name}": 0.4 * gains[which, 0].mean() for name, which in means.items()}
+    expected["rewards/margins"] = expected["rewards/chosen"] - expected["rewards/rejected"]
+    assert found == pytest.approx(expected | {"kl": gains[:, 1].mean()}, rel=1e-10) and found["kl"] > 0.1
+
+
+def test_a_baseline_below_0_is_0() -> None:
+    """Answers to other prompts that became less likely: nothing to be above."""
+    ratings = Ratings(torch.tensor([True, False]), torch.zeros((), dtype=torch.float64))
+    found = judge(RATED, torch.tensor([[-3.0, -9.0]] * 2), torch.ones(2, 2), torch.tensor([[-3.0, -1.0]] * 2), ratings)
+    assert found.loss_P.tolist() == pytest.approx([0.65, 0.35])
+    assert not found.slope_P2[:, 1].any() and (found.slope_P2[:, 0] * torch.tensor([-1, 1]) > 0).all()
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -253,6 +299,8 @@ def test_extreme_answers_stay_finite() -> None:
 def test_a_reference_is_asked_for() -> None:
     with pytest.raises(ValueError, match="reference"):
         judge(Objective("dpo"), torch.zeros(1, 2), torch.ones(1, 2))
+    with pytest.raises(ValueError, match="ratings"):
+        judge(RATED, torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2))
 
 
 def test_labels_without_an_answer_have_no_weight() -> None:

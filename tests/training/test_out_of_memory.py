@@ -88,12 +88,12 @@ def test_what_fits_as_planned_is_said_to(fits: bool) -> None:
 
 
 def test_rows_become_shorter_where_no_layout_helps() -> None:
-    """Of one device; a layout has no neighbour there, and everything is computed again already."""
+    """Of one device; a layout has no neighbour there, and every lever is pulled already."""
     config = load_config(
         None,
         [
             "model.name_or_path=llama-3.2-1b",
-            "layout=single+full+offload+offload_optimizer",
+            "layout=single+full+offload+offload_optimizer+offload_parameters",
             "train.micro_batch_size=1",
             "precision.compute=bf16",
             "data.seq_length=131072",

@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.config import RunConfig, check_supported
 from fivefold.core.errors import UserError
-from fivefold.training.objectives import METRICS
+from fivefold.training.objectives import METRICS, RATED_METRICS
 from tests.training import bodies
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
@@ -103,6 +103,20 @@ def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None
     assert column(tree, "train/loss")[-1] < column(tree, "train/loss")[0]
 
 
+def test_rated_answers(tmp_path: Path) -> None:
+    """A run of them, and the same under another layout."""
+    objective = {"name": "kto", "beta": 0.5}
+    one, other = (tree_of(tmp_path, objective, run__name=name, train__max_steps=5) for name in ("one", "other"))
+    ran = train(one)
+    assert ran.error is None and "rated answers" in ran.screen and "with the first weights" in ran.screen
+    losses = column(one, "train/loss")
+    assert losses[0] == pytest.approx(0.5, rel=1e-6) and losses[-1] < 0.4  # its own reference, at first
+    assert set(RATED_METRICS) <= set(bodies.metrics(one)[-1])
+    assert train({**other, "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
+    for name in ("train/loss", "train/grad_norm", *RATED_METRICS):
+        assert column(other, name) == pytest.approx(column(one, name), rel=1e-3, abs=2e-4), name
+
+
 def test_a_capacity_is_refused(tmp_path: Path) -> None:
     config = RunConfig.model_validate(tree_of(tmp_path, balance__capacity_factor=1.0))
     with pytest.raises(UserError, match="the pass that judges the answers drops no tokens"):
@@ -112,7 +126,7 @@ def test_a_capacity_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"name": "kto"}, "kto is not built"),
+        ({"name": "kto", "reference": "none"}, "kto compares with one"),
         ({"name": "dpo", "reference": "none"}, "dpo compares with one"),
         ({"name": "orpo", "reference": "base"}, "orpo does not use"),
         ({"name": "dpo", "beta": 0}, "greater than 0"),

@@ -155,9 +155,11 @@ class DataSource(Section):
         "completion, preference",
     )
     text_key: str = Field(default="text", description="key that holds the text of a record")
-    columns: dict[Literal["messages", "prompt", "completion", "system", "tools", "chosen", "rejected"], str] = Field(
+    columns: dict[
+        Literal["messages", "prompt", "completion", "system", "tools", "chosen", "rejected", "label"], str
+    ] = Field(
         default={},
-        description="keys of a record's parts: messages, prompt, completion, system, tools, chosen, rejected",
+        description="keys of a record's parts: messages, prompt, completion, system, tools, chosen, rejected, label",
     )
     train_on: Literal["assistant", "all", "last"] = Field(
         default="assistant", description="what of an example is trained: every answer, all of it, the last answer"
@@ -233,32 +235,25 @@ class TrainSection(Section):
 class ObjectiveSection(Section):
     """What is trained for; `training/objectives.py` has the formulas."""
 
-    name: Literal["sft", "dpo", "ipo", "orpo", "simpo"] = Field(
-        default="sft", description="sft: the likelihood of the text; of pairs of answers: dpo, ipo, orpo, simpo"
+    name: Literal["sft", "dpo", "ipo", "orpo", "simpo", "kto"] = Field(
+        default="sft",
+        description="sft: the likelihood of the text; of pairs of answers: dpo, ipo, orpo, simpo; of rated ones: kto",
     )
     beta: Number = Field(
         default=0.1, gt=0, description="temperature of a preference objective; the weight of the odds ratio in orpo"
     )
     gamma: Number = Field(default=0.5, ge=0, description="margin between the two answers in simpo")
+    desirable_weight: Number = Field(default=1.0, ge=0, description="weight of desirable answers in kto")
+    undesirable_weight: Number = Field(default=1.0, ge=0, description="weight of undesirable answers in kto")
     reference: PathText = Field(
         default="auto",
-        description="model that dpo and ipo compare with: base (the first weights), a folder or hub id, or none; "
+        description="model that dpo, ipo and kto compare with: base (the first weights), a folder or hub id, or none; "
         "auto: base where one is needed",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _built(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("name") == "kto":
-            raise ValueError(
-                "kto is not built: its baseline is a mean over mismatched answers of a batch, clamped and not "
-                "differentiated, which is no function of the log-probabilities of a pair; dpo takes pairs"
-            )
-        return values
-
     @model_validator(mode="after")
     def _fits(self) -> "ObjectiveSection":
-        compares = self.name in ("dpo", "ipo")
+        compares = self.name in ("dpo", "ipo", "kto")
         if compares and self.reference == "none":
             raise ValueError(f"reference is none, and {self.name} compares with one; name: orpo or simpo needs none")
         if not compares and self.reference not in ("auto", "none"):

@@ -16,13 +16,15 @@ IGNORE = -100  # label of a position without a target
 class Piece:
     """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none.
     `trained`: which of the targets are trained, as long as they; None: all. `answer`: 0 for a chosen and 1 for a
-    rejected answer, which follows its chosen one in the row; `pair`: the number of the two among the pairs of a run."""
+    rejected answer, which follows its chosen one in the row; `pair`: the number of the two among the pairs of a run.
+    `desirable`: whether the first is, where answers are rated; None: it is the chosen one."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]
     trained: NDArray[np.bool_] | None = None
     answer: int | None = None
     pair: int = -1
+    desirable: bool | None = None
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -40,7 +42,8 @@ class MicroBatch:
     its own. `tokens` counts real input tokens, `targets` labels other than -100; `row_tokens` [B]: the real tokens of
     each row. `weights`: fp64 [B, T], of each target; None: 1. Of preference data: `pairs` int64 [P], the numbers of
     the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of pair p of these,
-    2 p + 1 at those of the rejected one, else -1.
+    2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: whether the first of the two is, where answers
+    are rated.
     """
 
     input_ids: NDArray[np.int64]
@@ -53,6 +56,7 @@ class MicroBatch:
     weights: NDArray[np.float64] | None = None
     answers: NDArray[np.int64] | None = None
     pairs: NDArray[np.int64] | None = None
+    desirable: NDArray[np.bool_] | None = None
 
 
 def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:
@@ -64,7 +68,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     cu_seqlens, counting = [0], np.arange(row_length, dtype=np.int64)
     tokens = targets = 0
     row_tokens = np.zeros(len(rows), np.int64)
-    answers, pairs = np.full(shape, -1, np.int64), list[int]()
+    answers, pairs, desirable = np.full(shape, -1, np.int64), list[int](), list[bool]()
     for b, row in enumerate(rows):
         t = 0
         for piece in row:
@@ -73,6 +77,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
             labels[b, t : t + len(piece.targets)] = piece.labels
             if piece.answer is not None:
                 pairs += [piece.pair] * (piece.answer == 0)
+                desirable += [bool(piece.desirable)] * (piece.answer == 0 and piece.desirable is not None)
                 own = np.where(piece.labels == IGNORE, -1, 2 * len(pairs) - 2 + piece.answer)
                 answers[b, t : t + len(piece.targets)] = own
             position_ids[b, t:end] = counting[: end - t]
@@ -87,4 +92,5 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     return MicroBatch(
         input_ids, labels, position_ids, np.array(cu_seqlens, np.int32), tokens, targets, row_tokens,
         answers=answers if pairs else None, pairs=np.array(pairs, np.int64) if pairs else None,
+        desirable=np.array(desirable) if desirable else None,
     )  # fmt: skip

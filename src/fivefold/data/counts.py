@@ -28,6 +28,7 @@ class RowCounts:
     shortened: int = 0  # examples longer than a row, which lost their end
     untrained: int = 0  # examples without a trained token (in the row), left out
     pairs: int = 0  # of answers, in the rows
+    rated: bool = False  # each is a rated answer, with one to another prompt
     too_long: int = 0  # pairs longer than a row, left out
 
     @property
@@ -140,6 +141,8 @@ def _rows(counts: RowCounts, seq_length: int) -> str:
 def _trained(counts: RowCounts) -> str:
     part = 100 * counts.targets / max(1, counts.tokens)
     where = many(counts.pairs, "pair") + " of answers" if counts.pairs else many(counts.examples, "example")
+    if counts.rated:
+        where = f"{many(counts.pairs, 'rated answer')}, each with one to another prompt"
     return f"{many(counts.targets, 'token')} of {counts.tokens:,} ({part:.1f}%), in {where}"
 
 

@@ -7,14 +7,15 @@
 | `prompt` and `completion`, both texts | one after the other |
 | `prompt` and `completion`, both lists of turns | the chat template; the answers of the completion are trained |
 | `chosen` and `rejected`, texts or lists of turns, with or without `prompt` | a pair of the above with one beginning |
+| any with an answer, and `label`, where the objective rates answers (kto) | it, and its prompt with another's answer |
 
 An example is trained on what the assistant says. It is never cut over rows: what is longer than a row loses its end. A
 pair of a chosen and a rejected answer is in one row as a whole; one that is longer than a row is left out.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fivefold.core.errors import UserError
@@ -88,22 +89,64 @@ class Example:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to the same: each an example that is trained on the answer alone."""
+    """Two answers to the same: each an example that is trained on the answer alone. The first is the chosen one; or it
+    is `desirable` or not, and the second is the answer to something else."""
 
-    chosen: Example
-    rejected: Example
+    first: Example
+    second: Example
+    desirable: bool | None = None
 
     def __len__(self) -> int:
         """Characters, roughly."""
-        return len(self.chosen) + len(self.rejected)
+        return len(self.first) + len(self.second)
 
     @property
     def plain(self) -> str:
         """All that is said in it, for a tokenizer to learn from."""
-        return f"{self.chosen.plain}\n{self.rejected.plain}"
+        return f"{self.first.plain}\n{self.second.plain}"
+
+
+@dataclass(frozen=True)
+class Rated:
+    """An answer that is `desirable` or not: the turns of `example` behind its context, or the second of its texts."""
+
+    example: Example
+    desirable: bool
+
+    def answered_by(self, other: "Rated") -> Example:
+        """What was asked here, with the answer that was given there. Raises `UserError`."""
+        own, others = self.example, other.example
+        if (own.pair is None) != (others.pair is None):
+            raise UserError(
+                f"{own.where} holds {'turns' if own.turns else 'texts'} and {others.where} holds the other of the two",
+                fix="write them to files of their own, and name each as a source",
+            )
+        if own.pair is not None and others.pair is not None:
+            return replace(own, pair=(own.pair[0], others.pair[1]))
+        return replace(own, turns=(*own.turns[: own.context], *others.turns[others.context :]))
 
 
 Document = str | Example | Preference  # as a format gives it
+
+
+def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
+    """Each rated answer of a file with that of the record before it; the first with that of the second. Raises
+    `UserError` for one alone."""
+    first: Rated | None = None
+    before: Rated | None = None
+    for each in answers:
+        if first is not None and before is None:
+            yield Preference(first.example, first.answered_by(each), first.desirable)
+            before = first
+        if before is not None:
+            yield Preference(each.example, each.answered_by(before), each.desirable)
+            before = each
+        first = first or each
+    if first is not None and before is None:
+        raise UserError(
+            f"{first.example.where}: one rated answer alone; kto compares with answers to other prompts",
+            fix="add records",
+        )
 
 
 @dataclass(frozen=True)
@@ -157,16 +200,18 @@ def preference(
             least = max(0, min(map(len, said.values())) - 1)  # an answer has a turn, whatever it says
             shared = min(_shared(said["chosen"], said["rejected"]), least)
             before, said = said["chosen"][:shared], {name: turns[shared:] for name, turns in said.items()}
-        each = [chat(where, turns, context=before, system=system, tools=tools) for turns in said.values()]
-        return Preference(*each)
+        first, second = (chat(where, turns, context=before, system=system, tools=tools) for turns in said.values())
+        return Preference(first, second)
     texts = [_string(answer, where, f"the {name} answer") for name, answer in answers.items()]
     if asked is None:
         shared = _shared(*texts)
         shared -= texts[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
         asked, texts = texts[0][:shared], [text[shared:] for text in texts]
     told = "" if system is None else _string(system, where, "the system text")
-    return Preference(*(pair(where, "\n\n".join(filter(None, (told, _string(asked, where, "the prompt")))), text)
-                        for text in texts))  # fmt: skip
+    first, second = (
+        pair(where, "\n\n".join(filter(None, (told, _string(asked, where, "the prompt")))), text) for text in texts
+    )
+    return Preference(first, second)
 
 
 def _said(answer: object, where: str) -> list[Turn]:

@@ -74,12 +74,12 @@ def prepare(
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
-    formats = discover()
+    formats, rates = discover(), config.objective.name == "kto"
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
     train, validation = (
         [
-            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]"), formats, root)
+            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]", rates=rates), formats, root)
             for i, one in enumerate(sources)
         ]
         for name, sources in lists.items()
@@ -98,6 +98,13 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 "{messages: chosen}, or columns: {prompt: prompt, completion: chosen} where they are texts",
                 more="docs/preferences.md",
             )
+        if store.meta.rated != (name == "kto") and store.meta.pairs:  # a store that was made before
+            raise UserError(
+                f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
+                f"objective.name is {name}",
+                fix=f"set objective.name: {'kto' if store.meta.rated else 'dpo'}, or name the records themselves",
+                more="docs/preferences.md",
+            )
         if not store.meta.pairs and name != "sft":
             raise UserError(
                 f"{files.source.label}: {files.name} holds no preference records, and objective.name is {name}",
@@ -107,13 +114,13 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
             )
 
 
-def _source(given: DataSource, label: str) -> Source:
+def _source(given: DataSource, label: str, *, rates: bool) -> Source:
     if given.weight != 1.0 and label.startswith("data.validation"):
         raise UserError(
             f"{label}.weight: {given.weight:g}: evaluation reads every row of a validation list once",
             fix=f"leave {label}.weight out",
         )
-    return Source(given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on)
+    return Source(given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on, rates)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,12 +3,12 @@ with its answer."""
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.core.errors import UserError
 from fivefold.data import examples
-from fivefold.data.examples import Document, Example, Preference
+from fivefold.data.examples import Document, Example, Preference, Rated
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 
 _KEYS_SHOWN = 8
@@ -25,12 +25,14 @@ _ANSWERED = (
     "generation", "demonstration", "assistant",
 )  # fmt: skip
 _PREFERRED = ("chosen", "rejected")
+_LABELS = ("label", "kto_tag", "desirable")  # whether an answer is desirable
+_YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _ALSO_ASKED = (*_ASKED, "system", "context", "history")
 
 # Standard names of the parts of an example -> what they are called.
 _PARTS = {
     "messages": _TURNS, "prompt": ("prompt",), "completion": ("completion",), "system": ("system",),
-    "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",),
+    "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",), "label": _LABELS,
 }  # fmt: skip
 
 _MORE = "docs/data.md, 'Conversations and instructions'"
@@ -48,6 +50,11 @@ class Records(Format):
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
         with closing(self.records(path, source)) as records:
+            if source.rates:
+                yield from examples.beside_others(
+                    each for where, record in records for each in rated_of(record, source, where)
+                )
+                return
             for where, record in records:
                 yield example_of(record, source, where) or text_of(record, source, where, self.noun)
 
@@ -61,6 +68,7 @@ class Records(Format):
             "format": source.format if source.format in RECORD_KINDS else "",
             "columns": "".join(f"{name}={key};" for name, key in sorted(source.columns.items())),
             "train_on": source.train_on if source.train_on != Source.train_on else "",
+            "rates": "1" if source.rates else "",
         }
         return {"text_key": source.text_key, **{name: value for name, value in of_examples.items() if value}}
 
@@ -91,7 +99,8 @@ def conversation_of(names: Collection[str]) -> Conversation | None:
 class Parts:
     """The keys of a record that make an example. `turns`: a list of turns; `asked`, `answered`: what is asked, in the
     order in which it is put together, and the answer. `is_plain`: the two are one text, and no template is used.
-    `preferred`: the keys of a chosen and of a rejected answer, in place of one answer."""
+    `preferred`: the keys of a chosen and of a rejected answer, in place of one answer. `label`: whether an answer is
+    desirable, where that is asked for."""
 
     turns: str | None = None
     asked: tuple[str, ...] = ()
@@ -101,17 +110,34 @@ class Parts:
     tools: str | None = None
     history: str | None = None
     preferred: tuple[str, ...] = ()
+    label: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All of them."""
-        named = (self.turns, *self.asked, self.answered, *self.preferred, self.system, self.tools, self.history)
+        named = (
+            self.turns,
+            *self.asked,
+            self.answered,
+            *self.preferred,
+            self.system,
+            self.tools,
+            self.history,
+            self.label,
+        )
         return tuple(key for key in named if key is not None)
 
 
 def parts_of(names: Collection[str], source: Source) -> Parts | None:
     """Which keys make an example of records with these `names`; None where they are texts, or nothing known. Raises
     `UserError` where `source` names a key that is not there."""
+    parts = _parts_of(names, source)
+    if parts is None or not source.rates:
+        return parts
+    return replace(parts, label=source.columns.get("label") or _first(names, _LABELS))
+
+
+def _parts_of(names: Collection[str], source: Source) -> Parts | None:
     columns, kind = source.columns, source.format if source.format in RECORD_KINDS else None
     if kind is None and not columns and source.text_key in names:
         return None
@@ -183,14 +209,43 @@ def example_of(record: Mapping[str, object], source: Source, where: str) -> Exam
     return examples.chat(where, [*before, *turns], system=system, tools=tools, train_on=source.train_on)
 
 
+def rated_of(record: Mapping[str, object], source: Source, where: str) -> Iterator[Rated]:
+    """The rated answer that a record is, or the two of a pair. Raises `UserError`, naming the place."""
+    parts, found = parts_of(record, source), example_of(record, source, where)
+    if isinstance(found, Preference):
+        yield from (Rated(found.first, desirable=True), Rated(found.second, desirable=False))
+        return
+    rating = None if parts is None or parts.label is None else record[parts.label]
+    desirable = rating if isinstance(rating, bool) else _YES_OR_NO.get(str(rating).lower())
+    if parts is None or found is None or desirable is None:
+        key = parts.label if parts else None
+        said = f"{key!r} is {rating!r}, not true or false" if key else "no rated answer"
+        raise UserError(
+            f"{where}: {said}; the keys are {_listed(record)}",
+            fix=f"name a prompt, an answer and whether it is desirable, {source.label}.columns: {{prompt: KEY, "
+            "completion: KEY, label: KEY}",
+            more="docs/preferences.md",
+        )
+    if source.train_on != Source.train_on:
+        raise _answers_alone_are_trained(source)
+    is_list = parts.answered is not None and isinstance(record[parts.answered], list)
+    if found.turns and not is_list:
+        found = replace(found, context=len(found.turns) - 1)
+    yield Rated(found, desirable)
+
+
+def _answers_alone_are_trained(source: Source) -> UserError:
+    return UserError(
+        f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
+        fix=f"leave {source.label}.train_on out",
+    )
+
+
 def _pair(
     record: Mapping[str, object], parts: Parts, source: Source, where: str, *, system: object, tools: object
 ) -> Preference:
     if source.train_on != Source.train_on:
-        raise UserError(
-            f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
-            fix=f"leave {source.label}.train_on out",
-        )
+        raise _answers_alone_are_trained(source)
     chosen, rejected = (record[key] for key in parts.preferred)
     asked = record[parts.asked[0]] if parts.asked else None
     return examples.preference(

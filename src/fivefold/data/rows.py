@@ -89,6 +89,7 @@ def build_index(
         shortened=int((is_long & is_example).sum()),
         untrained=int(((targets == 0) & (cut.targets > 0)).sum()),
         pairs=int(are_pairs(stores, pieces.start).sum()),
+        rated=any(store.meta.rated for store in stores),
         too_long=int((~fits).sum()),
     )
     return index, counts
@@ -219,11 +220,12 @@ class PackedRows:
         store, at = self.stores[which], start - int(self._bases[which])
         if store.meta.pairs and store.trained is not None:
             marks = store.trained[at : at + length]
-            middle = at + int((marks >= 2).argmax())
+            middle, desirable = at + int((marks & 2 > 0).argmax()), bool(marks[0] & 4) if store.meta.rated else None
             return [
                 Piece(
                     store.tokens[first:last], store.tokens[first + 1 : last],
                     store.trained[first + 1 : last] & 1 > 0, answer=answer, pair=number,
+                    desirable=desirable,
                 )
                 for answer, (first, last) in enumerate(((at, middle), (middle, at + length)))
             ]  # fmt: skip

@@ -37,7 +37,7 @@ class Part:
 @dataclass(frozen=True)
 class Document:
     """A document, or a piece of one, in a row; `cut`: more than `_MOST` characters, of which the first are here.
-    `answer`: chosen or rejected, of a pair."""
+    `answer`: what it is called, of a pair."""
 
     parts: tuple[Part, ...]
     tokens: int
@@ -133,8 +133,15 @@ def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any, str]]:
     for start, end in pairwise(batch.cu_seqlens.tolist()):
         if start < batch.tokens:
             number = -1 if batch.answers is None else int(batch.answers[0, start:end].max())
-            answer = "" if number < 0 else ("chosen", "rejected")[number % 2]
+            answer = "" if number < 0 else _called(number, batch)
             yield batch.input_ids[0, start:end], batch.labels[0, start:end], answer
+
+
+def _called(number: int, batch: MicroBatch) -> str:
+    """An answer of a pair."""
+    if batch.desirable is None:
+        return ("chosen", "rejected")[number % 2]
+    return "answer to another prompt" if number % 2 else "desirable" if batch.desirable[number // 2] else "undesirable"
 
 
 def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:

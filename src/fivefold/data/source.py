@@ -40,8 +40,8 @@ class Source:
     """One entry of `data.train` or `data.validation`.
 
     `label` is how messages name it: `data.train`, or `data.train[1]` where there are several. `columns`: standard name
-    of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`) -> the key
-    that holds it.
+    of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`, `label`) ->
+    the key that holds it. `rates`: records are answers that are desirable or not.
     """
 
     path: str
@@ -50,6 +50,7 @@ class Source:
     text_key: str = "text"
     columns: Mapping[str, str] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
+    rates: bool = False
 
     def at(self, path: Path) -> str:
         """How messages name a file of it."""

@@ -180,8 +180,8 @@ def trained_targets(stores: Sequence[TokenStore], pieces: Pieces) -> Int64s:
 
 
 def _trained_of_pair(marks: NDArray[np.uint8]) -> int:
-    chosen, rejected = int((marks == 1).sum()), int((marks == 3).sum())
-    return chosen + rejected if chosen and rejected else 0
+    first, second = int((marks & 3 == 1).sum()), int((marks & 3 == 3).sum())
+    return first + second if first and second else 0
 
 
 def pieces_of(start: Int64s, length: Int64s, seq_length: int) -> Pieces:

@@ -6,7 +6,8 @@ offsets.npy     int64 [documents + 1], where each document starts; the last is t
 blocks.npy      uint64 [blocks], a hash of each block of 16,384 tokens of each document: by it validation is split off
 checksums.npy   uint64 [chunks], of each MiB of tokens.bin
 trained.bin     uint8 [tokens], 1 for a token that is trained; only where the documents are examples, which are not cut.
-                A pair of answers is one document, chosen then rejected; in the rejected one, 2, and 3 if trained
+                A pair of answers is one document, one after the other; 2 more in the second of the two, which is the
+                rejected one, or that to another prompt; 4 more in a first one that is rated desirable
 meta.json       sizes and checksums, whose tokens they are, and what the records of the texts are
 """
 
@@ -60,7 +61,7 @@ class StoreMeta:
     `bos`: the tokens in front of each document. `answers_alone`: what to say where the texts are the answers of chat or
     instruction records, without their prompts. `files`: the checksum of each array. `trained`: tokens that are trained,
     of documents that are examples; None where they are texts, all of which is. `pairs`: whether every document is a
-    pair of answers.
+    pair of answers; `rated`: whether the first of the two is desirable or not, and the second is that of another.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class StoreMeta:
     files: Mapping[str, str]
     trained: int | None = None
     pairs: bool = False
+    rated: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class TokenStore:
 
     @cached_property
     def trained(self) -> NDArray[np.uint8] | None:
-        """uint8 [tokens], mapped: odd for a token that is trained, 2 or 3 in a rejected answer; None where all are."""
+        """uint8 [tokens], mapped: odd for a token that is trained, 2 more in the second answer of a pair, 4 more in a
+        first one that is desirable; None where all are."""
         if self.meta.trained is None:
             return None
         if not self.meta.tokens:
@@ -259,7 +262,7 @@ class _Writer:
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
-        self.examples = self.pairs = self.trained = 0
+        self.examples = self.pairs = self.rated = self.trained = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
         tokenizer = self.tokenizer.load()
@@ -272,8 +275,9 @@ class _Writer:
                 encode = tokenizer.encode_batch if is_example else tokenizer.encode_batch_fast
                 encodings = encode([text.text for text in texts], add_special_tokens=False)
                 sequences = map(self._sequence, texts, encodings)
-                for each in both:
-                    tokens, trained = self._document([next(sequences) for _ in each])
+                for document, each in zip(batch, both, strict=True):
+                    desirable = isinstance(document, Preference) and bool(document.desirable)
+                    tokens, trained = self._document([next(sequences) for _ in each], desirable=desirable)
                     out.write(tokens.tobytes())
                     mask.write(trained.tobytes())
         if not self.examples:
@@ -302,14 +306,16 @@ class _Writer:
         self.examples += 1
         eos = tokenizer.id_to_token(self.tokenizer.eos_token_id) or ""
         self.pairs += isinstance(document, Preference)
-        each = [document.chosen, document.rejected] if isinstance(document, Preference) else [document]
+        self.rated += isinstance(document, Preference) and document.desirable is not None
+        each = [document.first, document.second] if isinstance(document, Preference) else [document]
         return [example.rendered(self.tokenizer.template, eos) for example in each]
 
     def _document(
-        self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]]
+        self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]], *, desirable: bool
     ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
         """The tokens of a document, of one sequence or of two, and what they are."""
         tokens = np.concatenate([each for each, _ in sequences])
+        sequences[0][1][:] |= 4 * desirable
         for _, trained in sequences[1:]:
             trained[:1] = 0  # it has nothing before it: no target
             trained |= 2
@@ -349,6 +355,7 @@ class _Writer:
             files={name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))},
             trained=self.trained if self.examples else None,
             pairs=self.pairs > 0,
+            rated=self.rated > 0,
         )
 
 

@@ -21,7 +21,7 @@ from fivefold.ops.fp8 import DTYPES, cast_to_fp8
 from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.parallel.host_memory import HostMemory
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.torch_internals import fsdp_gather_by, fsdp_shards
+from fivefold.torch_internals import fsdp_gather_by, fsdp_pad, fsdp_shards
 
 
 class Gather:
@@ -95,14 +95,18 @@ def gather_parameters(
     found = dict[str, Gather]()
     in_fp8, shards = frozenset(plan.fp8_gathers), fsdp_shards(model)
     for path, module in model.named_modules():
-        if not any(each.is_meta for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if tensors and not any(each.is_meta for each in tensors):
             continue  # the other name of a tied one
         module.to_empty(device=device, recurse=False)
         for leaf in module._parameters:
             name, of = f"{path}.{leaf}", shards.get((module, leaf))
+            if of is None:
+                continue
+            fsdp_pad(of)
             # A linear of another class multiplies by itself, in the compute dtype.
             is_cast = name in in_fp8 and hf_internals.is_plain_linear(module)
-            if of is not None and (is_cast or memory is not None):
+            if is_cast or memory is not None:
                 cast = RECIPES[plan.layout.fp8].output[1] if is_cast else None
                 found[name] = Gather(dtype, device, cast, memory)
                 fsdp_gather_by(of, found[name])

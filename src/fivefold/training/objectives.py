@@ -4,7 +4,8 @@ An answer's log-probability is the sum over its tokens. From those of a pair of 
 derivative with respect to each of the two. A second pass takes that derivative, with its sign changed, as the weight of
 every token of the answer: the gradient of this weighted cross entropy is that of the objective.
 
-Legend: P pairs; in the dimension of two, 0 is the chosen answer and 1 the rejected one.
+Legend: P pairs; in the dimension of two, 0 is the chosen answer and 1 the rejected one. Of rated answers (KTO) 0 is the
+answer, and 1 the same prompt with the answer to another.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +19,13 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Objective:
     """`name`: sft (the mean over weighted targets), or a preference objective of `LOSSES`. `beta`: its temperature, or
-    the weight of the odds ratio (ORPO). `gamma`: the margin of SimPO."""
+    the weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers in KTO."""
 
     name: str = "sft"
     beta: float = 0.1
     gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     @property
     def has_pairs(self) -> bool:
@@ -32,31 +35,56 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether it compares with the log-probabilities of a reference model."""
-        return self.name in ("dpo", "ipo")
+        return self.name in ("dpo", "ipo", "kto")
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether its answers are rated, and compared with how much likelier answers to other prompts became."""
+        return self.name == "kto"
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of its metrics, in their order."""
+        return RATED_METRICS if self.has_baseline else METRICS
 
     @property
     def uses_means(self) -> bool:
         """Whether its answers count by the mean over their tokens."""
-        return self.name != "dpo"
+        return self.name not in ("dpo", "kto")
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Of P rated answers: whether each is desirable, bool [P]; and the baseline, a scalar: by how much answers to other
+    prompts became likelier, the mean over the global batch, at least 0."""
+
+    desirable_P: Tensor
+    baseline: Tensor
 
 
 @dataclass(frozen=True)
 class Judged:
     """Of P pairs: the loss [P], its derivative by each answer's summed log-probability [P, 2], and metrics [P] by the
-    names that TRL gives them: of sums over tokens where there is a reference, else of means. All fp64."""
+    names that TRL gives them: of sums over tokens where there is a reference, else of means; NaN where a metric is not
+    about a pair. All fp64."""
 
     loss_P: Tensor
     slope_P2: Tensor
     metrics: Mapping[str, Tensor]
 
 
-def judge(objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None) -> Judged:
+def judge(
+    objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None,
+    ratings: Ratings | None = None,
+) -> Judged:  # fmt: skip
     """`policy_P2`, `reference_P2`: summed log-probabilities of the answers; `tokens_P2`: their trained tokens.
 
-    Raises `ValueError` where the objective needs a reference and there is none.
+    Raises `ValueError` where the objective needs a reference, or ratings, and there is none.
     """
     if objective.needs_reference and reference_P2 is None:
         raise ValueError(f"{objective.name} needs the log-probabilities of a reference model")
+    if objective.has_baseline and ratings is None:
+        raise ValueError(f"{objective.name} needs ratings of the answers")
     with torch.enable_grad():
         sums = policy_P2.detach().double().requires_grad_()
         counts = tokens_P2.to(sums).clamp(min=1)
@@ -64,10 +92,12 @@ def judge(objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_
         before = torch.zeros_like(sums)
         if objective.needs_reference and reference_P2 is not None:
             before = reference_P2.to(sums) / counts if objective.uses_means else reference_P2.to(sums)
-        loss = LOSSES[objective.name](objective, answers, answers - before)
+        loss = LOSSES[objective.name](objective, answers, answers - before, ratings)
         (slope,) = torch.autograd.grad(loss.sum(), sums)
     shown = sums.detach() if objective.needs_reference else answers.detach()
     rewards = objective.beta * (shown - reference_P2.to(shown) if reference_P2 is not None else shown)
+    if ratings is not None:
+        return Judged(loss.detach(), slope, _of_ratings(rewards[:, 0], shown[:, 0], ratings.desirable_P))
     return Judged(
         loss.detach(),
         slope,
@@ -85,31 +115,51 @@ def judge(objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
 )  # fmt: skip
+# Of rated answers, which TRL calls chosen where they are desirable; the last two follow from means over all pairs.
+RATED_METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "rewards/margins", "kl")
 
-# Each of (the objective, log-probabilities [P, 2], the same less those of the reference) -> loss [P].
+
+def _of_ratings(rewards_P: Tensor, shown_P: Tensor, desirable_P: Tensor) -> dict[str, Tensor]:
+    nothing = torch.full_like(rewards_P, torch.nan)
+    return {
+        f"{what}/{of}": torch.where(desirable_P == (of == "chosen"), values, nothing)
+        for what, values in (("rewards", rewards_P), ("logps", shown_P))
+        for of in ("chosen", "rejected")
+    }
 
 
-def _dpo(objective: Objective, answers: Tensor, gains: Tensor) -> Tensor:
+# Each of (the objective, log-probabilities [P, 2], the same less those of the reference, ratings) -> loss [P].
+
+
+def _kto(objective: Objective, answers: Tensor, gains: Tensor, ratings: Ratings | None) -> Tensor:
+    """https://arxiv.org/abs/2402.01306, equation 7: the baseline is no function of the weights."""
+    assert ratings is not None
+    above = objective.beta * (gains[:, 0] - ratings.baseline)
+    good = objective.desirable_weight * (1 - torch.sigmoid(above))
+    return torch.where(ratings.desirable_P, good, objective.undesirable_weight * (1 - torch.sigmoid(-above)))
+
+
+def _dpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """https://arxiv.org/abs/2305.18290, equation 7."""
     return -F.logsigmoid(objective.beta * (gains[:, 0] - gains[:, 1]))
 
 
-def _ipo(objective: Objective, answers: Tensor, gains: Tensor) -> Tensor:
+def _ipo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """https://arxiv.org/abs/2310.12036, equation 17, of means over tokens as TRL has it."""
     return (gains[:, 0] - gains[:, 1] - 1 / (2 * objective.beta)).square()
 
 
-def _simpo(objective: Objective, answers: Tensor, gains: Tensor) -> Tensor:
+def _simpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """https://arxiv.org/abs/2405.14734, equation 6."""
     return -F.logsigmoid(objective.beta * (answers[:, 0] - answers[:, 1]) - objective.gamma)
 
 
-def _orpo(objective: Objective, answers: Tensor, gains: Tensor) -> Tensor:
+def _orpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """https://arxiv.org/abs/2403.07691, equations 6 and 7: the cross entropy of the chosen answer, and the odds."""
     odds = answers - torch.log(-torch.expm1(answers.clamp(max=-1e-12)))  # a probability of 1 has no odds
     return -answers[:, 0] - objective.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 
-LOSSES: Mapping[str, Callable[[Objective, Tensor, Tensor], Tensor]] = {
-    "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo,
+LOSSES: Mapping[str, Callable[[Objective, Tensor, Tensor, Ratings | None], Tensor]] = {
+    "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo, "kto": _kto,
 }  # fmt: skip

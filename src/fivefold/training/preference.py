@@ -9,6 +9,7 @@ capacities see pass 2 alone. What it adds to a step is a forward.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.parallel import passes
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
-from fivefold.training.objectives import METRICS, Judged, Objective, judge
+from fivefold.training.objectives import Judged, Objective, Ratings, judge
 
 Table = NDArray[np.float64]  # [pairs of a side, 2]: log-probabilities of the answers under a reference model
 
@@ -55,16 +56,16 @@ def weigh(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> Weighed:
         total = torch.tensor(own, dtype=torch.float64, device=device)
         dist.all_reduce(total)
         return Weighed(batch, total.item(), None, {})
-    judged = [_judged(each, sums, goal) for each, sums in zip(batch, log_probs(model, batch), strict=True)]
+    answers = [_answers(each, sums, goal) for each, sums in zip(batch, log_probs(model, batch), strict=True)]
+    judged, loss, pairs, metrics = _judged(model, answers, goal.objective)
     weighted = [_weighted(each, found) for each, found in zip(batch, judged, strict=True)]
-    loss, pairs, metrics = _over_ranks(model, judged)
     return Weighed(weighted, pairs, loss, metrics)
 
 
 def mean_over_pairs(model: Any, batches: Iterable[MicroBatch], goal: Goal) -> tuple[float, Mapping[str, float]]:
     """The mean of a preference objective over the pairs of all ranks, and its metrics; NaN without pairs."""
-    judged = [_judged(each, sums, goal) for batch in batches for each, sums in [(batch, log_probs(model, [batch])[0])]]
-    loss, pairs, metrics = _over_ranks(model, judged)
+    answers = [_answers(batch, log_probs(model, [batch])[0], goal) for batch in batches]
+    _, loss, pairs, metrics = _judged(model, answers, goal.objective)
     dist.all_reduce(loss)
     return (loss.item() / pairs if pairs else float("nan")), metrics
 
@@ -106,13 +107,56 @@ def weights_of(batch: MicroBatch) -> NDArray[np.float64]:
     return has_target.astype(np.float64) if batch.weights is None else np.where(has_target, batch.weights, 0.0)
 
 
-def _judged(batch: MicroBatch, sums_P2: Tensor, goal: Goal) -> Judged:
-    tokens = torch.from_numpy(answer_tokens(batch)).to(sums_P2.device)
-    before = None
+@dataclass(frozen=True)
+class _Answers:
+    """Of a micro batch: what an objective is a function of, but for the baseline."""
+
+    sums_P2: Tensor
+    tokens_P2: Tensor
+    before_P2: Tensor | None
+    desirable_P: Tensor
+
+
+def _answers(batch: MicroBatch, sums_P2: Tensor, goal: Goal) -> _Answers:
+    device, before = sums_P2.device, None
     if goal.reference is not None:
         own = np.zeros(0, np.int64) if batch.pairs is None else batch.pairs
-        before = torch.from_numpy(np.asarray(goal.reference[own])).to(sums_P2.device)
-    return judge(goal.objective, sums_P2, tokens, before)
+        before = torch.from_numpy(np.asarray(goal.reference[own])).to(device)
+    desirable = np.zeros(pairs_of(batch), np.bool_) if batch.desirable is None else batch.desirable
+    tokens = torch.from_numpy(answer_tokens(batch)).to(device)
+    return _Answers(sums_P2, tokens, before, torch.from_numpy(desirable).to(device))
+
+
+def _judged(
+    model: Any, answers: Sequence[_Answers], objective: Objective
+) -> tuple[list[Judged], Tensor, int, Mapping[str, float]]:
+    """Of each micro batch; this rank's share of the losses' sum; how many pairs all ranks have, and the means of their
+    metrics."""
+    baseline = _baseline(model, answers) if objective.has_baseline else None
+    judged = [
+        judge(
+            objective, each.sums_P2, each.tokens_P2, each.before_P2,
+            None if baseline is None else Ratings(each.desirable_P, baseline),
+        )
+        for each in answers
+    ]  # fmt: skip
+    loss, pairs, metrics = _over_ranks(model, judged, objective)
+    if baseline is not None:
+        metrics |= {
+            "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"], "kl": baseline.item(),
+        }  # fmt: skip
+    return judged, loss, pairs, {name: metrics[name] for name in objective.metrics if not isnan(metrics[name])}
+
+
+def _baseline(model: Any, answers: Sequence[_Answers]) -> Tensor:
+    """By how much the answers to other prompts became likelier, their mean over all ranks, and at least 0: fp64."""
+    found = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    for each in answers if state_of(model).plan.is_first_of_row else ():
+        assert each.before_P2 is not None, "it is compared with a reference"
+        gains = each.sums_P2[:, 1] - each.before_P2[:, 1]
+        found += torch.stack([gains.sum(), torch.ones_like(gains).sum()])
+    dist.all_reduce(found)
+    return (found[0] / found[1].clamp(min=1)).clamp(min=0)
 
 
 def _weighted(batch: MicroBatch, judged: Judged) -> MicroBatch:
@@ -124,15 +168,20 @@ def _weighted(batch: MicroBatch, judged: Judged) -> MicroBatch:
     return replace(batch, weights=weights)
 
 
-def _over_ranks(model: Any, judged: Sequence[Judged]) -> tuple[Tensor, int, Mapping[str, float]]:
-    """This rank's share of the losses' sum; how many pairs all ranks have, and the means of their metrics."""
+def _over_ranks(model: Any, judged: Sequence[Judged], objective: Objective) -> tuple[Tensor, int, dict[str, float]]:
+    """This rank's share of the losses' sum; how many pairs all ranks have, and the mean of each metric over those that
+    it is about, NaN where it is about none."""
     device, is_first = next(model.parameters()).device, state_of(model).plan.is_first_of_row
-    sums = torch.zeros(1 + len(METRICS), dtype=torch.float64, device=device)
+    names = [name for name in objective.metrics if not judged or name in judged[0].metrics]
+    sums = torch.zeros(1 + 2 * len(objective.metrics), dtype=torch.float64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for each in judged if is_first else ():
         loss += each.loss_P.sum()
-        sums += torch.stack([torch.tensor(float(len(each.loss_P)), dtype=torch.float64, device=device)]
-                            + [each.metrics[name].sum() for name in METRICS])  # fmt: skip
+        sums[0] += len(each.loss_P)
+        for at, name in enumerate(names):
+            sums[1 + 2 * at] += each.metrics[name].nansum()
+            sums[2 + 2 * at] += (~each.metrics[name].isnan()).sum()
     dist.all_reduce(sums)
     pairs, *rest = sums.tolist()
-    return loss, int(pairs), {name: each / max(pairs, 1) for name, each in zip(METRICS, rest, strict=True)}
+    means = {name: rest[2 * at] / rest[2 * at + 1] if rest[2 * at + 1] else nan for at, name in enumerate(names)}
+    return loss, int(pairs), dict.fromkeys(objective.metrics, nan) | means

@@ -68,7 +68,7 @@ class Reference:
 def objective_of(config: RunConfig) -> Objective:
     """As the run file has it."""
     section = config.objective
-    return Objective(section.name, section.beta, section.gamma)
+    return Objective(section.name, section.beta, section.gamma, section.desirable_weight, section.undesirable_weight)
 
 
 def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> Goals:

@@ -28,6 +28,8 @@ def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: tor
 def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """The mean over pairs, and the metrics: rewards of the chosen and the rejected answers, the margin, how often the
     chosen one has more, and their log-probabilities; each a mean, in the order of `objectives.METRICS`."""
+    if case.objective == "kto":
+        return _of_rated(case, sums)
     before = torch.from_numpy(case.compared_with()).to(sums)
     beta, means = case.beta, sums / counts
     if case.objective == "dpo":
@@ -46,3 +48,16 @@ def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]
     margin = rewards[:, 0] - rewards[:, 1]
     told = [rewards[:, 0], rewards[:, 1], margin, (margin > 0).to(margin), shown[:, 0], shown[:, 1]]
     return each.mean(), torch.stack([number.detach().mean() for number in told])
+
+
+def _of_rated(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """KTO; the metrics are in the order of `objectives.RATED_METRICS`."""
+    gains = sums - torch.from_numpy(case.compared_with()).to(sums)
+    baseline = gains[:, 1].detach().mean().clamp(min=0)
+    ratings = [piece.desirable for row in case.pairs() for piece in row if piece.answer == 0]
+    good = [number for number, each in enumerate(ratings) if each]
+    bad = [number for number, each in enumerate(ratings) if not each]
+    liked = case.desirable_weight * (1 - torch.sigmoid(case.beta * (gains[good, 0] - baseline)))
+    disliked = case.undesirable_weight * (1 - torch.sigmoid(case.beta * (baseline - gains[bad, 0])))
+    means = [rows.detach()[each, 0].mean() for rows in (case.beta * gains, sums) for each in (good, bad)]
+    return torch.cat([liked, disliked]).mean(), torch.stack([*means, means[0] - means[1], baseline])

@@ -32,7 +32,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import preference as preferences
 from fivefold.training import step as training
-from fivefold.training.objectives import METRICS, Objective
+from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
@@ -178,7 +178,10 @@ class Proof:
             return
         rows, balance = self.case.pairs(), self.state.balance
         batch = micro_batches(rows, self.layout, self.state.plan.data_rank, self.case.row_length)
-        objective = Objective(self.case.objective, self.case.beta, self.case.gamma)
+        objective = Objective(
+            self.case.objective, self.case.beta, self.case.gamma,
+            self.case.desirable_weight, self.case.undesirable_weight,
+        )  # fmt: skip
         table = self.case.compared_with()
         goal = preferences.Goal(objective, table if objective.needs_reference else None)
         options, balance.options = balance.options, BalanceOptions()  # the losses of routers are no part of it
@@ -189,7 +192,7 @@ class Proof:
         balance.options = options
         found = {
             "log-probabilities": sums, "loss": loss.reshape(1).cpu(),
-            "metrics": torch.tensor([metrics[name] for name in METRICS], dtype=torch.float64),
+            "metrics": torch.tensor([metrics[name] for name in objective.metrics], dtype=torch.float64),
         }  # fmt: skip
         distances = {
             f"preference/{name}": Distance().add(number, self.reference.whole(f"preference/{name}"))

@@ -71,6 +71,8 @@ class ProofCase:
     objective: str = "sft"  # of the run file; one on pairs of answers is proved as well
     beta: float = 0.1
     gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
 
     def describe(self) -> str:
         """One line for people."""
@@ -106,7 +108,8 @@ class ProofCase:
         return Piece(drawn[:length], drawn[1:], answers if is_example else None)
 
     def pairs(self) -> Documents:
-        """Pairs of answers in each row of a batch, for a preference objective."""
+        """Pairs of answers in each row of a batch, for a preference objective. Of three rated ones the second is not
+        desirable."""
         rng, rows, number = np.random.default_rng([self.seed, 1_000_033]), list[list[Piece]](), 0
         for row in range(self.rows):
             pieces = list[Piece]()
@@ -118,15 +121,19 @@ class ProofCase:
                 for answer, length in enumerate(answers):
                     ids = np.append(asked, rng.integers(0, self.vocabulary, length, dtype=np.uint32))
                     trained = np.arange(len(ids) - 1) >= prompt - 1
-                    pieces.append(Piece(ids, ids[1:], trained, answer=answer, pair=number))
+                    desirable = number % 3 != 1 if self.objective == "kto" else None
+                    pieces.append(Piece(ids, ids[1:], trained, answer=answer, pair=number, desirable=desirable))
                 number += 1
             rows.append(pieces)
         return rows
 
     def compared_with(self) -> np.ndarray:
-        """Log-probabilities of these answers under a reference model, [pairs, 2]: another one than that of the case."""
-        number = sum(map(len, self.pairs())) // 2
-        return np.random.default_rng([self.seed, 1_000_037]).normal(-20, 2, (number, 2))
+        """Log-probabilities of these answers under a reference model, [pairs, 2]: another one than that of the case,
+        and near it, or a sigmoid of the difference would be flat. They are somewhat less likely there."""
+        counts = [int(piece.trained.sum()) for row in self.pairs() for piece in row if piece.trained is not None]
+        guessed = -np.log(self.vocabulary) * np.array(counts, np.float64).reshape(-1, 2)
+        found: np.ndarray = guessed - np.random.default_rng([self.seed, 1_000_037]).normal(2, 1, guessed.shape)
+        return found
 
     def targets(self, step: int) -> int:
         """Trained target tokens of the global batch."""

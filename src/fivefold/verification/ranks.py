@@ -167,7 +167,9 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
         aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=bool(recipes),
         objective=config.objective.name if not recipes else "sft", beta=config.objective.beta,
-        gamma=config.objective.gamma, prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
+        gamma=config.objective.gamma, desirable_weight=config.objective.desirable_weight,
+        undesirable_weight=config.objective.undesirable_weight,
+        prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
     )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ GRADIENT = [("gradient of the objective", r"")]
 def beta_applied_twice() -> Any:
     plain = objectives.LOSSES["dpo"]
 
-    def twice(objective: Any, answers: Tensor, gains: Tensor) -> Tensor:
-        return plain(objective, answers, objective.beta * gains)
+    def twice(objective: Any, answers: Tensor, gains: Tensor, ratings: Any) -> Tensor:
+        return plain(objective, answers, objective.beta * gains, ratings)
 
     return patch.dict(objectives.LOSSES, {"dpo": twice})  # type: ignore[arg-type]
 
@@ -204,3 +204,64 @@ def weights_with_the_wrong_sign() -> Any:
 def weights_not_used() -> Any:
     plain = losses.chunked_loss
     return patch.object(losses, "chunked_loss", lambda *args: plain(*args[:7]))
+
+
+KTO = Model(objective="kto")
+
+
+@fault(
+    "the baseline is that of a rank's own answers",
+    known="TRL takes it of the answers of one micro batch",
+    layout="shard2", expects=LOSS, model=KTO,
+)  # fmt: skip
+def baseline_of_one_rank() -> Any:
+    def own(model: Any, answers: Sequence[Any]) -> Tensor:
+        gains = torch.cat([each.sums_P2[:, 1] - each.before_P2[:, 1] for each in answers])
+        return gains.mean().clamp(min=0)
+
+    return patch.object(preference, "_baseline", own)
+
+
+@fault(
+    "the baseline is of the answers themselves, not of those to other prompts",
+    known="a gather of the wrong half of a batch",
+    layout="single", expects=LOSS, model=KTO,
+)  # fmt: skip
+def baseline_of_the_answers_themselves() -> Any:
+    plain = preference._baseline
+
+    def flipped(model: Any, answers: Sequence[Any]) -> Tensor:
+        turned = [replace(each, sums_P2=each.sums_P2.flip(1), before_P2=each.before_P2.flip(1)) for each in answers]
+        return plain(model, turned)
+
+    return patch.object(preference, "_baseline", flipped)
+
+
+@fault(
+    "answers to other prompts are trained too",
+    known="a mask that is one for every sequence of a batch",
+    layout="single", expects=GRADIENT, model=KTO,
+)  # fmt: skip
+def answers_to_other_prompts_trained() -> Any:
+    plain = objectives.LOSSES["kto"]
+
+    def both(objective: Any, answers: Tensor, gains: Tensor, ratings: Any) -> Tensor:
+        others = plain(objective, answers, gains.flip(1), ratings)
+        return plain(objective, answers, gains, ratings) + others - others.detach()
+
+    return patch.dict(objectives.LOSSES, {"kto": both})  # type: ignore[arg-type]
+
+
+@fault(
+    "ratings are in another order than the answers",
+    known="labels of a batch that was sorted, beside answers that were not",
+    layout="shard2", expects=LOSS, model=KTO,
+)  # fmt: skip
+def ratings_of_another_order() -> Any:
+    plain = preference._answers
+
+    def reversed_ratings(*given: Any) -> Any:
+        found = plain(*given)
+        return replace(found, desirable_P=found.desirable_P.flip(0))
+
+    return patch.object(preference, "_answers", reversed_ratings)

@@ -34,7 +34,7 @@ def _of_axolotl(given: Given) -> Iterator[dict[str, Any]]:
             given.leave(f"datasets[{number}].type", "write the records as messages, or as prompt and completion")
         elif kind.startswith(("alpaca", "gpteacher", "oasst")):
             given.note(f"datasets[{number}]: turns by the chat template, where {kind} has a text of its own")
-        elif given("rl"):
+        elif given("rl") not in (None, "kto"):
             keys = {name: each.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
             named = {("prompt" if name == "messages" else name): key for name, key in keys.items() if key}
             source |= {"format": "preference", **({"columns": named} if named else {})}
@@ -79,7 +79,10 @@ def _of_llama_factory(given: Given) -> Iterator[dict[str, Any]]:
         local = str(folder / about["file_name"]) if "file_name" in about else ""
         source: dict[str, Any] = {"path": local or f"hub:{hub}?split={about.get('split', 'train')}"}
         columns = about.get("columns", {})
-        ours = {"messages": "messages", "prompt": "prompt", "response": "completion", "system": "system"}
+        ours = {
+            "messages": "messages", "prompt": "prompt", "response": "completion", "system": "system",
+            "kto_tag": "label",
+        }  # fmt: skip
         renamed = {ours[key]: value for key, value in columns.items() if key in ours}
         if about.get("ranking"):
             parts = {"messages": "prompt", "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
@@ -88,7 +91,8 @@ def _of_llama_factory(given: Given) -> Iterator[dict[str, Any]]:
         elif given("stage", "sft") == "pt":
             source["text_key"] = columns.get("prompt", "text")
         elif about.get("formatting") == "sharegpt":
-            source |= {"format": "chat", "columns": {"messages": columns.get("messages", "conversations")}}
+            rated = {"label": columns["kto_tag"]} if "kto_tag" in columns else {}
+            source |= {"format": "chat", "columns": {"messages": columns.get("messages", "conversations"), **rated}}
         elif renamed and renamed != {"prompt": "instruction", "completion": "output"}:
             source["columns"] = renamed
         if "query" in columns and columns["query"] != "input":

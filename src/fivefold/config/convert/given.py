@@ -47,6 +47,8 @@ _SAME = {
     "run_name": "wandb_name",
     "beta": "pref_beta rl_beta dpo_beta",
     "loss_type": "pref_loss",
+    "desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     "ref_model": "ref_model_name_or_path base_model_ref",
     "tensor_parallel_size": "tp_size",
     "context_parallel_size": "cp_size sequence_parallel_degree sequence_parallel_size",

@@ -21,7 +21,7 @@ _SCHEDULES = {
 }  # fmt: skip
 
 # The `loss_type` of TRL's DPOConfig and CPOConfig, the `pref_loss` of LLaMA-Factory -> the objective.
-_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 
 Keys = Iterator[tuple[str, Any]]
 
@@ -29,7 +29,7 @@ Keys = Iterator[tuple[str, Any]]
 def model(given: Given) -> Keys:
     if given("finetuning_type") not in (None, "full"):
         given.leave("finetuning_type", str(answer("finetuning_type")))
-    if given("stage") not in (None, "sft", "pt", "dpo"):
+    if given("stage") not in (None, "sft", "pt", "dpo", "kto"):
         given.leave("stage", "supervised and preference training are built, and no other stage")
     yield "model.name_or_path", given("model_name_or_path")
     if tokenizer := given("tokenizer_name"):
@@ -39,11 +39,13 @@ def model(given: Given) -> Keys:
 def objective(given: Given) -> Keys:
     """Preference training: `rl` of axolotl, `stage: dpo` of LLaMA-Factory, the `loss_type` of TRL's DPOConfig."""
     asked, kind = given("rl"), given("loss_type", "sigmoid")
+    if given("stage") == "kto" or {"desirable_weight", "undesirable_weight"} & given.names:
+        asked = "kto"
     is_dpo = given("stage") == "dpo" or (given.trainer == "TRL" and {"loss_type", "beta", "ref_model"} & given.names)
     name = asked or (_LOSSES.get(str(kind), str(kind)) if is_dpo else None)
     if name is None:
         return
-    if name not in ("dpo", "ipo", "orpo", "simpo"):
+    if name not in _LOSSES.values():
         why = f"{name} is not built; dpo is what it becomes: see docs/preferences.md"
         given.leave("rl" if asked else "loss_type", why)
         name = "dpo"
@@ -51,7 +53,10 @@ def objective(given: Given) -> Keys:
     yield "objective.beta", given("orpo_alpha" if name == "orpo" and "orpo_alpha" in given else "beta", 0.1)
     if name == "simpo":
         yield "objective.gamma", given("simpo_gamma", 0.5)
-    if (other := given("ref_model")) and name in ("dpo", "ipo"):
+    for weight in ("desirable_weight", "undesirable_weight"):
+        if name == "kto" and weight in given:
+            yield f"objective.{weight}", given(weight)
+    if (other := given("ref_model")) and name in ("dpo", "ipo", "kto"):
         yield "objective.reference", other
     given.note("a row holds the two sequences of a pair: data.seq_length is twice the length that is said there")
     if not given.found.keys.get("data.packing"):
