@@ -21,9 +21,11 @@ STARTED = time.monotonic()
 # Files that take long, the longest first. Three processes share the files out as they come: these come before the
 # others, so that no process is left alone with one of them at the end.
 LONG = (
-    "parallel/test_matrix.py", "test_readme.py", "verification/test_faults.py", "launch/test_restart.py",
-    "training/test_checks.py", "verification/test_command.py", "parallel/test_families.py",
-    "parallel/test_rehearsal.py", "training/test_run.py", "parallel/test_balance.py",
+    "parallel/test_matrix.py", "test_readme.py", "verification/test_faults.py", "training/test_checks.py",
+    "launch/test_restart.py", "training/test_compile.py", "training/test_offload.py", "checkpoint/test_killed_save.py",
+    "verification/test_command.py", "parallel/test_families.py", "parallel/test_rehearsal.py",
+    "models/test_families.py", "training/test_run.py", "training/test_preference_runs.py", "parallel/test_fp8.py",
+    "generation/test_decode.py", "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
 )  # fmt: skip
 
 torch.set_num_threads(1)  # models are 32 wide: threads that wait for each other cost more than they save

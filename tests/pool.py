@@ -15,10 +15,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import chdir
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 180.0
 AFTER_FAILURE = 5.0  # seconds for the other ranks to fail too
 END_GROUPS = "end groups"
@@ -29,11 +33,25 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the message holds the traceback of every rank that raised."""
 
 
+def forks() -> Any:
+    """The context whose processes are forked from one that has imported everything: one for all of a test process."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    with chdir(ROOT):  # of which alone it finds `tests`; it does without what it does not find, and says nothing
+        forkserver.ensure_running()
+    return context
+
+
+def collect_what_is_new() -> None:
+    """Turn the collector of a forked process on: what was imported stays, 400,000 objects that it need not look at."""
+    gc.freeze()
+    gc.enable()
+
+
 class _Pool:
     def __init__(self, world: int) -> None:
         self.world = world
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
+        context = forks()
         self.store = tempfile.mktemp(prefix="fivefold-pool-")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -99,14 +117,14 @@ def _crash_file(store: str, rank: int) -> str:
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    assert "tests.preload" in sys.modules, "not forked from a process that has imported everything"
     import torch
     import torch.distributed as dist
 
     crash = open(_crash_file(store, rank), "w")  # noqa: SIM115 - held open for as long as the worker lives
     faulthandler.enable(crash)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported stays: `_end_groups` need not look through its 400,000 objects after every call
-    gc.enable()
+    collect_what_is_new()
     dist.init_process_group(
         "gloo",
         rank=rank,

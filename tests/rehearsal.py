@@ -5,7 +5,6 @@ types, hooks, FSDP, schedules and compilation are the real ones; values are not,
 depends on values is dealt evenly: how many rows other ranks send to this rank's experts, and whether a step is finite.
 """
 
-import multiprocessing as mp
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
+
+from tests.pool import collect_what_is_new, forks
 
 TIMEOUT = 600.0  # seconds of one rehearsal
 
@@ -63,9 +64,7 @@ _executors: list[ProcessPoolExecutor] = []
 
 def _stage() -> ProcessPoolExecutor:
     if not _executors:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers"])
-        _executors.append(ProcessPoolExecutor(1, context))
+        _executors.append(ProcessPoolExecutor(1, forks(), collect_what_is_new))
     return _executors[0]
 
 

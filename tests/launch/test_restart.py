@@ -25,7 +25,7 @@ from fivefold.launch.workers import with_restarts
 from tests.tiers import every
 from tests.training.bodies import column, run_dir, run_file, same, state, train
 
-STEPS, SAVED = 80, 10  # steps of a run, steps between its checkpoints
+STEPS, SAVED = 56, 10  # steps of a run, steps between its checkpoints
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 
 
@@ -176,7 +176,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[s
     command = Command(tree)
     command.until(SAVED + 5)
     os.kill(command.workers()[1], signal.SIGKILL)
-    command.until(4 * SAVED)  # of the second attempt: metrics are cut back to the checkpoint
+    command.until(3 * SAVED)  # of the second attempt: metrics are cut back to the checkpoint
     os.kill(command.workers()[0], signal.SIGKILL)
     code, out = command.end()
     assert code == 0, out

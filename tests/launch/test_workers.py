@@ -1,5 +1,6 @@
 """Local workers: how many, what they see, and how a failure is told."""
 
+import gc
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from fivefold.core.layout import Layout
 from fivefold.launch.failure import WorkerDied, failure_file, hang_flag
 from fivefold.launch.folder import claim_fresh, open_folder
 from fivefold.launch.processes import Workers
+from fivefold.launch.worker import imported
 from fivefold.launch.workers import start_workers, worker_count
 from fivefold.launch.world import World
 from fivefold.training import launch
@@ -105,6 +107,20 @@ def test_workers_run_and_write_their_own_logs(tmp_path: Path, capfd: pytest.Capt
     assert capfd.readouterr().out == "hello from rank 0\n"
     assert "hello from rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
     assert (tmp_path / "logs" / "rank-0.log").exists()
+
+
+def test_modules_are_imported_without_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they leave is not looked through again, which holds once: garbage of later would stay for ever."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "told.py").write_text("import gc\nwas_on = gc.isenabled()\n")
+    (tmp_path / "broken.py").write_text("raise OSError\n")
+    before = gc.get_freeze_count()
+    assert not imported("told").was_on and gc.isenabled()
+    frozen = gc.get_freeze_count()
+    assert frozen > before and imported("told") and gc.get_freeze_count() == frozen
+    with pytest.raises(OSError):
+        imported("broken")
+    assert gc.isenabled()
 
 
 def test_one_process_imports_for_all_and_for_the_next_start(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Finding a world in the environment, and joining one."""
 
 import json
-import multiprocessing
 import os
 import re
 import socket
@@ -25,6 +24,7 @@ from fivefold.launch.world import (
     threads_per_worker,
     worker_environment,
 )
+from tests.pool import forks
 
 TORCHRUN = {
     "RANK": "5",
@@ -260,7 +260,7 @@ def _meets(rank: int, folder: Path) -> None:
 
 def test_no_rank_is_in_a_world_before_all_are(tmp_path: Path) -> None:
     """A rank that left before a slow peer had taken its connection made the start of that peer fail, now and then."""
-    context = multiprocessing.get_context("forkserver")
+    context = forks()
     ranks = [context.Process(target=_meets, args=(rank, tmp_path)) for rank in range(2)]
     for rank in ranks:
         rank.start()

@@ -1,7 +1,6 @@
 """The command, as a user has it: what it prints, what it writes, how it ends; and `train --verify`."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +13,6 @@ from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.verification import resolve
 from tests.commands import fivefold
-
-# Read by every Python process that is started with it on the path: the gradients of norms are no longer summed over tp.
-LOST_SUM = """
-from fivefold.parallel import tensor
-tensor.sum_partial_gradients = lambda *_: None
-"""
-
-
-def process(*arguments: str, cwd: Path, path: Path | None = None, launcher: tuple[str, ...] = ()) -> Any:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if path:
-        environment["PYTHONPATH"] = f"{path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", *launcher, *(["-m"] if launcher else []), "fivefold", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_three_layouts_are_proved(tmp_path: Path) -> None:
@@ -63,19 +48,18 @@ def test_a_layout_that_is_wrong_fails(tmp_path: Path) -> None:
     assert (first["what"], first["where"]) == ("gradient, reduced", "model.norm.weight")
 
 
-def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(LOST_SUM)
-    here = tmp_path / "here"
-    here.mkdir()
-    ended = process("train", "--verify", "layout=tp2", "train.max_steps=1", cwd=here, path=tmp_path)
-    assert ended.returncode == 1
-    assert "does not compute what one process computes: first differs at gradient, reduced" in ended.stderr
-    assert not (here / "runs").exists()
+def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--verify", "layout=tp2", "train.max_steps=1"]
+    fivefold(arguments, tmp_path, code=1, fault="partial_gradients_not_summed")
+    said = capsys.readouterr().err
+    assert "does not compute what one process computes: first differs at gradient, reduced" in said
+    assert not (tmp_path / "runs").exists()
 
 
 def test_inside_a_world_only_its_own_size_runs(tmp_path: Path) -> None:
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2")
-    ended = process("verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json", cwd=tmp_path, launcher=launcher)
+    launched = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fivefold"]
+    arguments = ["verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json"]
+    ended = subprocess.run([*launched, *arguments], cwd=tmp_path, capture_output=True, timeout=300)
     assert ended.returncode == 1
     first, second = json.loads((tmp_path / "v.json").read_text())["layouts"]
     assert first["ok"] and first["rows"] and first["not_run"] is None

@@ -10,6 +10,7 @@ import typer
 from fivefold.cli.options import Debug
 from fivefold.core.terminal import say
 from fivefold.core.units import human
+from fivefold.launch.worker import imported
 
 
 class DType(StrEnum):
@@ -38,6 +39,7 @@ def export(
 
     Example: fivefold export runs/demo my-model
     """
+    imported("fivefold.checkpoint.export")
     from fivefold.checkpoint.export import export as export_run
 
     done = export_run(run, out, step=step, dtype=dtype.value if dtype else None, force=force, merge=merge)

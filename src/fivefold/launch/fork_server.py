@@ -14,13 +14,11 @@ from fivefold.core import interrupts
 if __name__ == "__main__":
     interrupts.end_at_once()  # who started it has the word
 
-import gc
 import json
 import os
 import sys
 import warnings
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 from fivefold.core.streams import let_go, make_usable
@@ -32,11 +30,8 @@ def serve(body: str, reports: int) -> None:
     """Fork as the launcher says, until it closes standard input; in a worker, return when its work is done."""
     worker.die_with_parent()
     make_usable()  # the launcher's standard output may be closed
-    gc.disable()  # a quarter of the time of these imports, which leave nothing to collect
     with warnings.catch_warnings(record=True) as warned, suppress(Exception):
-        import_module(body.partition(":")[0])  # what fails here fails in the worker too, which tells of it
-    gc.freeze()  # what is there is shared by all: the collector of a worker does not write to it
-    gc.enable()
+        worker.imported(body.partition(":")[0])  # what fails here fails in the worker too, which tells of it
     os.environ[LAUNCHER] = str(os.getpid())
     for line in sys.stdin:
         start, ranks = json.loads(line), dict[int, int]()

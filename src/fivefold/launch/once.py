@@ -7,12 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.layout import Layout
 from fivefold.launch.processes import Workers, kept_if_one_dies
+from fivefold.launch.worker import imported
 from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import World, alone, device_kind, find_world, join
 
@@ -37,7 +37,7 @@ def run_once(
         workers = worker_count(Layout.parse(layout), kind=kind, devices=devices, nproc=None, on_cpu="--device cpu")
         if workers > 1:
             return _over_workers(module, request, workers, kind, what=what, reads=reads)
-    on_rank: Body = import_module(module).on_rank
+    on_rank: Body = imported(module).on_rank
     with join(world or alone(device)) as here:
         return on_rank(request, here)
 

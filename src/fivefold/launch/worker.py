@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import ctypes
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
@@ -112,8 +114,22 @@ Body = Callable[[Mapping[str, Any], World], object]
 
 def _body(name: str) -> Body:
     module, _, function = name.partition(":")
-    body: Body = getattr(import_module(module), function)
+    body: Body = getattr(imported(module), function)
     return body
+
+
+def imported(module: str) -> ModuleType:
+    """A module. Where it is new here, it is imported without the collector, a quarter of the time of torch and
+    `transformers`, which leave nothing to collect; what is there then stays, and no later collection looks through it.
+    """
+    if module in sys.modules or not gc.isenabled():
+        return import_module(module)
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _log_to(path: Path, *, whole: bool) -> None:

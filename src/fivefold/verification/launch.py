@@ -10,6 +10,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.launch.failure import WorkerDied, said_once
 from fivefold.launch.processes import Workers, kept_if_one_dies
+from fivefold.launch.worker import imported
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import device_kind, find_world, join
 from fivefold.verification import MORE, VerifyRequest
@@ -26,6 +27,7 @@ def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> Verify
         report = _over_workers(request, device_kind(config.train.device))
         publish(report)
         return report
+    imported("fivefold.verification.ranks")
     from fivefold.verification.ranks import inside
 
     here = find_world(config.train.device) or world
