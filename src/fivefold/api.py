@@ -172,9 +172,10 @@ def export(
     step: int | None = None,
     dtype: str | None = None,
     force: bool = False,
+    merge: bool = False,
 ) -> Path:
     """Write the model of a run, or a parallelized one as it is now, as a Hugging Face folder and return it, as
-    `fivefold export` does.
+    `fivefold export` does. Of a run with an adapter it is a folder of PEFT; `merge`: the model with the adapter in it.
 
     `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, fp32 where it has none. `force`
     replaces a model folder that is there. Of a parallelized model every rank calls this, and the first one writes; see
@@ -183,12 +184,15 @@ def export(
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
 
-        export_run(run.path if isinstance(run, Run) else run, Path(out), step=step, dtype=dtype, force=force)
+        where = run.path if isinstance(run, Run) else run
+        export_run(where, Path(out), step=step, dtype=dtype, force=force, merge=merge)
         return Path(out)
     from fivefold import own_loop
 
     if step is not None:
         raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
+    if merge:
+        raise UserError("a parallelized model has no adapter to merge", fix="leave merge out")
     return own_loop.export(run, out, dtype=dtype, force=force)
 
 

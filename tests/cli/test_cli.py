@@ -250,14 +250,15 @@ def test_overrides_from_python_arrive_as_they_are(monkeypatch: pytest.MonkeyPatc
 def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
-    done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134)
+    done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134, is_adapter=False)
     module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
     assert run("export", "runs/demo", "my out", "--step", "20", "--dtype", "bf16", "--force") == 0
     request = GenerateRequest(model="runs/demo", prompt="def ", layout="tp2", top_k=5)
     assert calls[0] == ((request,), {"device": "auto"})
-    assert calls[1] == (("runs/demo", Path("my out")), {"step": 20, "dtype": "bf16", "force": True})
+    options = {"step": 20, "dtype": "bf16", "force": True, "merge": False}
+    assert calls[1] == (("runs/demo", Path("my out")), options)
     said = capsys.readouterr().out
     assert said.startswith("my out is a Hugging Face folder: 1.23M parameters in bfloat16, 2.47MB\n")
     assert "\nvllm serve 'my out'\n" in said

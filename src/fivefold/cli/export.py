@@ -35,7 +35,9 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Put a run's adapter into the weights of its model.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a run's model as a plain Hugging Face folder; of a run with an adapter, the adapter as a folder of PEFT.
+    """Write a run's model as a plain Hugging Face folder.
+
+    Of a run with an adapter it is the adapter, as a folder of PEFT; with --merge, the model.
 
     Example: fivefold export runs/demo my-model
     """

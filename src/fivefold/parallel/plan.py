@@ -653,7 +653,7 @@ def _of_chunked_mlps(plan: ParallelPlan) -> Iterator[Violation]:
 def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
     """What a row makes is kept behind its sum over tp, and its products are not: B would read none."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
-    if plan.has_adapter and keeps and plan.layout.tp > 1:
+    if plan.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
 
