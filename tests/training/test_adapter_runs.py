@@ -1,5 +1,6 @@
 """Runs of an adapter: they go on under another layout, and what they leave is what `peft` and `transformers` load."""
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ from transformers import AutoModelForCausalLM
 from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.core.layout import Layout
+from fivefold.models.build import build_meta, load_model_config
+from fivefold.parallel.apply import parallelize
+from fivefold.training import preflight
+from tests.pool import run_ranks
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
 peft = pytest.importorskip("peft")
@@ -102,3 +108,18 @@ def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: st
     assert train(tree).error is None
     ran = train({**tree, "adapter": {**LORA, "alpha": 8}})
     assert isinstance(ran.error, UserError) and "adapter.alpha" in ran.error.what
+
+
+def test_disk_is_asked_for_the_adapter_alone(tmp_path: Path, base: str) -> None:
+    tree = tree_of(tmp_path, base, run__name="disk", train__max_steps=1)
+    assert train(tree).error is None
+    (folder,) = (run_dir(tree) / "checkpoints").glob("step-*1")
+    adapter = sum(prod(shape) for shape in Checkpoint.open(folder).source().shapes.values())
+    sizes = run_ranks(1, bytes_on_rank, tree)
+    assert sizes == [3 * 4 * adapter]  # weights and two moments, in fp32
+
+
+def bytes_on_rank(tree: dict[str, Any]) -> int:
+    config = RunConfig.model_validate(tree)
+    model = build_meta(load_model_config(config.model.name_or_path))
+    return preflight.checkpoint_bytes(parallelize(model, Layout.parse("single"), adapter=config.adapter.lora), config)

@@ -137,8 +137,8 @@ class _Pricing:
         return sum((each.key_size + each.value_size) * self.scores(each) for each in cost.attention)
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
-        """One layer. A backward does twice the matmuls of a forward, half of them for the weights, and 2.5 times the
-        attention (FlashAttention computes the scores again)."""
+        """One layer. A backward does twice the matmuls of a forward, half of them for the weights (none of frozen ones
+        beside adapters), and 2.5 times the attention (FlashAttention computes the scores again)."""
         chip, mode = self.chip, self.shape.recompute.of(layer)
         engine = self.engine
         if layer not in self.forwards:
@@ -146,7 +146,8 @@ class _Pricing:
         products, matmuls, attention, traffic, scores = self.forwards[layer]
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
-        weights[:3] = matmuls, 0.0, self._added(products)
+        if not self.plan.has_adapter:
+            weights[:3] = matmuls, 0.0, self._added(products)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
         if self.is_fp8:

@@ -26,6 +26,7 @@ from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
+from fivefold.parallel.data import master_dtype
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.memory import StepBytes
 from fivefold.parallel.plan import ParallelPlan, lower
@@ -188,9 +189,10 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     """Bytes of the weights and of what the optimizer keeps of them."""
-    plan, itemsize = state_of(model).plan, next(model.parameters()).dtype.itemsize
+    plan = state_of(model).plan
+    itemsize = master_dtype(plan.layout.precision).itemsize
     kept = [name for names in rule_of(config.optimizer.name).state(plan).values() for name in names]
-    weights = sum(prod(spec.shape) for spec in plan.shards.values()) * itemsize
+    weights = sum(map(prod, plan.stored_shapes.values())) * itemsize
     return weights + sum(plan.whole_state_bytes(name, itemsize) for name in kept)
 
 

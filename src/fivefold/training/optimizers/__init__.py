@@ -62,8 +62,9 @@ class UpdateRule(ABC):
     def state(self, plan: ParallelPlan) -> dict[str, list[str]]:
         """Kind of state -> the parameters that it is kept of."""
         matrices = set(plan.block_matrices)
+        trained = [name for name in plan.shards if plan.facts.parameters[name].is_trained]
         return {
-            kind: [name for name in plan.shards if self.facts.keeps(kind, is_matrix=name in matrices)]
+            kind: [name for name in trained if self.facts.keeps(kind, is_matrix=name in matrices)]
             for kind in self.facts.state
         }
 

@@ -23,11 +23,11 @@ class _AdamW(UpdateRule):
     facts = OPTIMIZERS["adamw"]
 
     def build(self, model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
-        """Over every parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert) do not
-        decay."""
+        """Over every trained parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert)
+        do not decay."""
         plan = state_of(model).plan
         shards = plan.shards
-        parameters = {name: p for name, p in model.named_parameters() if name not in set(but)}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in set(but)}
         decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
         others = [p for name, p in parameters.items() if shards[name].dims <= 1]
         kind = (
