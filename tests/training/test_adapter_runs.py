@@ -15,6 +15,7 @@ from fivefold.core.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
+from tests.commands import fivefold
 from tests.pool import run_ranks
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
@@ -123,3 +124,14 @@ def bytes_on_rank(tree: dict[str, Any]) -> int:
     config = RunConfig.model_validate(tree)
     model = build_meta(load_model_config(config.model.name_or_path))
     return preflight.checkpoint_bytes(parallelize(model, Layout.parse("single"), adapter=config.adapter.lora), config)
+
+
+def test_a_run_generates_with_its_adapter(tmp_path: Path, base: str) -> None:
+    tree = tree_of(tmp_path, base, run__name="said", optimizer__learning_rate=3e-2)
+    assert train(tree).error is None
+    export(run_dir(tree), tmp_path / "merged", merge=True, dtype="fp32")
+    options = ["--prompt", "the", "--temperature", "1", "--max-new-tokens", "40", "--layout", "single+fp32"]
+    said = [
+        fivefold(["generate", str(name), *options], tmp_path) for name in (run_dir(tree), tmp_path / "merged", base)
+    ]
+    assert said[0] == said[1] != said[2]

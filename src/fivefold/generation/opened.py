@@ -48,15 +48,16 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     newest. `verb`: for messages. Raises `UserError` when the model, the step or the layout does not fit."""
     folder, open_source = _locate(name, step, verb)
     run = _run_of(folder)
-    trained = RunConfig.model_validate(run) if run.get("adapter") else None
-    lora = trained.adapter.lora if trained else None
+    has_adapter = (run.get("adapter") or {}).get("name", "none") != "none"
+    trained = RunConfig.model_validate(run) if has_adapter else None
     info = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(run))
     config = without_dropout(load_model_config(folder))
     resolved = _layout(layout, config.dtype).resolve(world.size)
     model = build_meta(config)
     source = open_source(model)
-    if trained is not None and lora is not None:
+    if trained is not None:
         source = Layered(source, base_source(trained, model))
+    lora = trained.adapter.lora if trained else None
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     return Opened(folder, model, info.load(), info, eos_token_ids(folder) or (info.eos_token_id,), run)
 
