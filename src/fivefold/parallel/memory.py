@@ -439,7 +439,12 @@ def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
     those that have their loss: the gradients of the head and of its input."""
     size = shape.hidden_bytes // (plan.layout.tp if plan.splits_sequence else 1)
     keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.layers)
-    return 0 if keeps else size, size, plan.vocabulary * shape.hidden * shape.compute_bytes + shape.hidden_bytes
+    return 0 if keeps else size, size, _of_head(plan, shape) * shape.compute_bytes + shape.hidden_bytes
+
+
+def _of_head(plan: "ParallelPlan", shape: StepShape) -> int:
+    """Numbers of the gradient of the head: of a frozen one there is none."""
+    return plan.vocabulary * shape.hidden * plan.facts.parameters[plan.head_weight].is_trained
 
 
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
@@ -536,7 +541,7 @@ def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
     if not plan.has_ends[1]:
         return 0
     compute, precise, several = shape.compute_bytes, max(4, shape.compute_bytes), len(shape.loss_chunks) > 1
-    logits, weight = max(shape.loss_chunks) * plan.vocabulary, plan.vocabulary * shape.hidden
+    logits, weight = max(shape.loss_chunks) * plan.vocabulary, _of_head(plan, shape)
     softmax = logits * (2 * compute + precise if precise > compute else compute)
     before = weight * (precise + compute) if several else 0
     in_loss = before + softmax + (logits * compute if several else 0)
