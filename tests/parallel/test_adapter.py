@@ -161,3 +161,15 @@ def new_on_rank(case: Case) -> Any:
     with proof(case):
         loss = training_step.mean_loss(model, batch)
     return loss, {name: local(p).detach().numpy() for name, p in own.items()}, pieces(model, own)
+
+
+@pytest.mark.parametrize("targets", [("auto",), ("model.layers.1.mlp.up_proj",)])
+def test_muon_trains_adapters_alike_under_a_pipeline(targets: tuple[str, ...]) -> None:
+    """All of an adapter is matrices, so AdamW beside it has nothing; of the second, a stage trains nothing."""
+    case = Case("single+mb2+fp64", adapter=replace(LORA, targets=targets), optimizer="muon")
+    one, two = run_ranks(1, on_rank, case), run_ranks(2, on_rank, case.with_layout("pp2+mb2+fp64"))
+    np.testing.assert_allclose(two[0]["losses"], one[0]["losses"], rtol=1e-10)
+    assert one[0]["losses"][1] != one[0]["losses"][0]
+    for found in two:
+        own = {name: (region, values) for name, region, values in one[0]["weights"]}
+        assert all(np.abs(values - own[name][1]).max() < 1e-10 for name, _, values in found["weights"])

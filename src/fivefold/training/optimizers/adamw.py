@@ -86,7 +86,7 @@ def _over(
     kind: Callable[..., torch.optim.AdamW] = torch.optim.AdamW, **more: Any,
 ) -> torch.optim.AdamW:  # fmt: skip
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    filled = [group for group in groups if group["params"]]
+    filled = [group for group in groups if group["params"]] or groups[:1]  # of a rank where nothing is trained, none
     return kind(filled, lr=rate, betas=options.betas, eps=options.eps, **more)
 
 

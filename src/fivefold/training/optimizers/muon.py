@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         parameters = dict(model.named_parameters())
         self._matrices = {name: parameters[name] for name in names if name in parameters}  # of this pipeline rank
         options = {"lr": learning_rate, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
-        super().__init__(list(self._matrices.values()), options)
+        super().__init__([{"params": list(self._matrices.values())}], options)
         self._adamw, self._own = adamw, self.param_groups[0]
         self.param_groups.extend(adamw.param_groups)  # the same dicts: a learning rate set here is set there
         self.state = adamw.state
