@@ -236,9 +236,10 @@ class TrainSection(Section):
 class ObjectiveSection(Section):
     """What is trained for; `training/objectives.py` has the formulas."""
 
-    name: Literal["sft", "dpo", "ipo", "orpo", "simpo", "kto"] = Field(
+    name: Literal["sft", "distill", "dpo", "ipo", "orpo", "simpo", "kto"] = Field(
         default="sft",
-        description="sft: the likelihood of the text; of pairs of answers: dpo, ipo, orpo, simpo; of rated ones: kto",
+        description="sft: the likelihood of the text; distill: and what a teacher says; of pairs of answers: dpo, ipo, "
+        "orpo, simpo; of rated ones: kto",
     )
     beta: Number = Field(
         default=0.1, gt=0, description="temperature of a preference objective; the weight of the odds ratio in orpo"
@@ -251,9 +252,27 @@ class ObjectiveSection(Section):
         description="model that dpo, ipo and kto compare with: base (the first weights), a folder or hub id, or none; "
         "auto: base where one is needed",
     )
+    teacher: PathText = Field(
+        default="", description="distill: folder or hub id of the model to follow, with the same vocabulary"
+    )
+    top_k: Whole = Field(
+        default=64, ge=1, description="distill: tokens of the teacher that are followed at each target"
+    )
+    temperature: Number = Field(default=1.0, gt=0, description="distill: what logits of both models are divided by")
+    alpha: Number = Field(
+        default=0.5, ge=0, le=1, description="distill: part of the loss that is the teacher's; the rest is the text's"
+    )
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether it is about answers, in pairs or rated, and not about text."""
+        return self.name not in ("sft", "distill")
 
     @model_validator(mode="after")
     def _fits(self) -> "ObjectiveSection":
+        if (self.name == "distill") != bool(self.teacher):
+            needed, unused = "distill needs objective.teacher, a folder or hub id", f"{self.name} uses no teacher"
+            raise ValueError(unused if self.teacher else needed)
         compares = self.name in ("dpo", "ipo", "kto")
         if compares and self.reference == "none":
             raise ValueError(f"reference is none, and {self.name} compares with one; name: orpo or simpo needs none")
@@ -656,7 +675,7 @@ def check_supported(config: RunConfig) -> None:
             raise UserError(
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
             )
-    if config.objective.name != "sft" and config.balance.capacity_factor is not None:
+    if config.objective.has_answers and config.balance.capacity_factor is not None:
         raise UserError(
             f"objective.name {config.objective.name} with balance.capacity_factor: the pass that judges the answers "
             "drops no tokens, and the pass that trains them would",

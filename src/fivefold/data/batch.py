@@ -34,6 +34,17 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
+class TeacherTargets:
+    """What a teacher finds likeliest at every target: K tokens int32 and their log-probabilities, [B, T, K] each, zeros
+    where there is no target. `temperature` and `alpha` as `objective` in the run file has them."""
+
+    tokens: NDArray[np.int32]
+    log_probs: NDArray[np.floating]
+    temperature: float
+    alpha: float
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """int64 [B, T] each; `labels` are already shifted: `labels[b, t]` is the target of position t, or -100.
 
@@ -43,7 +54,8 @@ class MicroBatch:
     each row. `weights`: fp64 [B, T], of each target; None: 1. Of preference data: `pairs` int64 [P], the numbers of
     the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of pair p of these,
     2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: whether the first of the two is, where answers
-    are rated.
+    are rated. `rows` int64 [B]: the numbers of the rows, -1 for one of padding. `teacher`: what is followed beside the
+    labels.
     """
 
     input_ids: NDArray[np.int64]
@@ -57,6 +69,8 @@ class MicroBatch:
     answers: NDArray[np.int64] | None = None
     pairs: NDArray[np.int64] | None = None
     desirable: NDArray[np.bool_] | None = None
+    rows: NDArray[np.int64] | None = None
+    teacher: TeacherTargets | None = None
 
 
 def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:

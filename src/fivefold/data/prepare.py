@@ -89,11 +89,11 @@ def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList
 
 def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenStore]]) -> None:
     """Raise `UserError` where the records are not of the kind that the objective trains."""
-    name = config.objective.name
+    name, has_answers = config.objective.name, config.objective.has_answers
     for files, store in stores:
-        if store.meta.pairs and name == "sft":
+        if store.meta.pairs and not has_answers:
             raise UserError(
-                f"{files.source.label}: {files.name} holds preference records, and objective.name is sft",
+                f"{files.source.label}: {files.name} holds preference records, and objective.name is {name}",
                 fix="set objective.name: dpo; or train on the chosen answers alone: format: chat and columns: "
                 "{messages: chosen}, or columns: {prompt: prompt, completion: chosen} where they are texts",
                 more="docs/preferences.md",
@@ -105,7 +105,7 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 fix=f"set objective.name: {'kto' if store.meta.rated else 'dpo'}, or name the records themselves",
                 more="docs/preferences.md",
             )
-        if not store.meta.pairs and name != "sft":
+        if not store.meta.pairs and has_answers:
             raise UserError(
                 f"{files.source.label}: {files.name} holds no preference records, and objective.name is {name}",
                 fix=f"name the two answers, {files.source.label}.columns: {{chosen: KEY, rejected: KEY}}; or set "

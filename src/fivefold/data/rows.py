@@ -4,7 +4,7 @@ The index lies memory-mapped in the cache, so that opening it costs nothing and 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -171,14 +171,17 @@ class PackedRows:
         micro_batch_size: int,
         row_multiple: int,
         max_tokens: int | None = None,
+        only: Sequence[int] | Int64s | None = None,
     ) -> Iterator[MicroBatch]:
-        """Every row once in file order, for evaluation. The rows are dealt as in `batch`; every rank gets equally many
-        micro batches, the last filled with rows of padding. Stops with the row that reaches `max_tokens` input tokens.
+        """Every row once in file order, for evaluation, or each of `only`. The rows are dealt as in `batch`; every rank
+        gets equally many micro batches, the last filled with rows of padding. Stops with the row that reaches
+        `max_tokens` input tokens.
         """
-        rows = self.rows_within(max_tokens)
-        for first in range(0, rows, data_ranks * micro_batch_size):
+        chosen = range(self.rows_within(max_tokens)) if only is None else only
+        for first in range(0, len(chosen), data_ranks * micro_batch_size):
             mine = range(first + data_rank * micro_batch_size, first + (data_rank + 1) * micro_batch_size)
-            yield self.rows([row if row < rows else None for row in mine], row_multiple=row_multiple)
+            rows = [int(chosen[at]) if at < len(chosen) else None for at in mine]
+            yield self.rows(rows, row_multiple=row_multiple)
 
     def in_order(self, places: Iterable[int]) -> list[int]:
         """The rows at these places (0, 1, ...) of the endless order."""
@@ -203,7 +206,15 @@ class PackedRows:
         """The micro batch of these rows; None stands for a row of padding."""
         length = -(-self.seq_length // row_multiple) * row_multiple
         contents = [[] if row is None else self._pieces(row) for row in rows]
-        return assemble(contents, row_length=length, pad_id=self.pad_id)
+        numbers = np.array([-1 if row is None else row for row in rows], np.int64)
+        return replace(assemble(contents, row_length=length, pad_id=self.pad_id), rows=numbers)
+
+    @cached_property
+    def row_targets(self) -> Int64s:
+        """Trained targets of each row, int64 [rows]."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(trained_targets(self.stores, self.index.pieces), self.index.offsets[:-1])
 
     def _pieces(self, row: int) -> list[Piece]:
         pieces = self.index.pieces

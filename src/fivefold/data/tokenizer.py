@@ -282,6 +282,12 @@ def _facts(folder: Path, digest: str) -> dict[str, Any]:
     }
 
 
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """The tokens of a tokenizer.json and their numbers, added ones among them."""
+    found: dict[str, int] = _read(path).get_vocab(with_added_tokens=True)
+    return found
+
+
 def _read(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 

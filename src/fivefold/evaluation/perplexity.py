@@ -109,7 +109,7 @@ def _of_run(opened: Opened, request: EvaluateRequest) -> tuple[PackedRows, int |
     config = parse_config(run.read_text(encoding="utf-8"))
     if request.seq_length is not None:
         config = config.model_copy(update={"data": config.data.model_copy(update={"seq_length": request.seq_length})})
-    if config.objective.name != "sft":
+    if config.objective.has_answers:
         raise _of_pairs(f"{request.model} trains by objective.name {config.objective.name}: its validation rows are")
     data = prepare(config)
     if data.validation is None:

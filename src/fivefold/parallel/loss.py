@@ -5,10 +5,11 @@ that soft-capping, logit scales and biases of the head survive. The gradients of
 and only [tokens, D] and the head's own gradients are kept (the idea of Liger Kernel, arXiv:2410.10989, with the
 head under tensor parallelism).
 
-Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank.
+Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank, K tokens that a teacher finds likeliest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,30 @@ from fivefold.torch_internals import saves_memory_of
 Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, V]
 
 
+@dataclass(frozen=True)
+class SoftTargets:
+    """What a teacher says comes next: its K likeliest tokens and their log-probabilities, [B, T, K] each.
+
+    The loss of a position becomes (1 - alpha) * cross entropy of its target + alpha * temperature^2 * KL(p, q): p is
+    the teacher's softmax over these K tokens, q the model's over the vocabulary, both of logits / temperature
+    (https://arxiv.org/abs/1503.02531)."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    temperature: float
+    alpha: float
+
+    def cut(self, cut: Callable[[Tensor], Tensor]) -> "SoftTargets":
+        """Of the tokens that `cut` leaves of [B, T, ...]."""
+        return SoftTargets(cut(self.tokens), cut(self.log_probs), self.temperature, self.alpha)
+
+    def split(self, sizes: Sequence[int]) -> Iterator["SoftTargets"]:
+        """Of each chunk, [N, K]."""
+        flat = (torch.split(each.flatten(0, -2), list(sizes)) for each in (self.tokens, self.log_probs))
+        for tokens, log_probs in zip(*flat, strict=True):
+            yield SoftTargets(tokens, log_probs, self.temperature, self.alpha)
+
+
 def chunked_loss(
     logits_of: Logits,
     hidden_BTD: Tensor,
@@ -32,8 +57,10 @@ def chunked_loss(
     fold: TensorParallel,
     scale: Tensor | None = None,
     weights_BT: Tensor | None = None,
+    soft: SoftTargets | None = None,
 ) -> Tensor:
     """Cross entropy summed over the targets of [B, T], each times its weight (None: 1), times `scale` (fp32 scalar).
+    With `soft` a teacher is followed at these positions.
 
     The gradients reach `hidden_BTD` and `head_parameters`. Without gradients enabled, nothing is kept.
     """
@@ -42,7 +69,7 @@ def chunked_loss(
     if not torch.is_grad_enabled():
         total = _total(-target_log_probs(logits_of, hidden_BTD, labels_BT, sizes, fold), weights)
         return total if scale is None else total * scale
-    return _ChunkedLoss.apply(logits_of, hidden, labels, sizes, fold, scale, weights, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
+    return _ChunkedLoss.apply(logits_of, hidden, labels, sizes, fold, scale, weights, soft, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def target_log_probs(
@@ -52,7 +79,18 @@ def target_log_probs(
     hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
     parts = zip(torch.split(hidden, list(sizes), 1), torch.split(labels, list(sizes)), strict=True)
     with torch.no_grad():
-        return -torch.cat([_cross_entropy(logits_of(h), y, fold)[0] for h, y in parts])
+        return -torch.cat([_loss_and_gradient(logits_of(h), _softmaxes(y), fold)[0] for h, y in parts])
+
+
+def top_log_probs(
+    logits_of: Logits, hidden_BTD: Tensor, sizes: tuple[int, ...], fold: TensorParallel, *, top_k: int, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Of every position the `top_k` likeliest of the first `vocabulary` tokens, int64 [B * T, K], and their
+    log-probabilities, fp32 or fp64, without gradient."""
+    hidden = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
+    with torch.no_grad():
+        found = [_top(logits_of(h), fold, top_k, vocabulary) for h in torch.split(hidden, list(sizes), 1)]
+    return torch.cat([tokens for tokens, _ in found]), torch.cat([values for _, values in found])
 
 
 def _total(nll_N: Tensor, weights_N: Tensor | None) -> Tensor:
@@ -66,19 +104,23 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_of: Logits, hidden: Tensor, labels: Tensor, sizes: tuple[int, ...],
-        fold: TensorParallel, scale: Tensor | None, weights: Tensor | None, *parameters: Tensor,
+        fold: TensorParallel, scale: Tensor | None, weights: Tensor | None, soft: SoftTargets | None,
+        *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
         sums: list[Tensor | None] = []  # None: of a parameter that the logits do not depend on
         parts = (torch.split(t, list(sizes), d) for t, d in ((hidden, 1), (labels, 0), (hidden_grad, 1)))
         weight_parts = [None] * len(sizes) if weights is None else torch.split(weights, list(sizes))
-        for h, y, grad, weight in zip(*parts, weight_parts, strict=True):
+        soft_parts = [None] * len(sizes) if soft is None else soft.split(sizes)
+        for h, y, grad, weight, teacher in zip(*parts, weight_parts, soft_parts, strict=True):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
             free = not saves_memory_of(logits)  # then their memory becomes that of their gradient
-            nll, logits_grad = _cross_entropy(logits.detach(), y, fold, _factor(y, weight, scale), overwrite=free)
+            nll, logits_grad = _loss_and_gradient(
+                logits.detach(), _softmaxes(y, teacher), fold, _factor(y, weight, scale), overwrite=free
+            )
             loss = _total(nll, weight)
             chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad, allow_unused=True)
             total += loss if scale is None else loss * scale
@@ -92,7 +134,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden_grad, *sums = ctx.saved_tensors
         scaled = (s if s is None else s * grads[0] for s in sums)
-        return (None, hidden_grad * grads[0], None, None, None, None, None, *scaled)
+        return (None, hidden_grad * grads[0], None, None, None, None, None, None, *scaled)
 
 
 def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -116,34 +158,115 @@ def _factor(labels_N: Tensor, weights_N: Tensor | None, scale: Tensor | None) ->
     return factor if scale is None else factor * scale
 
 
+# ---- softmaxes over a vocabulary that is split -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """What one softmax over the vocabulary, of logits / `temperature`, is asked for: the sum over `targets` of
+    share * (share's own logarithm, where `entropies` have it, - log-probability of the token), times `weight`.
+
+    `targets`: tokens and their shares, [N, K] each: K is 1 for the tokens of the text, whose share is 1. The shares of
+    a position add up to 1, or to 0 where it has no target."""
+
+    targets: tuple[tuple[Tensor, Tensor], ...]
+    entropies: Tensor | None = None  # [N]
+    temperature: float = 1.0
+    weight: float = 1.0
+
+
+def _softmaxes(labels_N: Tensor, soft: SoftTargets | None = None) -> tuple[_Softmax, ...]:
+    """One for the text, or for it and a teacher; a teacher with a temperature has one of its own."""
+    has_target_N1 = (labels_N != IGNORE).unsqueeze(-1)
+    of_text = labels_N.unsqueeze(-1), has_target_N1.double()
+    if soft is None:
+        return (_Softmax((of_text,)),)
+    logs_NK = (soft.log_probs.double() / soft.temperature).log_softmax(-1)
+    shares_NK = torch.where(has_target_N1, logs_NK.exp(), 0.0)
+    of_teacher, entropies_N = (soft.tokens, shares_NK), (shares_NK * logs_NK).sum(-1)
+    alpha, own = soft.alpha, (of_text[0], of_text[1] * (1 - soft.alpha))
+    if soft.temperature == 1:
+        return (_Softmax((own, (soft.tokens, shares_NK * alpha)), entropies_N * alpha),)
+    teacher = _Softmax((of_teacher,), entropies_N, soft.temperature, alpha * soft.temperature**2)
+    return (teacher,) if alpha == 1 else (_Softmax((of_text,), weight=1 - alpha), teacher)
+
+
+def _loss_and_gradient(
+    logits: Tensor, softmaxes: Sequence[_Softmax], fold: TensorParallel, factor_N: Tensor | None = None,
+    *, overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sum [N] of `softmaxes` over logits [1, N, V], fp32 or fp64, and the gradient of its sum times `factor_N`."""
+    nll_N, grad = _cross_entropy(logits, softmaxes[0], fold, factor_N, overwrite=overwrite and len(softmaxes) == 1)
+    for asked in softmaxes[1:]:
+        nll, more = _cross_entropy(logits, asked, fold, factor_N)
+        nll_N = nll_N + nll
+        grad = grad if factor_N is None else grad.add_(more)
+    return nll_N, grad
+
+
 def _cross_entropy(
-    logits: Tensor, labels_N: Tensor, fold: TensorParallel, factor_N: Tensor | None = None, *, overwrite: bool = False
+    logits: Tensor, asked: _Softmax, fold: TensorParallel, factor_N: Tensor | None = None, *, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy [N] of vocabulary-split logits [1, N, V], fp32 or fp64; with `factor_N` also the gradient of its
+    """What is asked of vocabulary-split logits [1, N, V], [N] in fp32 or fp64; with `factor_N` also the gradient of its
     sum with these factors (shape and dtype of the logits).
 
     One fp32 (fp64) buffer of [N, V], that of the logits themselves if they may be overwritten, is worked on in place:
     exponentials, softmax, gradient. Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of
-    exponentials together with the target's logit, which exactly one rank holds.
+    exponentials together with the targets' logits, each of which exactly one rank holds.
     """
     x_NV = logits[0].to(_accumulator(logits.dtype), copy=not overwrite)
-    has_target = labels_N != IGNORE
-    index_N = labels_N - fold.vocabulary[fold.rank][0]
-    mine_N = has_target & (index_N >= 0) & (index_N < x_NV.shape[-1])
-    index_N1 = torch.where(mine_N, index_N, 0).unsqueeze(-1)
-    target_N = torch.where(mine_N, x_NV.gather(-1, index_N1).squeeze(-1), 0.0)
+    if asked.temperature != 1:
+        x_NV.div_(asked.temperature)
+    held = [_held(x_NV, tokens_NK, shares_NK, fold) for tokens_NK, shares_NK in asked.targets]
+    of_targets = [torch.where(shares_NK != 0, x_NV.gather(-1, at_NK) * shares_NK, 0.0) for at_NK, shares_NK in held]
+    target_N = torch.cat(of_targets, -1).sum(-1)
     highest_N = x_NV.amax(dim=-1)
     fold.all_reduce(highest_N, dist.ReduceOp.MAX)
     both_2N = torch.stack([x_NV.sub_(highest_N.unsqueeze(-1)).exp_().sum(dim=-1), target_N])
     fold.all_reduce(both_2N)
     sum_N, target_N = both_2N.unbind()
-    nll_N = torch.where(has_target, highest_N + sum_N.log() - target_N, 0.0)
+    has_target_N = torch.cat([shares_NK for _, shares_NK in asked.targets], -1).any(-1)
+    nll_N = torch.where(has_target_N, highest_N + sum_N.log() - target_N, 0.0)
+    if asked.entropies is not None:
+        nll_N = nll_N + asked.entropies.to(nll_N)
+    nll_N = nll_N * asked.weight
     if factor_N is None:
         return nll_N, logits
-    factor_N = factor_N.to(x_NV.dtype)
+    factor_N = factor_N.to(x_NV.dtype) * (asked.weight / asked.temperature)
     x_NV.mul_((factor_N / sum_N).unsqueeze(-1))
-    x_NV.scatter_add_(-1, index_N1, (-factor_N * mine_N).unsqueeze(-1))
+    for at_NK, shares_NK in held:
+        x_NV.scatter_add_(-1, at_NK, -factor_N.unsqueeze(-1) * shares_NK)
     return nll_N, x_NV.to(logits.dtype).unsqueeze(0)
+
+
+def _held(x_NV: Tensor, tokens_NK: Tensor, shares_NK: Tensor, fold: TensorParallel) -> tuple[Tensor, Tensor]:
+    """Where tokens are among the columns of this rank, and their shares: column 0 with none for tokens of others."""
+    at_NK = tokens_NK - fold.vocabulary[fold.rank][0]
+    mine_NK = (at_NK >= 0) & (at_NK < x_NV.shape[-1])
+    return torch.where(mine_NK, at_NK, 0), torch.where(mine_NK, shares_NK.to(x_NV.dtype), 0.0)
+
+
+def _top(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities [N, K] of vocabulary-split logits [1, N, V]."""
+    x_NV = logits[0].to(_accumulator(logits.dtype))
+    highest_N = x_NV.amax(dim=-1)
+    fold.all_reduce(highest_N, dist.ReduceOp.MAX)
+    sum_N = (x_NV - highest_N.unsqueeze(-1)).exp_().sum(dim=-1)
+    fold.all_reduce(sum_N)
+    first = fold.vocabulary[fold.rank][0]
+    own = x_NV[:, : max(0, vocabulary - first)]
+    values, at = own.topk(min(top_k, own.shape[-1]), dim=-1)
+    missing = top_k - values.shape[-1]
+    values = nn.functional.pad(values - (highest_N + sum_N.log()).unsqueeze(-1), (0, missing), value=float("-inf"))
+    tokens = nn.functional.pad(at + first, (0, missing))
+    if fold.group is None:
+        return tokens, values
+    values, tokens = fold.all_gather(values), fold.all_gather(tokens)
+    values, at = values.topk(top_k, dim=-1)
+    return tokens.gather(-1, at), values
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
 
 
 def parameters_after_base(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:

@@ -15,6 +15,7 @@ from fivefold.models.forwards import head_only
 from fivefold.parallel import data, pipeline, tensor
 from fivefold.parallel import loss as losses
 from fivefold.parallel.collectives import chunk_sizes
+from fivefold.parallel.context import ContextParallel
 from fivefold.parallel.state import state_of
 
 
@@ -26,10 +27,13 @@ class LossInputs:
     scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
     all). `weights`: fp64 [B, T], what the cross entropy of each target is multiplied by (None: 1). `answers`: int64
     [B, T], the number of the answer that a target belongs to, of `of_answers`; -1 for none (`answer_log_probs`).
+    `soft`: what a teacher says of every position. `top_k`: how many tokens are asked for, of the first `vocabulary`
+    (`top_log_probs`).
     """
 
     __slots__ = (
-        "answers", "cu_seqlens", "input_ids", "labels", "of_answers", "position_ids", "row_tokens", "scale", "weights",
+        "answers", "cu_seqlens", "input_ids", "labels", "of_answers", "position_ids", "row_tokens", "scale", "soft",
+        "top_k", "vocabulary", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -44,10 +48,14 @@ class LossInputs:
         weights: Tensor | None = None,
         answers: Tensor | None = None,
         of_answers: int = 0,
+        soft: losses.SoftTargets | None = None,
+        top_k: int = 0,
+        vocabulary: int = 0,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
         self.cu_seqlens, self.scale, self.weights = cu_seqlens, scale, weights
         self.answers, self.of_answers = answers, of_answers
+        self.soft, self.top_k, self.vocabulary = soft, top_k, vocabulary
         self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
 
@@ -98,6 +106,20 @@ def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
     return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, torch.float64, inputs.input_ids.device)
 
 
+def top_log_probs(model: Any, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Of every position the `inputs.top_k` likeliest next tokens, int64 [B, T, K], and their log-probabilities, fp64,
+    without gradient: the same on all ranks that share the rows."""
+    state = state_of(model)
+    with torch.no_grad(), state.guard.library():
+        state.fp8_scales.begin_passes()
+        found = pipeline.forward_only(
+            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
+        )
+    shape, device = (*inputs.input_ids.shape, inputs.top_k, 2), inputs.input_ids.device
+    both = pipeline.broadcast_from_last_stage(state.pipeline, found, shape, torch.float64, device)
+    return both[..., 0].long(), both[..., 1]
+
+
 def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: int = 0, **options: Any) -> Tensor:
     """Logits [B, T or `logits_to_keep`, V] of the model's own forward, on every rank. `options` go to it."""
     state = state_of(model)
@@ -121,7 +143,8 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 
 def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
     """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the summed cross entropy of
-    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers`, their log-probabilities."""
+    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers`, their log-probabilities;
+    with `inputs.top_k`, the likeliest tokens."""
     staged = state_of(model).pipeline.staged
     with staged.running(stage, hidden) as given_out:
         out = _last_hidden(model, inputs)
@@ -161,9 +184,15 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
         if inputs.answers is not None:
             found = losses.target_log_probs(logits_of, hidden, labels, sizes, state.tensor)
             return _of_answers(found, state.context.cut(inputs.answers), inputs.of_answers, state.context.row_groups)
+        if inputs.top_k:
+            tokens, values = losses.top_log_probs(
+                logits_of, hidden, sizes, state.tensor, top_k=inputs.top_k, vocabulary=inputs.vocabulary
+            )
+            return _of_whole_rows(torch.stack([tokens.double(), values.double()], -1), state.context, inputs.input_ids)
+        soft = None if inputs.soft is None else inputs.soft.cut(state.context.cut)
         weights = None if inputs.weights is None else state.context.cut(inputs.weights)
         return losses.chunked_loss(
-            logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights
+            logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights, soft
         )
 
 
@@ -175,3 +204,13 @@ def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequen
     for group in groups:
         dist.all_reduce(sums, group=group)
     return sums
+
+
+def _of_whole_rows(found_N: Tensor, context: ContextParallel, ids_BT: Tensor) -> Tensor:
+    """[B, T, ...] of what each rank of cp found for its own tokens, [N, ...]."""
+    here = context.cut(torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT))[0]
+    whole = found_N.new_zeros(*ids_BT.shape, *found_N.shape[1:])
+    whole[:, here] = found_N.view(len(ids_BT), -1, *found_N.shape[1:])
+    for group in context.row_groups:
+        dist.all_reduce(whole, group=group)
+    return whole

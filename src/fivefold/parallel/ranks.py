@@ -178,6 +178,10 @@ class RankGrid:
         stage, rest = divmod(rank, of_stage)
         return tuple(pp * of_stage + rest for pp in self.embedding_ranks) if stage in self.embedding_ranks else ()
 
+    def first_of_row(self, data_rank: int) -> int:
+        """The first of the ranks that read the rows of a data rank. Example: of `dp_shard2.tp2.pp2`, 0 and 2."""
+        return data_rank * self.layout.tp * self.layout.cp
+
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """Every group of an axis, once."""
         if axis != "pp_ends":

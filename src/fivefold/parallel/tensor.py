@@ -96,6 +96,14 @@ class TensorParallel:
         if self.group is not None:
             dist.all_reduce(x, op, group=self.group)
 
+    def all_gather(self, x_NK: Tensor) -> Tensor:
+        """Numbers without a gradient of every rank of tp, one rank's after the other's in the last dimension."""
+        if self.group is None:
+            return x_NK
+        found = [torch.empty_like(x_NK) for _ in range(self.size)]
+        dist.all_gather(found, x_NK.contiguous(), group=self.group)
+        return torch.cat(found, -1)
+
 
 def apply_tensor_parallel(
     model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup | None, linears: Linears = PLAIN

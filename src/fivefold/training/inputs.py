@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.data import reshard
+from fivefold.parallel.loss import SoftTargets
 from fivefold.parallel.passes import LossInputs
 
 
@@ -30,9 +31,14 @@ def to_device(
         pairs = 0 if batch.pairs is None else len(batch.pairs)
         answers = torch.full_like(labels, -1) if batch.answers is None else torch.from_numpy(batch.answers).to(device)
         of_answers = max(1, 2 * pairs)
+    soft = None
+    if (teacher := batch.teacher) is not None:
+        both = (torch.from_numpy(array).to(device, non_blocking=True) for array in (teacher.tokens, teacher.log_probs))
+        tokens, log_probs = both
+        soft = SoftTargets(tokens.long(), log_probs, teacher.temperature, teacher.alpha)
     return LossInputs(
         ids, labels, positions, cu_seqlens=cu_seqlens, scale=scale, row_tokens=row_tokens, weights=weights,
-        answers=answers, of_answers=of_answers,
+        answers=answers, of_answers=of_answers, soft=soft,
     )  # fmt: skip
 
 

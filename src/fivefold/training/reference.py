@@ -64,13 +64,15 @@ class Reference:
             )
         if other not in ("auto", "base"):
             folder = weights_folder(other)
-            return cls(SafetensorsFolder(folder, model), first, _of_files(folder))
+            return cls(SafetensorsFolder(folder, model), first, digest_of_weights(folder))
         is_random = config.model.init == "random"
         start = (
-            key_of("random", config.train.seed) if is_random else _of_files(weights_folder(config.model.name_or_path))
+            key_of("random", config.train.seed)
+            if is_random
+            else digest_of_weights(weights_folder(config.model.name_or_path))
         )
         if config.adapter.path:
-            start = key_of(start, config.adapter.model_dump(mode="json"), _of_files(Path(config.adapter.path)))
+            start = key_of(start, config.adapter.model_dump(mode="json"), digest_of_weights(Path(config.adapter.path)))
         return cls(None, first, start)
 
 
@@ -147,7 +149,8 @@ def _batches(model: Any, rows: PackedRows) -> Iterator[MicroBatch]:
     )  # fmt: skip
 
 
-def _of_files(folder: Path) -> str:
+def digest_of_weights(folder: Path) -> str:
+    """What names the weights in a folder: their contents."""
     root = cache_root()
     return key_of([[path.name, file_digest(path, root)] for path in sorted(folder.glob("*.safetensors"))])
 

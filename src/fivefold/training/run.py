@@ -37,6 +37,7 @@ from fivefold.parallel.balance import configure
 from fivefold.parallel.state import state_of
 from fivefold.training import checks, flops, header, metrics, preflight, record, reference, schedule, trial
 from fivefold.training.checkpoints import CheckpointManager, Resumed
+from fivefold.training.distillation import Teacher, teacher_of
 from fivefold.training.metrics import PeakMemory
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizers import build_optimizer, rule_of
@@ -88,6 +89,7 @@ class Trainer:
     costs: Costs
     total_steps: int
     goals: reference.Goals = field(default_factory=reference.Goals)
+    teacher: Teacher | None = None
     step: int = 0  # steps done
     start: int = 0  # of them, before this start
     tokens_seen: int = 0
@@ -118,6 +120,7 @@ class Trainer:
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
+        teacher = teacher_of(config, data, world, total_steps)
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
@@ -131,7 +134,7 @@ class Trainer:
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log)
-        job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals)
+        job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher)
         stack.callback(keeper.close)
         resumed = keeper.resume(config)
         job.step = job.start = resumed.step
@@ -164,7 +167,8 @@ class Trainer:
         lines = header.lines(self, compiled=compiled, resumed=resumed)
         if resumed.where:
             lines += header.changed(history.load(self.config.run_dir), about, step=self.step)
-        more = (("compared", self.goals.told), ("memory", tried), ("DISK", tight))
+        teacher = "" if self.teacher is None else self.teacher.told
+        more = (("compared", self.goals.told), ("teacher", teacher), ("memory", tried), ("DISK", tight))
         lines += [(label, text) for label, text in more if text]
         self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
 
@@ -256,10 +260,11 @@ class Trainer:
 
     def batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step, from 0."""
-        return self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
+        rows = self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
+        return rows if self.teacher is None else [self.teacher.beside(each) for each in rows]
 
     @property
-    def _share(self) -> dict[str, int]:
+    def _share(self) -> dict[str, Any]:
         """Which of the rows are this rank's, as `PackedRows` is asked for them."""
         plan = state_of(self.model).plan
         return {

@@ -1,0 +1,288 @@
+"""What a teacher finds likeliest at every target of a run: asked once, before the student is there, by the layout of
+the run, and kept in the cache by what it follows from. A step reads it beside the rows.
+
+Example: 1,000 targets and `top_k` 64 are two arrays [1000, 64], int32 tokens and fp32 log-probabilities: 512 bytes a
+target. They are in the order of the rows, and in a row in that of its targets.
+"""
+
+import gc
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from fivefold.config import RunConfig
+from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.errors import UserError
+from fivefold.core.files import cannot_write
+from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
+from fivefold.core.units import human_bytes, many
+from fivefold.data.batch import IGNORE, MicroBatch, TeacherTargets
+from fivefold.data.prepare import PreparedData
+from fivefold.data.rows import PackedRows
+from fivefold.data.tokenizer import read_vocabulary
+from fivefold.launch.model import check_positions
+from fivefold.launch.world import World
+from fivefold.models.build import build_meta, load_model_config, weights_folder
+from fivefold.models.forwards import check_lengths
+from fivefold.models.sources import SafetensorsFolder
+from fivefold.parallel import passes, plain
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.state import state_of
+from fivefold.training.inputs import evaluating, to_device
+from fivefold.training.reference import digest_of_weights
+
+_VERSION = 1  # raise when the numbers change
+_TOKENS, _LOG_PROBS = "tokens.npy", "log_probs.npy"
+_MORE = "docs/distillation.md"
+
+
+@dataclass(frozen=True, eq=False)
+class Teacher:
+    """What a teacher says of `rows`, int64 [R] in ascending order: of row i of these, `tokens` and `log_probs`
+    [targets, K] from `offsets[i]` to `offsets[i + 1]`."""
+
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    log_probs: NDArray[np.floating]
+    temperature: float
+    alpha: float
+    told: str = ""  # for the header
+
+    def beside(self, batch: MicroBatch) -> MicroBatch:
+        """The micro batch with what the teacher says of its targets."""
+        shape = (*batch.labels.shape, self.tokens.shape[1])
+        tokens, log_probs = np.zeros(shape, np.int32), np.zeros(shape, self.log_probs.dtype)
+        for (at, to), has_target, b in self._of(batch):
+            tokens[b, has_target], log_probs[b, has_target] = self.tokens[at:to], self.log_probs[at:to]
+        return replace(batch, teacher=TeacherTargets(tokens, log_probs, self.temperature, self.alpha))
+
+    def note(self, batch: MicroBatch, tokens: NDArray[np.int64], log_probs: NDArray[np.float64]) -> None:
+        """Write what it says of a micro batch, [B, T, K] each."""
+        for (at, to), has_target, b in self._of(batch):
+            self.tokens[at:to], self.log_probs[at:to] = tokens[b, has_target], log_probs[b, has_target]
+
+    def _of(self, batch: MicroBatch) -> Iterator[tuple[tuple[int, int], NDArray[np.bool_], int]]:
+        """Of each row: where it is in the arrays, which of its positions have a target, and its place."""
+        assert batch.rows is not None
+        for b, row in enumerate(batch.rows.tolist()):
+            if row < 0:
+                continue
+            place, has_target = int(np.searchsorted(self.rows, row)), batch.labels[b] != IGNORE
+            if place == len(self.rows) or self.rows[place] != row:
+                raise ValueError(f"the teacher was not asked about row {row}")
+            at, to = self.offsets[place : place + 2].tolist()
+            if to - at != has_target.sum():
+                raise ValueError(f"row {row} has {has_target.sum()} targets, and the teacher was asked about {to - at}")
+            yield (at, to), has_target, b
+
+
+def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps: int) -> Teacher | None:
+    """Of the rows that a run reads; None where the objective has no teacher. Every rank calls this, before the model of
+    the run takes memory. Raises `UserError`, the same on every rank of a machine."""
+    if config.objective.name != "distill":
+        return None
+    given, root = config.objective, cache_root()
+    folder = weights_folder(given.teacher)
+    hf_config = load_model_config(folder)
+    vocabulary = _shared_vocabulary(folder, data, hf_config.get_text_config().vocab_size, given.top_k)
+    check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
+    check_lengths(hf_config, config.data.seq_length)
+    rows = _rows(data.train, total_steps * config.train.global_batch_size)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(data.train.row_targets[rows])])
+    dtype = np.dtype(np.float64 if config.precision.compute == "fp64" else np.float32)
+    shape = (int(offsets[-1]), given.top_k)
+    precision = [config.precision.compute, config.precision.fp8, config.precision.fp8_high_layers]
+    parts = [data.fingerprint, key_of(rows.tolist()), digest_of_weights(folder), hf_config.to_json_string(), precision]
+    place = root / "teacher" / key_of(_VERSION, *parts, given.top_k, vocabulary)
+    read = partial(_read, root=root, shape=shape, dtype=dtype)
+    made = partial(Teacher, rows, offsets, temperature=given.temperature, alpha=given.alpha)
+    told = f"{given.teacher}: the {given.top_k} likeliest tokens of {many(shape[0], 'target')}"
+    is_new = not all(plain.everywhere(_is_there(partial(read, place)) if world.local_rank == 0 else True))
+    if is_new:
+        if world.is_first:
+            size = human_bytes(shape[0] * shape[1] * (4 + dtype.itemsize))
+            print(f"asking the teacher, {told}: {size} in the cache ...", flush=True)
+        with _scratch(root, shape, dtype, world) as (beside, tokens, log_probs):
+            _ask(config, data, world, build_meta(hf_config), folder, vocabulary, made(tokens, log_probs))
+            _keep(beside, place, read, world)
+    tokens, log_probs = read(place)
+    held = _probability(log_probs)
+    return made(
+        tokens, log_probs, told=f"{told}, {held:.1%} of its probability, {'asked now' if is_new else 'from the cache'}"
+    )
+
+
+def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) -> int:
+    """The tokens that both models have: those of the run's tokenizer. Raises `UserError` where those of the teacher are
+    not the same."""
+    own = data.tokenizer.vocab_size
+    if size < own:
+        raise UserError(
+            f"the tokenizer has {own} tokens, and objective.teacher {folder} a vocabulary of {size}",
+            fix="name a teacher with the tokenizer of the model", more=_MORE,
+        )  # fmt: skip
+    if top_k > own:
+        raise UserError(f"objective.top_k is {top_k}, and there are {own} tokens", fix=f"set objective.top_k: {own}")
+    theirs = folder / "tokenizer.json"
+    if theirs.is_file():
+        mine, other = read_vocabulary(data.tokenizer.folder / "tokenizer.json"), read_vocabulary(theirs)
+        wrong = next((text for text in sorted(mine, key=mine.__getitem__) if other.get(text) != mine[text]), None)
+        if wrong is not None:
+            what = "does not have it" if wrong not in other else f"has it as {other[wrong]}"
+            raise UserError(
+                f"token {mine[wrong]} of the run is {wrong!r}, and the tokenizer of objective.teacher {folder} {what}",
+                fix="name a teacher with the tokenizer of the model, or set tokenizer.name_or_path to the teacher's",
+                more=_MORE,
+            )
+    return own
+
+
+def _rows(rows: PackedRows, read: int) -> NDArray[np.int64]:
+    """Which rows a run of so many reads."""
+    if read >= rows.epoch_rows:
+        return np.arange(len(rows))
+    return np.unique(np.array(rows.in_order(range(read)), np.int64))
+
+
+def _ask(
+    config: RunConfig, data: PreparedData, world: World, model: Any, folder: Path, vocabulary: int, found: Teacher
+) -> None:
+    """Fill `found` on the first rank of each machine."""
+    layout = config.layout.resolve(world.size)
+    with _of_teacher(config.objective.teacher):
+        parallelize(
+            model, layout, device=world.device, source=SafetensorsFolder(folder, model), seed=config.train.seed,
+            loss_chunks=config.memory.chunks,
+        )  # fmt: skip
+    top_k, plan = found.tokens.shape[1], state_of(model).plan
+    dealt = partial(
+        data.train.sequential, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
+        row_multiple=layout.row_multiple, only=found.rows,
+    )  # fmt: skip
+    every_rank = [dealt(data_rank=each) if world.local_rank == 0 else None for each in range(layout.data_ranks)]
+    device = next(model.parameters()).device
+    for own in dealt(data_rank=plan.data_rank):
+        inputs = to_device(own, device)
+        inputs.top_k, inputs.vocabulary = top_k, vocabulary
+        with evaluating(model):
+            both = torch.stack([each.double() for each in passes.top_log_probs(model, inputs)])
+        for data_rank, batches in enumerate(every_rank):
+            said = both if plan.data_rank == data_rank else torch.empty_like(both)
+            dist.broadcast(said, src=plan.grid.first_of_row(data_rank))
+            if batches is not None:
+                found.note(next(batches), said[0].cpu().numpy(), said[1].cpu().numpy())
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _of_teacher(name: str) -> Iterator[None]:
+    """Errors say that they are about the teacher."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"objective.teacher {name}: {error.what}", fix=error.fix, more=error.more) from error
+
+
+# ---- in the cache ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _scratch(
+    root: Path, shape: tuple[int, int], dtype: np.dtype[Any], world: World
+) -> Iterator[tuple[Path | None, NDArray[np.int32], NDArray[np.floating]]]:
+    """A folder with arrays to fill, on the first rank of each machine; on the others None, and arrays of no use."""
+    if world.local_rank:
+        failed, beside = None, None
+        arrays: Any = (np.zeros((0, shape[1]), np.int32), np.zeros((0, shape[1]), dtype))
+    else:
+        failed, beside, arrays = _made(root, shape, dtype)
+    try:
+        if told := next(filter(None, plain.everywhere(failed)), None):
+            raise UserError.from_json(told)
+        yield beside, *arrays
+    finally:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+def _made(root: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> tuple[Any, Path | None, Any]:
+    """What failed, or nothing; the folder; its arrays."""
+    needed = shape[0] * shape[1] * (4 + dtype.itemsize)
+    try:
+        (root / "teacher").mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(root).free) < needed:
+            raise UserError(
+                f"what the teacher says takes {human_bytes(needed)}, and {human_bytes(free)} are free at {root}",
+                fix="lower objective.top_k, free space, or move FIVEFOLD_CACHE",
+                more=_MORE,
+            )
+        beside = Path(tempfile.mkdtemp(prefix=".asking.", dir=root / "teacher"))
+        make = np.lib.format.open_memmap
+        return None, beside, tuple(
+            make(beside / name, mode="w+", dtype=kind, shape=shape)
+            for name, kind in ((_TOKENS, np.dtype(np.int32)), (_LOG_PROBS, dtype))
+        )  # fmt: skip
+    except OSError as error:
+        return cannot_write(f"to the cache folder {root}", error, instead="move FIVEFOLD_CACHE").to_json(), None, ()
+    except UserError as error:
+        return error.to_json(), None, ()
+
+
+def _keep(beside: Path | None, place: Path, read: Any, world: World) -> None:
+    """Into the cache, on the first rank of each machine."""
+    failed = None
+    if beside is not None:
+
+        def write(folder: Path, _: str) -> None:
+            sums = {name: file_checksum(beside / name) for name in (_TOKENS, _LOG_PROBS)}
+            for name in sums:
+                shutil.move(beside / name, folder / name)
+            (folder / "meta.json").write_text(signed(sums), encoding="utf-8")
+
+        try:
+            entry(place, read=read, build=write)
+        except UserError as error:
+            failed = error.to_json()
+    if told := next(filter(None, plain.everywhere(failed)), None):
+        raise UserError.from_json(told)
+
+
+def _is_there(read: Any) -> bool:
+    try:
+        read()
+    except (OSError, ValueError, UserError):
+        return False
+    return True
+
+
+def _read(
+    folder: Path, root: Path, shape: tuple[int, int], dtype: np.dtype[Any]
+) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
+    """Raises OSError, ValueError or `UserError` (damage) for what cannot be used."""
+    sums = read_signed(folder / "meta.json")
+    for name in (_TOKENS, _LOG_PROBS):
+        check_file(folder / name, sums[name], root)
+    tokens, log_probs = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in (_TOKENS, _LOG_PROBS))
+    if tokens.shape != shape or log_probs.shape != shape or tokens.dtype != np.int32 or log_probs.dtype != dtype:
+        raise ValueError(f"{folder}: {tokens.dtype} {list(tokens.shape)}, {log_probs.dtype} {list(log_probs.shape)}")
+    return tokens, log_probs
+
+
+def _probability(log_probs: NDArray[np.floating]) -> float:
+    """The part of the teacher's probability that these tokens have, the mean over the first million targets."""
+    some = log_probs[:1_000_000]
+    return float(np.exp(some, dtype=np.float64).sum(-1).mean()) if len(some) else 0.0
