@@ -260,3 +260,12 @@ def test_adapters(tmp_path: Path, text: str, section: dict[str, Any], left: set[
     assert found.tree["adapter"] == section and left == set(found.left)
     lora = RunConfig.model_validate(found.tree).adapter.lora
     assert lora is not None and lora.rank == section["rank"]
+
+
+def test_a_teacher_of_trl(tmp_path: Path) -> None:
+    """GKD's beta is not DPO's."""
+    text = "model_name_or_path: a/b\ndataset_name: c/d\nteacher_model_name_or_path: big/one\nlmbda: 0.5\nbeta: 0.1\n"
+    (tmp_path / "gkd.yaml").write_text(text + "temperature: 1.5\ntrust_remote_code: false\n")
+    found = convert(tmp_path / "gkd.yaml")
+    expected = {"name": "distill", "teacher": "big/one", "temperature": 1.5, "alpha": 1.0}
+    assert found.tree["objective"] == expected and {"lmbda", "beta"} <= set(found.left)

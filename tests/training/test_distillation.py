@@ -194,7 +194,7 @@ def test_a_run_follows_its_teacher(tmp_path: Path, teacher: Path) -> None:
     assert "the 20 likeliest tokens of 3," in ran.screen and "asked now" in ran.screen
     assert train(text).error is None
     losses = column(followed, "train/loss")
-    assert losses[-1] < 0.6 * losses[0] and all(loss > 0 for loss in losses)
+    assert losses[-1] < 0.8 * losses[0] and all(loss > 0 for loss in losses)
     assert column(text, "train/loss") != losses
     plain = run_file(tmp_path, run__name="plain", **options)
     assert train(plain).error is None

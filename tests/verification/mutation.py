@@ -57,7 +57,8 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     subject = ProofCase(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
-        objective=model.objective, beta=0.3, adapter=Lora(rank=3, alpha=7.0) if model.adapter else None,
+        objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
+        adapter=Lora(rank=3, alpha=7.0) if model.adapter else None,
         prompts=int(fp8 not in ("tensorwise", "delayed")), whole_rows=fp8 != "none", capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)

@@ -54,6 +54,9 @@ SAME = {
     "precision.compute": "precision dtype torch_dtype mixed_precision compute_dtype",
     "objective.beta": "dpo_beta pref_beta rl_beta",
     "objective.gamma": "simpo_gamma",
+    "objective.teacher": "teacher_model teacher_model_name_or_path kd_teacher",
+    "objective.temperature": "kd_temperature",
+    "objective.alpha": "kd_alpha",
     "objective.reference": "reference_model ref_model ref_model_name_or_path",
     "checkpoint.every":
         "save_steps save_interval save_every save_freq checkpoint_interval checkpointing_steps",

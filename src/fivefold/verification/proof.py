@@ -4,7 +4,7 @@ Everything runs through the functions that train; this file only looks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
+from fivefold.verification import teacher_by_hand
 from fivefold.verification.adapter_by_hand import Drawn
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
@@ -82,7 +83,7 @@ class Proof:
         """All that is compared, in the order in which a step computes it."""
         return (
             self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.evaluation,
-            self.preference, self.control, self.first_step, self.trajectory, self.replicas, self.coverage,
+            self.objective, self.control, self.first_step, self.trajectory, self.replicas, self.coverage,
         )  # fmt: skip
 
     def run(self) -> LayoutResult:
@@ -179,11 +180,41 @@ class Proof:
         expected = float(self.reference.whole("evaluated"))
         self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
 
-    def preference(self) -> None:
-        """An objective on pairs of answers: their log-probabilities, the loss, the metrics, and the gradient."""
+    def objective(self) -> None:
+        """Of the run file's objective, what it computes and the gradient."""
         if self.case.objective == "sft":
             return
-        rows, balance = self.case.pairs(), self.state.balance
+        options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no part of it
+        with exactly(self.layout.precision):
+            (self._distillation if self.case.objective == "distill" else self._preference)()
+        self.state.balance.options = options
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        self.compare.pieces("objective", gradients, self._backwards())
+        self._drop_gradients()
+
+    def _distillation(self) -> None:
+        """What is asked of a teacher, of the model itself; and the loss of following another one."""
+        asked, followed = Distance(), []
+        numbers = row_numbers(self.layout, self.case.rows, self.state.plan.data_rank)
+        for batch, rows in zip(self._batch(0), numbers, strict=True):
+            inputs = training.to_device(batch, self._device)
+            inputs.top_k, inputs.vocabulary = self.case.followed, self.case.vocabulary
+            tokens, log_probs = passes.top_log_probs(self.model, inputs)
+            for b, row in enumerate(rows):
+                own = slice(0, tokens_of(self.case.documents(0)[row]))
+                expected = self.reference.read("teacher/asked", (slice(row, row + 1), own))[0]
+                logits = self.reference.read("logits", (slice(row, row + 1), own))[0]
+                named = logits.double().log_softmax(-1).gather(-1, tokens[b, own].cpu())
+                asked.add(log_probs[b, own].cpu(), expected)
+                asked.add(named, expected)
+            followed.append(replace(batch, teacher=teacher_by_hand.followed(self.case, batch, [*rows])))
+        loss = training.accumulate(self.model, followed).reshape(1).cpu()
+        distances = {"teacher/asked": asked, "teacher/loss": Distance().add(loss, self.reference.whole("teacher/loss"))}
+        self.compare.in_order("teacher", distances)
+
+    def _preference(self) -> None:
+        """Of pairs of answers: their log-probabilities, the loss and the metrics."""
+        rows = self.case.pairs()
         batch = micro_batches(rows, self.layout, self.state.plan.data_rank, self.case.row_length)
         objective = Objective(
             self.case.objective, self.case.beta, self.case.gamma,
@@ -191,12 +222,9 @@ class Proof:
         )  # fmt: skip
         table = self.case.compared_with()
         goal = preferences.Goal(objective, table if objective.needs_reference else None)
-        options, balance.options = balance.options, BalanceOptions()  # the losses of routers are no part of it
-        with exactly(self.layout.precision):
-            sums = torch.from_numpy(preferences.table(self.model, batch, len(table)))
-            metrics = preferences.mean_over_pairs(self.model, batch, goal)[1]
-            loss = training.accumulate(self.model, batch, goal=goal)
-        balance.options = options
+        sums = torch.from_numpy(preferences.table(self.model, batch, len(table)))
+        metrics = preferences.mean_over_pairs(self.model, batch, goal)[1]
+        loss = training.accumulate(self.model, batch, goal=goal)
         found = {
             "log-probabilities": sums, "loss": loss.reshape(1).cpu(),
             "metrics": torch.tensor([metrics[name] for name in objective.metrics], dtype=torch.float64),
@@ -206,9 +234,6 @@ class Proof:
             for name, number in found.items()
         }
         self.compare.in_order("preference", distances)
-        gradients = {name: p.grad for name, p in self.model.named_parameters()}
-        self.compare.pieces("objective", gradients, self._backwards())
-        self._drop_gradients()
 
     def first_step(self) -> None:
         """One optimizer step: gradients after clipping, the update, the moments, the collectives."""

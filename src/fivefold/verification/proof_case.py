@@ -69,11 +69,14 @@ class ProofCase:
     # 0: no clipping; None: by turns half of a step's norm, so that clipping bites, and twice, so that it must not
     max_grad_norm: float | None = None
     whole_rows: bool = False  # a row is one document: scales of fp8 span the tokens of a row
-    objective: str = "sft"  # of the run file; one on pairs of answers is proved as well
+    objective: str = "sft"  # of the run file; one on pairs of answers, or with a teacher, is proved as well
     beta: float = 0.1
     gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    top_k: int = 64
+    temperature: float = 1.0
+    alpha: float = 0.5
     adapter: Lora | None = None
 
     def describe(self) -> str:
@@ -81,7 +84,8 @@ class ProofCase:
         what = "whole" if not self.cuts else ", ".join(self.cuts)
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
-        objective = "" if self.objective == "sft" else f"; {self.objective} on pairs of answers"
+        of_teacher = f"; the {self.followed} likeliest tokens of a teacher are followed"
+        objective = {"sft": "", "distill": of_teacher}.get(self.objective, f"; {self.objective} on pairs of answers")
         adapter = "" if self.adapter is None else f"; LoRA of rank {self.adapter.rank} beside a frozen model"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "
@@ -109,6 +113,11 @@ class ProofCase:
         place = np.arange(len(drawn) - 1)
         answers = (place >= len(place) // 4) & (place < len(place) // 2) | (place == len(place) - 1)
         return Piece(drawn[:length], drawn[1:], answers if is_example else None)
+
+    @property
+    def followed(self) -> int:
+        """How many tokens of a teacher: fewer than there are."""
+        return min(self.top_k, self.vocabulary // 2)
 
     def pairs(self) -> Documents:
         """Pairs of answers in each row of a batch, for a preference objective. Of three rated ones the second is not

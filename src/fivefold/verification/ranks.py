@@ -168,7 +168,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=bool(recipes),
         objective=config.objective.name if not recipes else "sft", beta=config.objective.beta,
         gamma=config.objective.gamma, desirable_weight=config.objective.desirable_weight,
-        undesirable_weight=config.objective.undesirable_weight, adapter=config.adapter.lora,
+        undesirable_weight=config.objective.undesirable_weight, top_k=config.objective.top_k,
+        temperature=config.objective.temperature, alpha=config.objective.alpha, adapter=config.adapter.lora,
         prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from fivefold.models.experts import router_buffers
 from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
-from fivefold.verification import adapter_by_hand, preference_by_hand, states_by_hand
+from fivefold.verification import adapter_by_hand, preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.exact import exactly
 from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
@@ -81,7 +81,9 @@ class Reference:
     def run(self, inputs: list[str]) -> "Reference":
         """Everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", trained(self.master))
-        if self.case.objective != "sft":
+        if self.case.objective == "distill":
+            self._distillation()
+        elif self.case.objective != "sft":
             self._preference()
         optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
         losses, norms = [], []
@@ -113,6 +115,25 @@ class Reference:
         self.balance.is_on = True
         numbers = {"log-probabilities": sums, "loss": loss.reshape(1), "metrics": metrics}
         self._keep("preference", {name: number.double() for name, number in numbers.items()})
+        self._keep("objective", {name: p.grad for name, p in self.master.named_parameters()})
+        self.master.zero_grad(set_to_none=True)
+
+    def _distillation(self) -> None:
+        """What is asked of a teacher, of the model itself; the loss of following another, and its gradient."""
+        self._sync()
+        self.balance.is_on = False
+        count, summed = self.case.targets(0), 0.0
+        asked = torch.zeros(self.case.rows, self.case.row_length, self.case.followed, dtype=torch.float64)
+        for row, start, ids, targets in self._sequences(self.case.documents(0)):
+            with exactly(self.precision):
+                logits = self.model(input_ids=ids[None]).logits[0].to(master_dtype(self.precision))
+                loss = teacher_by_hand.loss(self.case, logits[: len(targets)], targets, row, start)
+                (loss / count).backward()  # type: ignore[no-untyped-call]
+            self._collect()
+            summed += loss.item()
+            asked[row, start : start + len(ids)] = teacher_by_hand.likeliest(self.case, logits.detach()).cpu()
+        self.balance.is_on = True
+        self._keep("teacher", {"asked": asked, "loss": torch.tensor([summed / count], dtype=torch.float64)})
         self._keep("objective", {name: p.grad for name, p in self.master.named_parameters()})
         self.master.zero_grad(set_to_none=True)
 

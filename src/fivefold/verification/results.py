@@ -22,7 +22,7 @@ WORDS = {
     "weight": "weight", "output": "output", "backward": "gradient of output", "raw": "gradient, raw",
     "gradient": "gradient, reduced", "load": "load of experts", "clipped": "gradient, clipped", "update": "update",
     **state_words(), "second": "gradient, second step", "last": "weight, last step",
-    "preference": "preference", "objective": "gradient of the objective",
+    "preference": "preference", "teacher": "teacher", "objective": "gradient of the objective",
 }  # fmt: skip
 # Kinds without an allowance.
 BITWISE = ("weight",)

@@ -17,6 +17,7 @@ from tests.verification.faults import (
     reduction,
     run,
     states,
+    teacher,
     tensor,
 )
 from tests.verification.faults.fault import FAULTS, Expected, Fault, Model
@@ -42,5 +43,6 @@ __all__ = [
     "reduction",
     "run",
     "states",
+    "teacher",
     "tensor",
 ]

@@ -21,7 +21,7 @@ LOSS = [("loss", r"")]
 
 
 def _cross_entropy(instead: Callable[..., Any]) -> Any:
-    """The cross entropy is `instead(plain, logits, labels, fold, ...)`."""
+    """The cross entropy is `instead(plain, logits, softmax, fold, ...)`."""
     plain = loss._cross_entropy
     return patch.object(loss, "_cross_entropy", lambda *args, **options: instead(plain, *args, **options))
 
@@ -42,9 +42,9 @@ def _all_reduce(instead: Callable[..., None]) -> Any:
     expects=LOSS,
 )
 def offset_of_the_vocabulary_ignored() -> Any:
-    def cross_entropy(plain: Any, logits: Tensor, labels_N: Tensor, fold: Any, *rest: Any, **options: Any) -> Any:
+    def cross_entropy(plain: Any, logits: Tensor, asked: Any, fold: Any, *rest: Any, **options: Any) -> Any:
         shifted = replace(fold, vocabulary=tuple((0, stop - start) for start, stop in fold.vocabulary))
-        return plain(logits, labels_N, shifted, *rest, **options)
+        return plain(logits, asked, shifted, *rest, **options)
 
     return _cross_entropy(cross_entropy)
 
@@ -86,9 +86,9 @@ def sum_of_exponentials_not_shared() -> Any:
     expects=LOSS,
 )
 def padded_columns_join_the_softmax() -> Any:
-    def cross_entropy(plain: Any, logits: Tensor, labels_N: Tensor, fold: Any, *rest: Any, **options: Any) -> Any:
+    def cross_entropy(plain: Any, logits: Tensor, asked: Any, fold: Any, *rest: Any, **options: Any) -> Any:
         longest = max(stop - start for start, stop in fold.vocabulary)
-        found, grad = plain(F.pad(logits, (0, longest - logits.shape[-1])), labels_N, fold, *rest, **options)
+        found, grad = plain(F.pad(logits, (0, longest - logits.shape[-1])), asked, fold, *rest, **options)
         return found, grad[..., : logits.shape[-1]].contiguous()
 
     return _cross_entropy(cross_entropy)

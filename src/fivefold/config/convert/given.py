@@ -71,6 +71,9 @@ _WITHOUT_EFFECT = """
     strict local_rank save_safetensors save_only_model trust_remote_code per_device_eval_batch_size
     eval_batch_size torch_dtype dtype
 """
+_TEACHER = (
+    "set objective: {name: distill, teacher: FOLDER}: the teacher is asked here, its log-probabilities are not read"
+)
 _STEPS = "it is counted in optimizer steps: {}"
 _INSTEAD = {
     "evals_per_epoch": _STEPS.format("eval.every"),
@@ -78,6 +81,7 @@ _INSTEAD = {
     "max_samples": "cut the file; all of a source is read",
     "load_best_model_at_end": "the last checkpoints are kept; the log says which had the lowest loss",
     "early_stopping_patience": "a run ends when its length is reached",
+    **dict.fromkeys(("kd_trainer", "kd_alpha", "kd_ce_alpha", "kd_temperature"), _TEACHER),
     "neftune_noise_alpha": "noise on embeddings is not built",
 }
 _BREAKS = re.compile(r"[\r\n\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # what would end a comment

@@ -38,6 +38,9 @@ def model(given: Given) -> Keys:
 
 def objective(given: Given) -> Keys:
     """Preference training: `rl` of axolotl, `stage: dpo` of LLaMA-Factory, the `loss_type` of TRL's DPOConfig."""
+    if teacher := given("teacher_model_name_or_path"):
+        yield from _distillation(given, teacher)
+        return
     asked, kind = given("rl"), given("loss_type", "sigmoid")
     if given("stage") == "kto" or {"desirable_weight", "undesirable_weight"} & given.names:
         asked = "kto"
@@ -61,6 +64,18 @@ def objective(given: Given) -> Keys:
     given.note("a row holds the two sequences of a pair: data.seq_length is twice the length that is said there")
     if not given.found.keys.get("data.packing"):
         given.note("without packing a row is one pair; data.packing: true puts several whole pairs in a row")
+
+
+def _distillation(given: Given, teacher: Any) -> Keys:
+    """TRL's GKDConfig."""
+    yield "objective.name", "distill"
+    yield "objective.teacher", teacher
+    yield "objective.temperature", given("temperature", 0.9)
+    yield "objective.alpha", 1.0
+    given.note("the teacher is followed on the text, by its likeliest tokens and the forward divergence (beta: 0)")
+    for name in ("lmbda", "beta", "seq_kd"):
+        if name in given:
+            given.leave(name, "a teacher that judges what the student writes is not built")
 
 
 # Defaults of each trainer's own: rank and alpha.
