@@ -36,6 +36,11 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether copies end some time after they were asked for."""
+        return self._stream is not None
+
     def copy(self, pairs: Pairs) -> Copies:
         """Copy every source to its target, after all that the compute stream was given until now: what it writes to
         the sources, and what it still reads of memory that targets lie in."""

@@ -106,7 +106,7 @@ class HostActivations:
         moving = list(saving.found.values())
         pairs = [(each.home, each.values) for each in moving if each.values is not None]
         self._leaving = self._lane.copy(pairs), moving
-        if self._device.type == "cpu":
+        if not self._lane.is_apart:
             self._settle()
 
     def _settle(self) -> None:
