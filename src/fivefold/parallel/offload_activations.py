@@ -123,7 +123,6 @@ class HostActivations:
         own = packed.made_in
         if not own.has_begun:
             own.has_begun = True
-            self._settle()
             self._fetch(own)
             own.copies.meet()
             if own.before is not None:
