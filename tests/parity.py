@@ -27,6 +27,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.sources import ModelTensors
+from fivefold.ops import nf4
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, total
 from fivefold.parallel.dtensor import local
@@ -289,11 +290,17 @@ def pieces(model: nn.Module, tensors: dict[str, Tensor]) -> list[tuple[str, Any,
         (
             name,
             tuple((s.start, s.stop) for s in global_region),
-            local(tensor)[local_region].detach().double().numpy().copy(),
+            values[local_region].numpy().copy(),
         )
         for name, tensor in tensors.items()
+        for values in (_numbers(local(tensor).detach()),)
         for global_region, local_region in state.plan.regions(name)
     ]
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """In fp64; of bytes, what they stand for."""
+    return nf4.restored(values, torch.float64) if values.dtype == torch.uint8 else values.double()
 
 
 def gathered(

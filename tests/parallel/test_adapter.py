@@ -16,6 +16,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, rule_of
+from fivefold.verification.adapter_by_hand import in_nf4
 from tests.parity import (
     OPTIONS,
     Case,
@@ -23,6 +24,7 @@ from tests.parity import (
     adapters_of,
     assert_proved,
     batch_of,
+    build,
     cross_entropy,
     documents,
     gathered,
@@ -51,7 +53,11 @@ def of_peft(case: Case) -> Any:
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=modules,
         lora_dropout=0.0,
     )  # fmt: skip
-    model = peft.get_peft_model(reference_model(case), config, autocast_adapter_dtype=False)
+    base = reference_model(case)
+    for module in modules if lora.quantize == "nf4" else ():
+        weight = base.get_parameter(f"{module}.weight")
+        weight.data = in_nf4(weight.data).to(weight.dtype)
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -173,3 +179,51 @@ def test_muon_trains_adapters_alike_under_a_pipeline(targets: tuple[str, ...]) -
     for found in two:
         own = {name: (region, values) for name, region, values in one[0]["weights"]}
         assert all(np.abs(values - own[name][1]).max() < 1e-10 for name, _, values in found["weights"])
+
+
+# ---- a base in four bits ---------------------------------------------------------------------------------------------
+
+WIDE = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 256))
+NF4 = Lora(rank=3, alpha=7.0, quantize="nf4")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "pp2+zb+v2", "shard2+full", "tp2+full", "shard2+selective"])
+def test_qlora_equals_peft_beside_what_four_bits_leave(layout: str) -> None:
+    more = (("num_hidden_layers", 4),) if "v2" in layout else ()
+    check(Case(f"{layout}+mb2+fp64", adapter=NF4, loss_chunks=3, max_grad_norm=0.05, overrides=(*WIDE, *more)))
+
+
+def test_a_rank_has_its_rows_in_four_bits() -> None:
+    for found in run_ranks(2, _bytes_at_rest, Case("shard2+mb2", adapter=NF4, overrides=WIDE)):
+        assert found == {"in nf4": 3 * (4 * 128 * 128 - 2 * 64 * 128 + 3 * 128 * 256) * 9 // 16 // 2}
+
+
+def _bytes_at_rest(case: Case) -> dict[str, int]:
+    model = build(case)
+    plan, found = state_of(model).plan, 0
+    for name, parameter in model.named_parameters():
+        if plan.facts.parameters[name].in_nf4:
+            assert parameter.dtype == torch.uint8 and not parameter.requires_grad
+            assert local(parameter).nbytes == plan.held_bytes(name, plan.rests_in(name, 4))
+            found += local(parameter).nbytes
+    return {"in nf4": found}
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (Case("single+mb2", adapter=NF4), "rows have 32 numbers, which are no blocks of 64"),
+        (Case("single+mb2", "gpt2", adapter=NF4), "stored the other way round"),
+        (
+            Case("tp4+mb2", adapter=NF4, kv_heads=4, overrides=WIDE),
+            "has blocks of 64 in a row of 128, and tp 4 cuts one",
+        ),
+        (
+            Case("shard2+mb2+offload_parameters", adapter=NF4, overrides=WIDE),
+            "offload_parameters with adapter.quantize",
+        ),
+        (Case("shard2+mb2+fp8", adapter=NF4, overrides=WIDE), "fp8 with adapter.quantize: nf4 is not built"),
+    ],
+)
+def test_what_cannot_rest_in_four_bits(case: Case, said: str) -> None:
+    assert all(said in each for each in run_ranks(case.parsed.world, refusal, case))

@@ -15,6 +15,7 @@ from fivefold.core.layout import Layout
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
+from fivefold.verification.adapter_by_hand import in_nf4
 from tests.commands import fivefold
 from tests.pool import run_ranks
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
@@ -135,3 +136,39 @@ def test_a_run_generates_with_its_adapter(tmp_path: Path, base: str) -> None:
         fivefold(["generate", str(name), *options], tmp_path) for name in (run_dir(tree), tmp_path / "merged", base)
     ]
     assert said[0] == said[1] != said[2]
+
+
+# ---- a base in four bits ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_beside_four_bits(tmp_path: Path) -> None:
+    """It goes on under another layout. Merged, it is what was trained: what four bits left, and the adapter."""
+    wide = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    first = run_file(tmp_path, run__name="base", train__max_steps=2, checkpoint__export_hf=True)
+    first["model"]["overrides"] = wide
+    assert train(first).error is None
+    base = str(run_dir(first) / "hf")
+    trees = [
+        tree_of(tmp_path, base, run__name=name, checkpoint__every=2) | {"adapter": {**LORA, "quantize": "nf4"}}
+        for name in ("alone", "moved")
+    ]
+    ran = train(trees[0])
+    assert ran.error is None and "the others frozen and in four bits (NF4)" in ran.screen
+    assert isinstance(train(trees[1], stop_at=3).error, Stopped)
+    assert train({**trees[1], "layout": {"dp_shard": 2, "tp": 2}}, 4).error is None
+    assert column(trees[1], "train/loss") == pytest.approx(column(trees[0], "train/loss"), rel=1e-3)
+    changed = train({**trees[1], "adapter": LORA, "train": {**trees[1]["train"], "max_steps": 5}})
+    assert isinstance(changed.error, UserError) and "adapter.quantize" in changed.error.what
+
+    export(run_dir(trees[0]), tmp_path / "adapter")
+    export(run_dir(trees[0]), tmp_path / "merged", merge=True, dtype="fp32")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    for name, module in plain.model.layers.named_modules():
+        if name.endswith("_proj"):
+            module.weight.data = in_nf4(module.weight.data)
+    right = logits(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter"))
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    options = ["--prompt", "the", "--temperature", "1", "--max-new-tokens", "20", "--layout", "single+fp32"]
+    said = [fivefold(["generate", str(name), *options], tmp_path) for name in (run_dir(trees[0]), tmp_path / "merged")]
+    assert said[0] == said[1]

@@ -45,7 +45,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     fp8 = like.fp8
     place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{like.numerics}"
     place = place if model.objective == "sft" else place.with_name(f"{place.name}-{model.objective}")
-    place = place.with_name(f"{place.name}-lora") if model.adapter else place
+    place = place.with_name(f"{place.name}-lora-{model.quantize}") if model.adapter else place
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)
@@ -58,7 +58,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
         objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
-        adapter=Lora(rank=3, alpha=7.0) if model.adapter else None,
+        adapter=Lora(rank=3, alpha=7.0, quantize=model.quantize) if model.adapter else None,
         prompts=int(fp8 not in ("tensorwise", "delayed")), whole_rows=fp8 != "none", capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)

@@ -22,7 +22,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
 from fivefold.core.lora import Lora
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Merged
+from fivefold.models.adapter import InNf4, Merged
 from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
@@ -84,7 +84,10 @@ class CheckpointAdapter:
     def merged(self) -> _Whole:
         """The model with the adapter in its weights, fp32. Raises `UserError` where its own are no longer there."""
         transposed = [name for name, is_transposed in self._linears.items() if is_transposed]
-        return _Whole(Merged(base_source(self.config, self._model), self.checkpoint.source(), self.lora, transposed))
+        base = base_source(self.config, self._model)
+        if self.lora.quantize == "nf4":  # what the adapter was trained beside
+            base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
+        return _Whole(Merged(base, self.checkpoint.source(), self.lora, transposed))
 
     def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
         """Write a folder of `peft`; its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""

@@ -300,6 +300,9 @@ class AdapterSection(Section):
         "and experts",
     )
     rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank)")
+    quantize: Literal["none", "nf4"] = Field(
+        default="none", description="nf4: the frozen weights that have an adapter rest in four bits (QLoRA)"
+    )
     dropout: Number = Field(default=0.0, ge=0, le=0, description="0: nothing is dropped in any run")
     path: PathText = Field(default="", description="folder of a PEFT adapter to start from; empty: a new one")
 
@@ -308,8 +311,10 @@ class AdapterSection(Section):
     def _built(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if values.get("name") in ("dora", "qlora"):
-            raise ValueError(f"{values['name']} is not built; lora is")
+        if values.get("name") == "dora":
+            raise ValueError("dora is not built; lora is")
+        if values.get("name") == "qlora":
+            raise ValueError("qlora is name: lora with quantize: nf4")
         if values.get("dropout"):
             raise ValueError("dropout is 0 in any run: a layout would drop other values than one process")
         return values
@@ -317,7 +322,9 @@ class AdapterSection(Section):
     @property
     def lora(self) -> Lora | None:
         """None where the whole model is trained."""
-        return Lora(self.rank, self.alpha, self.targets, self.rslora) if self.name == "lora" else None
+        if self.name != "lora":
+            return None
+        return Lora(self.rank, self.alpha, self.targets, self.rslora, self.quantize)
 
 
 class OptimizerSection(Section):

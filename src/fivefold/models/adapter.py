@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
 from fivefold.models.adapter_facts import A, B, Target, targets_of
 from fivefold.models.facts import ModelFacts
+from fivefold.models.hf_internals import is_plain_linear
 from fivefold.models.random_stream import RandomStream, Region, Uniform
 from fivefold.models.sources import TensorSource
+from fivefold.ops.nf4 import round_trip
 
 
 def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
@@ -20,11 +23,17 @@ def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
         parameter.requires_grad_(False)
     for target in targets_of(facts, lora):
         linear = model.get_submodule(target.module)
+        if lora.quantize != "none" and not is_plain_linear(linear):
+            raise UserError(
+                f"adapter.quantize: {target.module} is a {type(linear).__name__}, which multiplies in its own way",
+                fix="leave it out of adapter.targets, or adapter.quantize: none",
+            )
         dtype = next(linear.parameters()).dtype
         with torch.device("meta"):
             linear.add_module(A, nn.Linear(target.inputs, lora.rank, bias=False, dtype=dtype))
             linear.add_module(B, nn.Linear(lora.rank, target.outputs, bias=False, dtype=dtype))
         linear.lora_scale = lora.scale  # type: ignore[assignment]
+        linear.in_nf4 = lora.quantize == "nf4"  # type: ignore[assignment]
     embedding = model.get_submodule(facts.anatomy.embedding)
     embedding.forward = _with_gradient(embedding.forward)
 
@@ -71,6 +80,20 @@ class Layered(TensorSource):
     def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
         return (self._first if name in self._first.shapes else self._base).read(name, region)
+
+
+class InNf4(TensorSource):
+    """A model's weights, those `names` as they are once they have been in four bits."""
+
+    def __init__(self, base: TensorSource, names: Collection[str]) -> None:
+        self._base, self._names, self.shapes = base, frozenset(names), dict(base.shapes)
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """See `TensorSource`."""
+        if name not in self._names:
+            return self._base.read(name, region)
+        rows, columns = region
+        return round_trip(self._base.read(name, (rows, slice(0, self.shapes[name][1]))))[:, columns]
 
 
 class Merged(TensorSource):

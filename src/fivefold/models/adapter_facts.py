@@ -14,12 +14,12 @@ B (A x) of a row is a partial sum like W x, and is summed with it, once. Facts a
 `adapted` adds the parameters. Names are those of `peft`: `X.lora_A.weight`, `X.lora_B.weight` beside `X.weight`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import AUTO, Lora
+from fivefold.core.lora import AUTO, NF4_BLOCK, Lora
 from fivefold.core.text import listed
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Matmul, ModelFacts, Parameter, Role
@@ -80,7 +80,11 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
     if lora is None:
         return facts
     targets = {each.module: each for each in targets_of(facts, lora)}
-    parameters = {name: replace(each, is_trained=False) for name, each in facts.parameters.items()}
+    in_nf4 = {f"{module}.weight" for module in targets} if lora.quantize == "nf4" else set()
+    _check_blocks(targets.values(), facts, in_nf4)
+    parameters = {
+        name: replace(each, is_trained=False, in_nf4=name in in_nf4) for name, each in facts.parameters.items()
+    }
     new, roles = dict[str, Parameter](), dict[str, Role]()
     for target in targets.values():
         shapes = (lora.rank, target.inputs), (target.outputs, lora.rank)
@@ -91,6 +95,23 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
                 roles[name] = role
     partition = replace(facts.partition, roles=_behind(facts.partition.roles, roles))
     return replace(facts, parameters=_behind(parameters, new), partition=partition)
+
+
+def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collection[str]) -> None:
+    """Raises `UserError` for a weight that is not rows [O, I] of whole blocks."""
+    for each in targets:
+        name = f"{each.module}.weight"
+        shape = facts.parameters[name].shape
+        if name not in in_nf4 or (shape == (each.outputs, each.inputs) and each.inputs % NF4_BLOCK == 0):
+            continue
+        why = (
+            f"its rows have {each.inputs} numbers, which are no blocks of {NF4_BLOCK}"
+            if shape == (each.outputs, each.inputs) else "it is stored the other way round"
+        )  # fmt: skip
+        raise UserError(
+            f"adapter.quantize: {name} cannot rest in four bits: {why}",
+            fix="leave it out of adapter.targets, or adapter.quantize: none", more="docs/adapters.md",
+        )  # fmt: skip
 
 
 def _roles(of: Role | None) -> tuple[Role | None, Role | None]:

@@ -273,10 +273,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape, and whether it is trained."""
+    """Shape, whether it is trained, and whether it rests in four bits (NF4)."""
 
     shape: tuple[int, ...]
     is_trained: bool = True
+    in_nf4: bool = False
 
     @property
     def size(self) -> int:

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.ops.keep import keeping, product_with_inputs
+from fivefold.ops.nf4 import Nf4
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
@@ -183,6 +184,10 @@ class Linears:
     ) -> None:
         """Let `linear` multiply as its role asks. `is_transposed`: its weight is [I, O]. `is_plain`: its forward is
         that of a linear and does nothing else. `reduce`: sums up the partial products of a row."""
+        if getattr(linear, "in_nf4", False):
+            multiply = lambda x: self._multiply(x, [linear.weight], Nf4(), role)[0]  # noqa: E731
+            linear.forward = _biased(linear, multiply, reduce or _nothing)
+            return
         waits = self.store is not None and role in LATER
         multiply = _plain_product(linear, is_transposed) if is_plain else _own_product(linear)
         if is_plain and (waits or role in self.products):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fivefold.core.lora import nf4_bytes
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import Unit, keeps_gathered
 from fivefold.torch_internals import fsdp_forget
@@ -26,14 +27,18 @@ def master_dtype(precision: str) -> torch.dtype:
 
 
 def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep what is not trained in the type that it computes in."""
+    """Keep what is not trained in the type that it computes in, or as bytes of NF4."""
     resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or parameter.requires_grad:
                 continue
             if parameter not in resting:
-                resting[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+                values = parameter.to(dtype)
+                if name == "weight" and getattr(module, "in_nf4", False):
+                    rows, numbers = parameter.shape
+                    values = torch.empty(rows, nf4_bytes(numbers), dtype=torch.uint8, device=parameter.device)
+                resting[parameter] = nn.Parameter(values, requires_grad=False)
             module._parameters[name] = resting[parameter]
 
 

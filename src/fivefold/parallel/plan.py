@@ -17,6 +17,7 @@ from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
+from fivefold.core.lora import NF4_BLOCK, nf4_bytes
 from fivefold.core.recompute import Recompute, budget_bytes, spent
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
@@ -158,8 +159,11 @@ class ParallelPlan:
         """Whether something is trained beside a frozen model."""
         return self.facts.has_adapter
 
-    def rests_in(self, name: str, master_bytes: int) -> int:
-        """Bytes of a number of a parameter at rest: of the compute type in a frozen model, else of `master_bytes`."""
+    def rests_in(self, name: str, master_bytes: int) -> float:
+        """Bytes of a number of a parameter at rest: of the compute type in a frozen model, or 9 / 16 in NF4, else of
+        `master_bytes`."""
+        if self.facts.parameters[name].in_nf4:
+            return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
         is_frozen = self.has_adapter and not self.facts.parameters[name].is_trained
         return BYTES[self.layout.precision] if is_frozen else master_bytes
 
@@ -414,10 +418,10 @@ class ParallelPlan:
         first, last = fsdp_rows(shape[0], index.fsdp_rank, index.fsdp_size)
         return (last - first, *shape[1:])
 
-    def held_bytes(self, name: str, itemsize: int) -> int:
+    def held_bytes(self, name: str, itemsize: float) -> int:
         """Bytes of this rank's part of a parameter, of so many each number."""
         regions = [local_region for _, local_region in self.regions(name)]
-        return sum(map(numel, regions)) * itemsize
+        return int(sum(map(numel, regions)) * itemsize)
 
     def kept_in(self, name: str) -> StateDtype:
         """The type in which the optimizer keeps its state of a parameter."""
@@ -486,9 +490,13 @@ class ParallelPlan:
 
     def gathered_bytes(self, unit: Unit) -> int:
         """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte."""
-        shards, size = self.grid.fsdp_shards(unit.over), BYTES[self.layout.precision]
+        shards = self.grid.fsdp_shards(unit.over)
         shapes = {name: self.gathered_shape(name) for name in unit.parameters}
-        return sum(_padded(each, shards) * (1 if name in self._in_fp8 else size) for name, each in shapes.items())
+        return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
+
+    def _sent_in(self, name: str) -> float:
+        """Bytes of a number of a parameter that FSDP gathers."""
+        return 1 if name in self._in_fp8 else self.rests_in(name, BYTES[self.layout.precision])
 
     @cached_property
     def _in_fp8(self) -> frozenset[str]:
@@ -605,7 +613,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     }
     recompute = Recompute(layout.recompute)
     plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
-    legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan), *_of_adapters(plan)])
+    legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan), *_of_adapters(plan), *_of_nf4(plan)])
     return plan
 
 
@@ -656,6 +664,23 @@ def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
     if plan.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
+
+
+def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
+    """A block of four-bit weights, which has one scale, lies on one rank."""
+    for name, spec in plan.shards.items():
+        if not plan.facts.parameters[name].in_nf4:
+            continue
+        if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
+            key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
+            what = f"{key} with adapter.quantize: nf4 is not built"
+            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/adapters.md")
+            return
+        if any(edge % NF4_BLOCK for part in spec.held for each in part[1] for edge in each):
+            what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
+            what += f"{plan.layout.tp} cuts one"
+            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/adapters.md")
+            return
 
 
 def _of_states(plan: ParallelPlan) -> Iterator[Violation]:

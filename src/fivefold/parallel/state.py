@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.models.sources import TensorSource
+from fivefold.ops import nf4
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, expert, pipeline, tensor
 from fivefold.parallel.amax import AmaxHistory
@@ -85,6 +86,11 @@ def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None =
                 continue
             shard = local(parameter)
             for global_region, local_region in state.plan.regions(name):
+                if state.plan.facts.parameters[name].in_nf4:
+                    rows, columns = local_region
+                    for piece, own in _pieces(global_region, shard[rows]):
+                        nf4.put(own, columns, source.read(name, piece).to(own.device))
+                    continue
                 for piece, own in _pieces(global_region, shard[local_region]):
                     own.copy_(source.read(name, piece))
         for name, buffer in model.named_buffers():

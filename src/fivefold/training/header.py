@@ -76,11 +76,12 @@ def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
     if lora is None:
         return
     trained = [each.size for each in parameters.values() if each.is_trained]
+    rest = " and in four bits (NF4)" if lora.quantize == "nf4" else ""
     start = f"from {job.config.adapter.path}" if job.config.adapter.path else "new"
     yield (
         "adapter",
         f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {many(len(trained) // 2, 'linear')}, {start}: "
-        f"{human(sum(trained))} parameters are trained, the others frozen",
+        f"{human(sum(trained))} parameters are trained, the others frozen{rest}",
     )
 
 

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.core.lora import NF4_BLOCK
 from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource
+from fivefold.ops.nf4 import LEVELS
 from fivefold.verification.proof_case import ProofCase
 
 
@@ -33,6 +35,15 @@ class Drawn(TensorSource):
         return self.values[name][region]
 
 
+def in_nf4(weight: Tensor) -> Tensor:
+    """A weight once it has been in four bits, fp32: the nearest of 16 levels times the largest of its block of 64."""
+    levels = torch.tensor(LEVELS, device=weight.device)
+    blocks = weight.float().reshape(-1, NF4_BLOCK)
+    scales = blocks.abs().amax(dim=-1, keepdim=True)
+    nearest = ((blocks / scales).unsqueeze(-1) - levels).abs().argmin(dim=-1)
+    return (levels[nearest] * scales).view_as(weight)
+
+
 class _Matrix(nn.Module):
     """Holds a parameter under the name that it has in a model, and computes nothing."""
 
@@ -46,6 +57,10 @@ def put(model: Any, case: ProofCase, values: Mapping[str, Tensor], compute: torc
     computes in."""
     assert case.adapter is not None
     scale = case.adapter.scale
+    for name in values if case.adapter.quantize == "nf4" else ():
+        if name.endswith(".lora_A.weight"):
+            weight = model.get_parameter(name.replace(".lora_A.weight", ".weight"))
+            weight.data = in_nf4(weight.data).to(weight.dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(compute).to(parameter.dtype)

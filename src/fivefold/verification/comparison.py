@@ -4,8 +4,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 
+import torch
 from torch import Tensor
 
+from fivefold.ops import nf4
+from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.state import ParallelState
@@ -45,9 +48,11 @@ class Comparison:
             key = f"{kind}/{name}"
             if tensor is None or key not in self._reference:
                 continue
-            distance = distances.setdefault(key, Distance())
+            distance, values = distances.setdefault(key, Distance()), local(tensor)
+            if values.dtype == torch.uint8:  # at rest in four bits
+                values = nf4.restored(values, COMPUTE_DTYPES[self._state.plan.layout.precision])
             for region, place in self._state.plan.regions(name):
-                distance.add(local(tensor)[place], self._reference.read(key, region))
+                distance.add(values[place], self._reference.read(key, region))
         held = [name for name in self._reference.names(kind) if must and self._state.plan.holds(name)]
         lacking = {name: name for name in held if f"{kind}/{name}" not in distances}
         self.count(f"{kind} without values", lacking, say=False)

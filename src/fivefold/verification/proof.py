@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
 from fivefold.core.layout import Layout
+from fivefold.core.lora import nf4_bytes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
@@ -108,6 +109,8 @@ class Proof:
             type_ = master_dtype(self.layout.precision)
             if self.state.plan.rests_in(name, type_.itemsize) != type_.itemsize:
                 type_ = COMPUTE_DTYPES[self.layout.precision]
+            if self.state.plan.facts.parameters[name].in_nf4:
+                expected, type_ = (expected[0], nf4_bytes(expected[1])), torch.uint8
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
         self.compare.count("shards", wrong)

@@ -23,6 +23,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES
 from fivefold.core.layout import Layout
 from fivefold.core.legality import layers_for
+from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.terminal import say
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
@@ -153,6 +154,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     model = make_folder(
         config, asked.folder / "model", thin=asked.thin, memory=(machine.free if machine else UNKNOWN) // 2,
         vocabulary=8 * max(layout.tp for layout in layouts) + 3, layers=max(map(layers_for, layouts)), seed=asked.seed,
+        block=NF4_BLOCK * max(layout.tp for layout in layouts) if config.adapter.quantize == "nf4" else 1,
     )  # fmt: skip
     options = config.optimizer.model_dump(exclude_none=True)
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)

@@ -6,6 +6,7 @@ drawn so that nothing is zero: biases, and norm weights around one.
 
 import copy
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,25 @@ class ModelFolder:
 
 
 def make_folder(
-    config: RunConfig, folder: Path, *, thin: bool, memory: int, vocabulary: int, seed: int, layers: int = 2
+    config: RunConfig,
+    folder: Path,
+    *,
+    thin: bool,
+    memory: int,
+    vocabulary: int,
+    seed: int,
+    layers: int = 2,
+    block: int = 1,
 ) -> ModelFolder:
     """The model to prove, with a layer of each kind (`thin`: and narrow).
 
     It is the folder of the run's own weights where nothing is cut; else `folder`, written here by `transformers`.
     `memory` bytes are there for a proof; a vocabulary of less than `vocabulary` tokens and less than `layers` layers
-    cannot be cut to.
+    cannot be cut to, and widths that are no multiples of `block`.
     Raises `UserError` for a model that cannot be read, or is too large even with a layer of each kind.
     """
     asked = load_model_config(config.model.name_or_path, config.model.overrides)
-    chosen, cuts = _chosen(asked, thin=thin, memory=memory, vocabulary=vocabulary, layers=layers)
+    chosen, cuts = _chosen(asked, thin=thin, memory=memory, vocabulary=vocabulary, layers=layers, block=block)
     if not cuts and config.model.init == "pretrained":
         name = type(build_meta(asked)).__name__
         return ModelFolder(weights_folder(config.model.name_or_path), name, asked.get_text_config().vocab_size, ())
@@ -58,12 +67,14 @@ def make_folder(
     return ModelFolder(folder, type(model).__name__, chosen.get_text_config().vocab_size, cuts)
 
 
-def _chosen(config: Any, *, thin: bool, memory: int, vocabulary: int, layers: int) -> tuple[Any, tuple[str, ...]]:
+def _chosen(
+    config: Any, *, thin: bool, memory: int, vocabulary: int, layers: int, block: int
+) -> tuple[Any, tuple[str, ...]]:
     """The config to prove and what it lacks of `config`: nothing, layers, or (`thin`) widths too."""
     if not thin and _bytes(config) <= memory:
         return config, ()
     fewer = fewer_layers(config, layers)
-    small = narrow(fewer, vocabulary) if thin else None
+    small = narrow(fewer, vocabulary, block) if thin else None
     if small is None and _bytes(fewer) <= memory:
         small = fewer
     if small is not None:
@@ -81,13 +92,14 @@ def _bytes(config: Any) -> int:
     return BYTES_PER_PARAMETER * parameters
 
 
-def narrow(config: Any, vocabulary: int) -> Any | None:
-    """A copy with narrow heads, layers and a small prime vocabulary; None where the class does not take them."""
+def narrow(config: Any, vocabulary: int, block: int = 1) -> Any | None:
+    """A copy with narrow heads, layers and a small prime vocabulary; None where the class does not take them. Widths
+    are multiples of `block`."""
     try:
         small, asked = copy.deepcopy(config), copy.deepcopy(config)
         for each in (small.get_text_config(), asked.get_text_config()):
             setattr(each, GLOBAL, True)
-        _narrow(small.get_text_config(), asked.get_text_config(), vocabulary)
+        _narrow(small.get_text_config(), asked.get_text_config(), vocabulary, block)
         values = small.to_dict()
         text = text_of(values)
         text.pop(GLOBAL)
@@ -100,13 +112,14 @@ def narrow(config: Any, vocabulary: int) -> Any | None:
     return small
 
 
-def _narrow(small: Any, config: Any, vocabulary: int) -> None:
+def _narrow(small: Any, config: Any, vocabulary: int, block: int) -> None:
     """Change `small`, a copy of the language model's `config`."""
     heads = config.num_attention_heads
-    _set(small, "hidden_size", heads * HEAD_DIM)
-    _set(small, "head_dim", HEAD_DIM)
+    head = HEAD_DIM * block // gcd(HEAD_DIM * heads, block)
+    _set(small, "hidden_size", heads * head)
+    _set(small, "head_dim", head)
     for name in WIDE:
-        _set(small, name, _prime_above(heads * HEAD_DIM * 3 // 2))
+        _set(small, name, -(-_prime_above(heads * head * 3 // 2) // block) * block)
     _set(small, "ffn_dim", 2 * _prime_above(heads * HEAD_DIM * 3 // 4))  # gate and up in one (Moshi)
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         _set(small, name, _prime_above(2 * HEAD_DIM))

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core.lora import Lora
+from fivefold.core.lora import Lora, nf4_numbers
 from fivefold.models import adapter_facts
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
+from fivefold.ops import nf4
 from fivefold.parallel import apply, plan
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import adamw
@@ -170,3 +171,59 @@ def base_not_frozen() -> Any:
                 parameter.requires_grad_(True)
 
     return patch.object(apply, "attach", attach)
+
+
+# ---- a base in four bits ---------------------------------------------------------------------------------------------
+
+WIDE = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 256))
+QLORA = Model(adapter=True, quantize="nf4", changes=WIDE)
+
+
+@fault(
+    "the two numbers of a byte change places",
+    known="codes packed with the first in the low half, read with the first in the high half",
+    layout="shard2", expects=[("weight", r"proj")], model=QLORA,
+)  # fmt: skip
+def halves_of_a_byte_change_places() -> Any:
+    return patch.object(nf4, "_pairs", lambda device, plain=nf4._pairs: plain(device).flip(-1))
+
+
+@fault(
+    "one of the 16 levels is that of an even spacing",
+    known="FP4's or int4's levels, taken for those of NF4",
+    layout="single", expects=[("weight", r"proj")], model=QLORA,
+)  # fmt: skip
+def level_of_another_type() -> Any:
+    return patch.object(nf4, "LEVELS", (*nf4.LEVELS[:3], -0.4, *nf4.LEVELS[4:]))
+
+
+@fault(
+    "a rank of tp has the scales of other columns",
+    known="a row that is cut, and whose scales are not",
+    layout="tp2", expects=[("weight", r"proj")], model=QLORA,
+)  # fmt: skip
+def scales_of_other_columns() -> Any:
+    plain = nf4.restored
+
+    def turned(packed: Tensor, dtype: torch.dtype) -> Tensor:
+        half = nf4_numbers(packed.shape[-1]) // 2
+        if half > 32 and dist.get_rank() == 1:
+            packed = torch.cat([packed[:, :half], packed[:, half:].roll(4, -1)], dim=-1)
+        return plain(packed, dtype)
+
+    return patch.object(nf4, "restored", turned)
+
+
+@fault(
+    "weights are restored once, and backward goes through what was not rounded",
+    known="a gradient of the input by the weights in 16 bits that were kept beside those in four",
+    layout="single", expects=[("gradient of output", r"")], model=QLORA,
+)  # fmt: skip
+def backward_through_another_rounding() -> Any:
+    plain = nf4.Nf4.gradients
+
+    def rounded(self: Any, grads: Any, weights: Any, kept: Any, **options: Any) -> Any:
+        back, later = plain(self, grads, weights, kept, **options)
+        return back if back is None else back * 1.01, later
+
+    return patch.object(nf4.Nf4, "gradients", rounded)

@@ -16,7 +16,8 @@ Expected = tuple[str, str]  # patterns of the first failing row: all of its `wha
 @dataclass(frozen=True)
 class Model:
     """The model in which a fault bites; `family` is a key of `tests.parity.FAMILIES`. `capacity`: the factor of its
-    experts. `objective`: on pairs of answers, which is then proved too. `adapter`: it is beside a frozen model."""
+    experts. `objective`: on pairs of answers, which is then proved too. `adapter`: it is beside a frozen model,
+    whose linears rest as `quantize` says."""
 
     family: str = "llama"
     tied: bool = False
@@ -26,10 +27,11 @@ class Model:
     capacity: float | None = None
     objective: str = "sft"
     adapter: bool = False
+    quantize: str = "none"
 
     def __str__(self) -> str:
         marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
-        marks |= {self.objective: self.objective != "sft", "lora": self.adapter}
+        marks |= {self.objective: self.objective != "sft", "lora": self.adapter, self.quantize: self.quantize != "none"}
         return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 
