@@ -249,7 +249,7 @@ def test_an_objective_that_is_not_built_is_said(tmp_path: Path) -> None:
         ),
         (
             "base_model: a/b\nadapter: qlora\ndatasets: [{path: d.jsonl, type: alpaca}]\n",
-            {"name": "lora", "rank": 8, "alpha": 16, "targets": "auto"}, {"adapter"},
+            {"name": "lora", "rank": 8, "alpha": 16, "targets": "auto", "quantize": "nf4"}, set(),
         ),
     ],
     ids=["axolotl", "LLaMA-Factory", "TRL", "qlora"],

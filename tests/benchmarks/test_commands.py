@@ -207,3 +207,11 @@ def test_memory() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     peaks = json.loads(done.stdout)["peak_over_model"]
     assert [len(ranks) for ranks in peaks.values()] == [2, 2, 1]
+
+
+@pytest.mark.campaign
+def test_finetune_speed() -> None:
+    pytest.importorskip("trl")
+    done = run("finetune_speed", "--quick", "--only", "dpo+lora")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| dpo+lora | 2 |" in done.stdout

@@ -103,8 +103,9 @@ DIFFERENT = {
     "push_to_hub hub_model_id": "leave it out: fivefold export writes the folder to upload",
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft peft_config use_peft "
     "finetuning_type": _LORA,
-    "load_in_4bit load_in_8bit quantization quantization_config quantization_bit bnb_config": "quantised training is "
-    "not built yet; precision.compute is bf16, fp32 or fp64",
+    "load_in_4bit quantization quantization_config quantization_bit bnb_config": "set adapter: {name: lora, quantize: "
+    "nf4}, which is QLoRA",
+    "load_in_8bit": "frozen weights rest in 16 bits, or in four: adapter.quantize: nf4",
     "chat_template template assistant_only_loss completion_only_loss sft": _CHAT,
     "train_on_inputs": "data.train: [{path: ..., train_on: all}] trains what is asked too",
     "dpo rl rlhf grpo": _PREFERENCE,

@@ -9,6 +9,7 @@ Example: 64 numbers whose largest absolute value is 2 are 32 bytes and the scale
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +52,17 @@ def put(packed: Tensor, columns: slice, weight: Tensor) -> None:
 
 def restored(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [O, I] that rows [O, 9 I / 16] stand for: level times scale in fp32, in `dtype`."""
+    found: Tensor = _restored_as(packed, torch.empty(0, dtype=dtype, device=packed.device))
+    return found
+
+
+# One operator, and not elementwise ones: of those a compiler would keep what forward has restored until backward, the
+# whole model in 16 bits. With the gradient as `like`, backward cannot be given what forward computed.
+@torch.library.custom_op("fivefold::from_nf4", mutates_args=())
+def _restored_as(packed: Tensor, like: Tensor) -> Tensor:
+    """In the type of `like`."""
     numbers = nf4_numbers(packed.shape[-1])
-    out = torch.empty(len(packed), numbers, dtype=dtype, device=packed.device)
+    out = torch.empty(len(packed), numbers, dtype=like.dtype, device=packed.device)
     pairs, most = _pairs(packed.device), max(1, _AT_ONCE // numbers)
     for rows, into in zip(*(torch.split(each, most) for each in (packed, out)), strict=True):
         levels = F.embedding(rows[:, : numbers // 2].int(), pairs).view(len(rows), -1, BLOCK)
@@ -61,6 +71,12 @@ def restored(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@_restored_as.register_fake
+def _(packed: Tensor, like: Tensor) -> Tensor:
+    return packed.new_empty(len(packed), nf4_numbers(packed.shape[-1]), dtype=like.dtype)
+
+
+@cache
 def _pairs(device: torch.device) -> Tensor:
     """The two levels of every byte, fp32 [256, 2]."""
     levels = torch.tensor(LEVELS, device=device)
@@ -68,13 +84,14 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 class Nf4:
-    """`Products` of frozen weights [O, I] in four bits. Backward keeps the bytes, and restores the weight once more."""
+    """`Products` of frozen weights [O, I] in four bits. Backward keeps the bytes alone, and restores the weight once
+    more."""
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return tuple(torch.matmul(x, restored(each, x.dtype).T) for each in weights), (x,)
+        return tuple(torch.matmul(x, _restored_as(each, x).T) for each in weights), (x.new_empty(0),)
 
     def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        return x
+        return x.new_empty(0)
 
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
@@ -84,7 +101,7 @@ class Nf4:
 
         if not wants_input:
             return None, later
-        parts = [torch.matmul(grad, restored(each, grad.dtype)) for grad, each in zip(grads, weights, strict=True)]
+        parts = [torch.matmul(grad, _restored_as(each, grad)) for grad, each in zip(grads, weights, strict=True)]
         return sum(parts[1:], start=parts[0]), later
 
 

@@ -85,8 +85,8 @@ _LORA = {"axolotl": (8, 16), "LLaMA-Factory": (8, 16), "TRL": (16, 32)}
 def adapter(given: Given) -> Keys:
     """LoRA: `adapter` of axolotl, `finetuning_type` of LLaMA-Factory, `use_peft` of TRL."""
     asked = given("adapter") or given("finetuning_type") or ("lora" if given("use_peft") else None)
-    if asked in ("qlora", "dora"):
-        given.leave("adapter", f"{asked} is not built; lora is what it becomes")
+    if asked == "dora":
+        given.leave("adapter", "dora is not built; lora is what it becomes")
     if asked not in ("lora", "qlora", "dora"):
         return
     rank, alpha = _LORA[given.trainer]
@@ -100,6 +100,8 @@ def adapter(given: Given) -> Keys:
     yield "adapter.targets", "auto" if every else [str(name).strip() for name in names]
     if given("use_rslora"):
         yield "adapter.rslora", True
+    if asked == "qlora" or given("load_in_4bit") or str(given("quantization_bit")) == "4":
+        yield "adapter.quantize", "nf4"
     if given("lora_dropout"):
         given.leave("lora_dropout", "nothing is dropped in any run")
     if given("use_dora"):
