@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
+from fivefold.parallel.collectives import Collective, by_group, differing, total
+from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.objectives import Objective, Ratings, judge
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.preference import Goal, log_probs, mean_over_pairs, table
+from fivefold.training.preference import Goal, log_probs, mean_over_pairs, pairs_of, table
 from fivefold.verification.exact import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, gathered, gradient, pieces, reference_model
 from tests.pool import run_ranks
@@ -147,13 +149,20 @@ def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
         model.zero_grad()
         evaluated, _ = mean_over_pairs(model, batch, goal)
         mine = table(model, batch, len(all_pairs()))
-        result = training_step.train_step(
-            model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, goal=goal
-        )
+        with record(state_of(model).mesh) as ran:
+            result = training_step.train_step(
+                model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, goal=goal
+            )
     return {
         "loss": loss, "gradients": gradients, "evaluated": evaluated, "table": mine, "step": result.loss,
-        "metrics": dict(result.metrics),
+        "metrics": dict(result.metrics), "issued": total(ran), "declared": declared(case, model, batch, objective),
     }  # fmt: skip
+
+
+def declared(case: Case, model: Any, batch: Sequence[MicroBatch], objective: Objective) -> tuple[Collective, ...]:
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    judged = replace(shape, answers=tuple(2 * pairs_of(each) for each in batch), metrics=len(objective.metrics))
+    return by_group(training_step.declare(model, judged), state_of(model).plan.grid)
 
 
 def compare(per_rank: Sequence[dict[str, Any]], loss: float, grads: dict[str, np.ndarray]) -> None:
@@ -179,6 +188,8 @@ def check(layout: str, objective: Objective) -> None:
     model = reference_model(case, torch.float32).double()
     with torch.no_grad(), exactly("fp64"):
         sums, _ = plain_log_probs(model)
+    if not objective.has_baseline:  # for which there is a forward more
+        assert differing([found["issued"] for found in per_rank], [found["declared"] for found in per_rank]) == []
     for found in per_rank:
         np.testing.assert_allclose(found["table"], sums.numpy(), rtol=1e-11)
         assert [found["evaluated"], found["step"]] == pytest.approx([loss, loss], rel=1e-10)
@@ -311,7 +322,7 @@ def test_labels_without_an_answer_have_no_weight() -> None:
     assert batch.pairs.tolist() == list(range(len(all_pairs())))
 
 
-# ---- what the first pass leaves behind -------------------------------------------------------------------------------
+# ---- what a forward without gradient leaves behind ----------------------------------------------------------------
 
 
 def loads_on_rank(case: Case, has_goal: bool) -> Any:
@@ -332,7 +343,7 @@ def test_routers_count_the_pass_that_trains_alone() -> None:
 
 
 def amax_on_rank(case: Case) -> tuple[bool, bool]:
-    """Whether the history of fp8 scales notes anything of the first pass, and of a step."""
+    """Whether the history of fp8 scales notes anything of a forward without gradient, and of a step."""
     model = build(case)
     batch = micro_batches(case, state_of(model).plan.data_rank)
     amax = state_of(model).amax
@@ -343,5 +354,5 @@ def amax_on_rank(case: Case) -> tuple[bool, bool]:
     return first, bool(amax.history.any())
 
 
-def test_the_first_pass_is_no_part_of_the_history_of_fp8_scales() -> None:
+def test_log_probabilities_are_no_part_of_the_history_of_fp8_scales() -> None:
     assert run_ranks(2, amax_on_rank, Case("shard2+mb2+fp32+fp8_delayed")) == [(False, True)] * 2

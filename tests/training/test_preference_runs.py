@@ -119,7 +119,7 @@ def test_rated_answers(tmp_path: Path) -> None:
 
 def test_a_capacity_is_refused(tmp_path: Path) -> None:
     config = RunConfig.model_validate(tree_of(tmp_path, balance__capacity_factor=1.0))
-    with pytest.raises(UserError, match="the pass that judges the answers drops no tokens"):
+    with pytest.raises(UserError, match="the reference drops no tokens"):
         check_supported(config)
 
 

@@ -268,15 +268,19 @@ class ObjectiveSection(Section):
         """Whether it is about answers, in pairs or rated, and not about text."""
         return self.name not in ("sft", "distill")
 
+    @property
+    def compares(self) -> bool:
+        """Whether answers are compared with what a reference says of them."""
+        return self.name in ("dpo", "ipo", "kto")
+
     @model_validator(mode="after")
     def _fits(self) -> "ObjectiveSection":
         if (self.name == "distill") != bool(self.teacher):
             needed, unused = "distill needs objective.teacher, a folder or hub id", f"{self.name} uses no teacher"
             raise ValueError(unused if self.teacher else needed)
-        compares = self.name in ("dpo", "ipo", "kto")
-        if compares and self.reference == "none":
+        if self.compares and self.reference == "none":
             raise ValueError(f"reference is none, and {self.name} compares with one; name: orpo or simpo needs none")
-        if not compares and self.reference not in ("auto", "none"):
+        if not self.compares and self.reference not in ("auto", "none"):
             raise ValueError(f"reference is {self.reference}, which {self.name} does not use; leave it out")
         return self
 
@@ -682,10 +686,10 @@ def check_supported(config: RunConfig) -> None:
             raise UserError(
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
             )
-    if config.objective.has_answers and config.balance.capacity_factor is not None:
+    if config.objective.compares and config.balance.capacity_factor is not None:
         raise UserError(
-            f"objective.name {config.objective.name} with balance.capacity_factor: the pass that judges the answers "
-            "drops no tokens, and the pass that trains them would",
+            f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and a "
+            "step would",
             fix="leave balance.capacity_factor out",
             more="docs/preferences.md",
         )

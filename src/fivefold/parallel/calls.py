@@ -230,14 +230,18 @@ def _of_fp8(step: _Step) -> Iterator[Call]:
 
 def _of_loss(step: _Step) -> Iterator[Call]:
     """Two all-reduces for each chunk of N tokens, in fp32 (fp64): N largest logits; then N sums of exponentials and N
-    logits of the targets."""
+    logits of the targets. Where answers are judged, their log-probabilities need the same once before, and a sum over
+    cp of one fp64 number for each answer of a micro batch."""
     if not step.plan.has_ends[1]:
         return
     head = step.plan.facts.anatomy.head
     for tokens in step.shape.loss_chunks:
         size = tokens * max(4, step.shape.compute_bytes)
-        yield step.call("tp", "all_reduce", size, "forward", head)
-        yield step.call("tp", "all_reduce", 2 * size, "forward", head)
+        times = 2 if step.shape.answers else 1
+        yield step.call("tp", "all_reduce", size, "forward", head, times=times)
+        yield step.call("tp", "all_reduce", 2 * size, "forward", head, times=times)
+    for number in step.shape.answers:
+        yield Call(axis="cp", kind="all_reduce", bytes=8 * max(1, number), phase="forward", layer=head)
 
 
 # ---- context parallelism ---------------------------------------------------------------------------------------------
@@ -368,11 +372,13 @@ def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
 
 def _of_world(step: _Step) -> Iterator[Call]:
     """Counts of tokens before the passes, and the largest values of weights that travel in fp8, where no history says
-    them; the largest values of linears with a history, the loss and the gradients' norm after them."""
+    them; the largest values of linears with a history, the loss and the gradients' norm after them. Where answers are
+    judged, their pairs are counted before, and the means of each metric taken after."""
     plan = step.plan
+    judged = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
     weights = 0 if plan.amax_names and step.shape.has_amax else 8 * len(plan.fp8_gathers)
     amax = 8 * len(KINDS) * len(plan.amax_names)
-    for size in filter(None, (40, weights, amax, 16)):
+    for size in filter(None, (40, *judged, weights, amax, 16)):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 

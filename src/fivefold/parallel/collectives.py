@@ -50,6 +50,8 @@ class StepShape:
 
     `rows` x `tokens`: what a rank of cp has of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
     `..._bytes`: bytes of one number. `compiled`: layers are. `balances_load`: routers have a loss for uneven load.
+    `answers`: of each micro batch how many are judged in the loss, none under an objective without them; `metrics`: of
+    such an objective.
     `has_capacity`: experts have a capacity. `has_amax`: delayed scaling of fp8 has a history. Example: 2 rows of 4096
     tokens under cp2 are `rows` 2 and `tokens` 2048.
     """
@@ -67,6 +69,8 @@ class StepShape:
     compiled: bool = False
     balances_load: bool = False
     has_capacity: bool = False
+    answers: tuple[int, ...] = ()
+    metrics: int = 0
     has_amax: bool = True
 
     @property

@@ -4,7 +4,7 @@ generation call this.
 Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and nothing is sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,14 +26,15 @@ class LossInputs:
     the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
     scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
     all). `weights`: fp64 [B, T], what the cross entropy of each target is multiplied by (None: 1). `answers`: int64
-    [B, T], the number of the answer that a target belongs to, of `of_answers`; -1 for none (`answer_log_probs`).
-    `soft`: what a teacher says of every position. `top_k`: how many tokens are asked for, of the first `vocabulary`
-    (`top_log_probs`).
+    [B, T], the number of the answer that a target belongs to, of `of_answers`; -1 for none. `judge`: from the summed
+    log-probabilities of the answers, fp64 [of_answers], to the weights of their targets, fp64 [of_answers]; None: the
+    sums are what is asked for (`answer_log_probs`). `soft`: what a teacher says of every position. `top_k`: how many
+    tokens are asked for, of the first `vocabulary` (`top_log_probs`).
     """
 
     __slots__ = (
-        "answers", "cu_seqlens", "input_ids", "labels", "of_answers", "position_ids", "row_tokens", "scale", "soft",
-        "top_k", "vocabulary", "weights",
+        "answers", "cu_seqlens", "input_ids", "judge", "labels", "of_answers", "position_ids", "row_tokens", "scale",
+        "soft", "top_k", "vocabulary", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -48,13 +49,14 @@ class LossInputs:
         weights: Tensor | None = None,
         answers: Tensor | None = None,
         of_answers: int = 0,
+        judge: Callable[[Tensor], Tensor] | None = None,
         soft: losses.SoftTargets | None = None,
         top_k: int = 0,
         vocabulary: int = 0,
     ) -> None:
         self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
         self.cu_seqlens, self.scale, self.weights = cu_seqlens, scale, weights
-        self.answers, self.of_answers = answers, of_answers
+        self.answers, self.of_answers, self.judge = answers, of_answers, judge
         self.soft, self.top_k, self.vocabulary = soft, top_k, vocabulary
         self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
 
@@ -143,8 +145,8 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 
 def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
     """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the summed cross entropy of
-    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers`, their log-probabilities;
-    with `inputs.top_k`, the likeliest tokens."""
+    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers` and no judge of them, their
+    log-probabilities; with `inputs.top_k`, the likeliest tokens."""
     staged = state_of(model).pipeline.staged
     with staged.running(stage, hidden) as given_out:
         out = _last_hidden(model, inputs)
@@ -181,16 +183,20 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
     sizes = chunk_sizes(labels.numel(), state.plan.vocabulary, hidden.shape[-1], loss_chunks)
     head_parameters = losses.parameters_after_base(model, anatomy)
     with state.chunked_head(), head_only(model, anatomy) as logits_of:
+        weights = None if inputs.weights is None else state.context.cut(inputs.weights)
         if inputs.answers is not None:
+            answers = state.context.cut(inputs.answers)
             found = losses.target_log_probs(logits_of, hidden, labels, sizes, state.tensor)
-            return _of_answers(found, state.context.cut(inputs.answers), inputs.of_answers, state.context.row_groups)
+            sums = _of_answers(found, answers, inputs.of_answers, state.context.row_groups)
+            if inputs.judge is None:
+                return sums
+            weights = _of_targets(inputs.judge(sums), answers)
         if inputs.top_k:
             tokens, values = losses.top_log_probs(
                 logits_of, hidden, sizes, state.tensor, top_k=inputs.top_k, vocabulary=inputs.vocabulary
             )
             return _of_whole_rows(torch.stack([tokens.double(), values.double()], -1), state.context, inputs.input_ids)
         soft = None if inputs.soft is None else inputs.soft.cut(state.context.cut)
-        weights = None if inputs.weights is None else state.context.cut(inputs.weights)
         return losses.chunked_loss(
             logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights, soft
         )
@@ -204,6 +210,11 @@ def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequen
     for group in groups:
         dist.all_reduce(sums, group=group)
     return sums
+
+
+def _of_targets(weights_A: Tensor, answers_BT: Tensor) -> Tensor:
+    """Of each target the weight of its answer [B, T], 0 without one."""
+    return torch.where(answers_BT >= 0, weights_A[answers_BT.clamp(min=0)], 0.0)
 
 
 def _of_whole_rows(found_N: Tensor, context: ContextParallel, ids_BT: Tensor) -> Tensor:

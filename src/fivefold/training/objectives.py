@@ -1,8 +1,8 @@
 """Objectives of preference training, as functions of log-probabilities alone: no model, no tokens, no ranks.
 
 An answer's log-probability is the sum over its tokens. From those of a pair of answers comes its loss, and the
-derivative with respect to each of the two. A second pass takes that derivative, with its sign changed, as the weight of
-every token of the answer: the gradient of this weighted cross entropy is that of the objective.
+derivative with respect to each of the two. That derivative, with its sign changed, is the weight of every token of the
+answer: the gradient of this weighted cross entropy is that of the objective (`training/preference.py`).
 
 Legend: P pairs; in the dimension of two, 0 is the chosen answer and 1 the rejected one. Of rated answers (KTO) 0 is the
 answer, and 1 the same prompt with the answer to another.
@@ -97,7 +97,7 @@ def judge(
     shown = sums.detach() if objective.needs_reference else answers.detach()
     rewards = objective.beta * (shown - reference_P2.to(shown) if reference_P2 is not None else shown)
     if ratings is not None:
-        return Judged(loss.detach(), slope, _of_ratings(rewards[:, 0], shown[:, 0], ratings.desirable_P))
+        return Judged(loss.detach(), slope, _of_ratings(rewards[:, 0], shown[:, 0], ratings))
     return Judged(
         loss.detach(),
         slope,
@@ -115,17 +115,18 @@ def judge(
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
 )  # fmt: skip
-# Of rated answers, which TRL calls chosen where they are desirable; the last two follow from means over all pairs.
+# Of rated answers, which TRL calls chosen where they are desirable; their margin follows from two means over all pairs.
 RATED_METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "rewards/margins", "kl")
 
 
-def _of_ratings(rewards_P: Tensor, shown_P: Tensor, desirable_P: Tensor) -> dict[str, Tensor]:
+def _of_ratings(rewards_P: Tensor, shown_P: Tensor, ratings: Ratings) -> dict[str, Tensor]:
     nothing = torch.full_like(rewards_P, torch.nan)
-    return {
-        f"{what}/{of}": torch.where(desirable_P == (of == "chosen"), values, nothing)
+    found = {
+        f"{what}/{of}": torch.where(ratings.desirable_P == (of == "chosen"), values, nothing)
         for what, values in (("rewards", rewards_P), ("logps", shown_P))
         for of in ("chosen", "rejected")
     }
+    return found | {"kl": ratings.baseline.expand_as(rewards_P)}
 
 
 # Each of (the objective, log-probabilities [P, 2], the same less those of the reference, ratings) -> loss [P].

@@ -1,14 +1,16 @@
-"""The first pass of an objective over a model, which gives the weights of the second.
+"""Objectives that are functions of the log-probabilities of whole answers, in the one training path.
 
-    pass 1, without gradient: tokens -> log-probability of each answer -> loss, and its derivative by each answer
-    pass 2, any training pass: cross entropy of each target, times a weight that is minus the derivative by its answer
+    hidden states -> log-probability of each answer of a micro batch, without gradient
+                  -> the loss of each pair, and its derivative by each answer
+                  -> cross entropy of each target, times a weight that is minus the derivative by its answer
 
-Pass 1 runs under the same layout and in the same kernels. It is no part of a step's history: fp8 scales, routers and
-capacities see pass 2 alone. What it adds to a step is a forward.
+All of it is in the loss of a micro batch (`Judge`), which has both answers of each of its pairs: what an objective adds
+to a step is the head, forward, once more. KTO alone compares with a mean over the global batch, for which it adds a
+forward of the model. That forward is no part of a step's history: fp8 scales, routers and capacities do not see it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isnan, nan
 from typing import Any
 
@@ -25,6 +27,7 @@ from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.objectives import Judged, Objective, Ratings, judge
 
 Table = NDArray[np.float64]  # [pairs of a side, 2]: log-probabilities of the answers under a reference model
+_MARGIN = "rewards/margins"  # of rated answers it follows from two means
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,39 +38,93 @@ class Goal:
     reference: Table | None = None
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """The micro batches with their weights, and what the sum over them is divided by: the same on all ranks.
+@dataclass(eq=False)
+class Judge:
+    """Of the answers of one micro batch, all that an objective asks but for their log-probabilities.
 
-    `loss`: this rank's share of the objective's sum over pairs, fp64; None where the second pass computes it.
-    `metrics`: means over all pairs."""
+    `tokens_P2`: trained targets. `before_P2`: log-probabilities under the reference, if there is one. `desirable_P`:
+    of rated answers; `baseline`: what those are compared with. `judged`: the last that was found; None before."""
 
-    batch: Sequence[MicroBatch]
-    total: float
-    loss: Tensor | None
-    metrics: Mapping[str, float]
+    objective: Objective
+    tokens_P2: Tensor
+    before_P2: Tensor | None
+    desirable_P: Tensor
+    baseline: Tensor | None = None
+    judged: Judged | None = None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, goal: Goal, device: torch.device) -> "Judge":
+        pairs = np.zeros(0, np.int64) if batch.pairs is None else batch.pairs
+        desirable = np.zeros(len(pairs), np.bool_) if batch.desirable is None else batch.desirable
+        before = None if goal.reference is None else np.asarray(goal.reference[pairs])
+        tokens_P2, before_P2, desirable_P = (
+            None if each is None else torch.from_numpy(each).to(device, non_blocking=True)
+            for each in (answer_tokens(batch), before, desirable)
+        )
+        assert tokens_P2 is not None and desirable_P is not None
+        return cls(goal.objective, tokens_P2, before_P2, desirable_P)
+
+    def judge(self, sums_P2: Tensor) -> Judged:
+        """The pairs, by the summed log-probabilities of their answers."""
+        ratings = None if self.baseline is None else Ratings(self.desirable_P, self.baseline)
+        self.judged = judge(self.objective, sums_P2, self.tokens_P2, self.before_P2, ratings)
+        return self.judged
+
+    def weights(self, sums_A: Tensor) -> Tensor:
+        """Of the targets of each answer, fp64 [A] as the sums: of one answer, whose weight is 0, where there is no
+        pair."""
+        of_answers = -self.judge(sums_A[: self.tokens_P2.numel()].view(-1, 2)).slope_P2.flatten()
+        return torch.nn.functional.pad(of_answers, (0, len(sums_A) - len(of_answers)))
 
 
-def weigh(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> Weighed:
-    """The weights of a global batch's targets. Every rank calls this, with as many micro batches."""
+# ---- of a step -------------------------------------------------------------------------------------------------------
+
+
+def judges_of(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> list[Judge]:
+    """One for each micro batch of a step; none where the objective is not about answers. Every rank calls this, with as
+    many micro batches."""
     if not goal.objective.has_pairs:
-        device = next(model.parameters()).device
-        own = sum(float(weights_of(each).sum()) for each in batch) if state_of(model).plan.is_first_of_row else 0.0
-        total = torch.tensor(own, dtype=torch.float64, device=device)
-        dist.all_reduce(total)
-        return Weighed(batch, total.item(), None, {})
-    answers = [_answers(each, sums, goal) for each, sums in zip(batch, log_probs(model, batch), strict=True)]
-    judged, loss, pairs, metrics = _judged(model, answers, goal.objective)
-    weighted = [_weighted(each, found) for each, found in zip(batch, judged, strict=True)]
-    return Weighed(weighted, pairs, loss, metrics)
+        return []
+    device = next(model.parameters()).device
+    judges = [Judge.of(each, goal, device) for each in batch]
+    if goal.objective.has_baseline:
+        _compare(model, judges, log_probs(model, batch))
+    return judges
+
+
+def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
+    """What the sum over the global batch is divided by, on every rank: its pairs, or the weights of its targets."""
+    own = 0.0
+    if state_of(model).plan.is_first_of_row:
+        own = sum(float(pairs_of(each) if goal.objective.has_pairs else weights_of(each).sum()) for each in batch)
+    found = torch.tensor(own, dtype=torch.float64, device=next(model.parameters()).device)
+    dist.all_reduce(found)
+    return found.item()
+
+
+def outcome(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
+    """After the passes of a step: this rank's share of the losses' sum, fp64, and means over all pairs."""
+    coords = state_of(model).plan.coords
+    speaks = coords.tp == coords.cp == 0  # in a pipeline, on the ranks that have a loss
+    loss, _, metrics = _over_ranks(model, judges if speaks else (), objective)
+    return loss, metrics
+
+
+# ---- forward only ----------------------------------------------------------------------------------------------------
 
 
 def mean_over_pairs(model: Any, batches: Iterable[MicroBatch], goal: Goal) -> tuple[float, Mapping[str, float]]:
     """The mean of a preference objective over the pairs of all ranks, and its metrics; NaN without pairs."""
-    answers = [_answers(batch, log_probs(model, [batch])[0], goal) for batch in batches]
-    _, loss, pairs, metrics = _judged(model, answers, goal.objective)
+    device = next(model.parameters()).device
+    both = [(Judge.of(each, goal, device), log_probs(model, [each])[0]) for each in batches]
+    judges = [each for each, _ in both]
+    if goal.objective.has_baseline:
+        _compare(model, judges, [sums for _, sums in both])
+    for each, sums in both:
+        each.judge(sums)
+    loss, pairs, metrics = _over_ranks(model, judges if state_of(model).plan.is_first_of_row else (), goal.objective)
     dist.all_reduce(loss)
-    return (loss.item() / pairs if pairs else float("nan")), metrics
+    return (loss.item() / pairs if pairs else nan), metrics
 
 
 def log_probs(model: Any, batch: Sequence[MicroBatch]) -> list[Tensor]:
@@ -90,6 +147,9 @@ def table(model: Any, batches: Iterable[MicroBatch], pairs: int) -> Table:
     return found.cpu().numpy()
 
 
+# ---- of a micro batch ------------------------------------------------------------------------------------------------
+
+
 def pairs_of(batch: MicroBatch) -> int:
     """Pairs in a micro batch."""
     return 0 if batch.pairs is None else len(batch.pairs)
@@ -107,81 +167,39 @@ def weights_of(batch: MicroBatch) -> NDArray[np.float64]:
     return has_target.astype(np.float64) if batch.weights is None else np.where(has_target, batch.weights, 0.0)
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """Of a micro batch: what an objective is a function of, but for the baseline."""
-
-    sums_P2: Tensor
-    tokens_P2: Tensor
-    before_P2: Tensor | None
-    desirable_P: Tensor
+# ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def _answers(batch: MicroBatch, sums_P2: Tensor, goal: Goal) -> _Answers:
-    device, before = sums_P2.device, None
-    if goal.reference is not None:
-        own = np.zeros(0, np.int64) if batch.pairs is None else batch.pairs
-        before = torch.from_numpy(np.asarray(goal.reference[own])).to(device)
-    desirable = np.zeros(pairs_of(batch), np.bool_) if batch.desirable is None else batch.desirable
-    tokens = torch.from_numpy(answer_tokens(batch)).to(device)
-    return _Answers(sums_P2, tokens, before, torch.from_numpy(desirable).to(device))
-
-
-def _judged(
-    model: Any, answers: Sequence[_Answers], objective: Objective
-) -> tuple[list[Judged], Tensor, int, Mapping[str, float]]:
-    """Of each micro batch; this rank's share of the losses' sum; how many pairs all ranks have, and the means of their
-    metrics."""
-    baseline = _baseline(model, answers) if objective.has_baseline else None
-    judged = [
-        judge(
-            objective, each.sums_P2, each.tokens_P2, each.before_P2,
-            None if baseline is None else Ratings(each.desirable_P, baseline),
-        )
-        for each in answers
-    ]  # fmt: skip
-    loss, pairs, metrics = _over_ranks(model, judged, objective)
-    if baseline is not None:
-        metrics |= {
-            "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"], "kl": baseline.item(),
-        }  # fmt: skip
-    return judged, loss, pairs, {name: metrics[name] for name in objective.metrics if not isnan(metrics[name])}
-
-
-def _baseline(model: Any, answers: Sequence[_Answers]) -> Tensor:
-    """By how much the answers to other prompts became likelier, their mean over all ranks, and at least 0: fp64."""
+def _compare(model: Any, judges: Sequence[Judge], sums: Sequence[Tensor]) -> None:
+    """Give each judge the baseline: by how much the answers to other prompts became likelier, their mean over all
+    ranks, and at least 0, fp64. `sums` [P, 2] of each micro batch."""
     found = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    for each in answers if state_of(model).plan.is_first_of_row else ():
+    for each, sums_P2 in zip(judges, sums, strict=True) if state_of(model).plan.is_first_of_row else ():
         assert each.before_P2 is not None, "it is compared with a reference"
-        gains = each.sums_P2[:, 1] - each.before_P2[:, 1]
+        gains = sums_P2[:, 1] - each.before_P2[:, 1]
         found += torch.stack([gains.sum(), torch.ones_like(gains).sum()])
     dist.all_reduce(found)
-    return (found[0] / found[1].clamp(min=1)).clamp(min=0)
+    baseline = (found[0] / found[1].clamp(min=1)).clamp(min=0)
+    for each in judges:
+        each.baseline = baseline
 
 
-def _weighted(batch: MicroBatch, judged: Judged) -> MicroBatch:
-    """The micro batch whose weighted cross entropy has the gradient of the objective."""
-    if batch.answers is None:
-        return replace(batch, weights=np.zeros(batch.labels.shape))
-    by_answer = -judged.slope_P2.reshape(-1).cpu().numpy()
-    weights = np.where(batch.answers >= 0, by_answer[np.maximum(batch.answers, 0)], 0.0)
-    return replace(batch, weights=weights)
-
-
-def _over_ranks(model: Any, judged: Sequence[Judged], objective: Objective) -> tuple[Tensor, int, dict[str, float]]:
+def _over_ranks(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, int, Mapping[str, float]]:
     """This rank's share of the losses' sum; how many pairs all ranks have, and the mean of each metric over those that
-    it is about, NaN where it is about none."""
-    device, is_first = next(model.parameters()).device, state_of(model).plan.is_first_of_row
-    names = [name for name in objective.metrics if not judged or name in judged[0].metrics]
-    sums = torch.zeros(1 + 2 * len(objective.metrics), dtype=torch.float64, device=device)
+    it is about, without the metrics that are about none. `judges`: those that this rank speaks for."""
+    device = next(model.parameters()).device
+    names = [name for name in objective.metrics if not (objective.has_baseline and name == _MARGIN)]
+    sums = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for each in judged if is_first else ():
-        loss += each.loss_P.sum()
-        sums[0] += len(each.loss_P)
+    for judged in (each.judged for each in judges if each.judged is not None):
+        loss += judged.loss_P.sum()
+        sums[0] += len(judged.loss_P)
         for at, name in enumerate(names):
-            sums[1 + 2 * at] += each.metrics[name].nansum()
-            sums[2 + 2 * at] += (~each.metrics[name].isnan()).sum()
+            sums[1 + 2 * at] += judged.metrics[name].nansum()
+            sums[2 + 2 * at] += (~judged.metrics[name].isnan()).sum()
     dist.all_reduce(sums)
     pairs, *rest = sums.tolist()
     means = {name: rest[2 * at] / rest[2 * at + 1] if rest[2 * at + 1] else nan for at, name in enumerate(names)}
-    return loss, int(pairs), dict.fromkeys(objective.metrics, nan) | means
+    if objective.has_baseline:
+        means[_MARGIN] = means["rewards/chosen"] - means["rewards/rejected"]
+    return loss, int(pairs), {name: means[name] for name in objective.metrics if not isnan(means[name])}

@@ -20,7 +20,7 @@ from fivefold.torch_internals import norms, scale_
 from fivefold.training.flops import squared_lengths
 from fivefold.training.inputs import evaluating as evaluating
 from fivefold.training.inputs import to_device as to_device
-from fivefold.training.preference import Goal, weigh
+from fivefold.training.preference import Goal, Judge, divisor, judges_of, outcome
 
 _PIECE = 2**14  # values of a gradient whose squares are added up at once on a CPU
 
@@ -106,27 +106,32 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     state = state_of(model)
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
+    total = targets if goal is None else divisor(model, batch, goal)
     # Before the step begins for its routers: they count what is trained, once.
-    weighed = None if goal is None else weigh(model, batch, goal)
-    total = targets if weighed is None else weighed.total
+    judges = [] if goal is None else judges_of(model, batch, goal)
     scale = torch.tensor(1.0 / total if total else 1.0, dtype=torch.float64, device=device)
     state.balance.begin_step(rows)
-    loss = gradients(model, batch if weighed is None else weighed.batch, scale)
+    loss = gradients(model, batch, scale, judges)
     balance = state.balance.end_step()
     if not state.plan.owns_loss:
         loss.zero_()
-    if weighed is not None and weighed.loss is not None:
-        loss = weighed.loss * scale  # the weights give the gradient of the objective, and not its value
+    metrics: Mapping[str, float] = {}
+    if goal is not None and judges:  # the weights give the gradient of the objective, and not its value
+        own, metrics = outcome(model, judges, goal.objective)
+        loss = own * scale
     if not total:
         loss.fill_(float("nan"))  # as cross entropy over nothing is
-    return _Done(loss, targets, tokens, squared, stops, balance, {} if weighed is None else weighed.metrics)
+    return _Done(loss, targets, tokens, squared, stops, balance, metrics)
 
 
-def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
-    """Forward and backward of every micro batch; gradients end up reduced. Returns the scaled loss sum, fp64."""
+def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, judges: Sequence[Judge] = ()) -> Tensor:
+    """Forward and backward of every micro batch; gradients end up reduced. `judges`: of their answers. Returns the
+    scaled loss sum, fp64."""
     device = next(model.parameters()).device
     rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
-    return passes.gradients(model, [to_device(each, device, scale) for each in batch], rows=rows)
+    judge_of = [each.weights for each in judges] if judges else [None] * len(batch)
+    inputs = [to_device(each, device, scale, judge=judge) for each, judge in zip(batch, judge_of, strict=True)]
+    return passes.gradients(model, inputs, rows=rows)
 
 
 def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:

@@ -1,5 +1,5 @@
 """Preference objectives as their papers write them (as TRL computes them), with autograd through the whole formula: the
-reference of what `training/preference.py` does in two passes."""
+reference of what `training/preference.py` does in the loss of a micro batch."""
 
 from collections.abc import Callable
 

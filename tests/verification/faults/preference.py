@@ -1,20 +1,20 @@
-"""Bugs of preference objectives: of log-probabilities, of the formula, of what the two passes give each other."""
+"""Bugs of preference objectives: of log-probabilities, of the formula, of the weights that follow from it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import context, passes
 from fivefold.parallel import loss as losses
+from fivefold.parallel import passes
 from fivefold.parallel.state import state_of
-from fivefold.training import objectives, preference
+from fivefold.training import objectives, preference, step
 from tests.verification.faults.fault import Model, fault
 
 DPO = Model(objective="dpo")
@@ -42,17 +42,28 @@ def beta_applied_twice() -> Any:
     layout="shard2", expects=LOG_PROBS, model=DPO,
 )  # fmt: skip
 def padding_counted_in_log_probabilities() -> Any:
-    plain = preference.to_device
-
-    def to_device(batch: MicroBatch, *rest: Any, **options: Any) -> Any:
-        if batch.answers is None or batch.row_tokens is None or not options.get("by_answer"):
-            return plain(batch, *rest, **options)
+    def counted(batch: MicroBatch) -> MicroBatch:
+        assert batch.answers is not None and batch.row_tokens is not None
         labels, answers = batch.labels.copy(), batch.answers.copy()
         for row, tokens in enumerate(batch.row_tokens.tolist()):
             labels[row, tokens:], answers[row, tokens:] = 0, answers[row].max()
-        return plain(replace(batch, labels=labels, answers=answers), *rest, **options)
+        return replace(batch, labels=labels, answers=answers)
 
-    return patch.object(preference, "to_device", to_device)
+    return _of_answers_on_the_device(counted)
+
+
+def _of_answers_on_the_device(changed: Callable[[MicroBatch], MicroBatch]) -> Any:
+    """Micro batches whose answers are judged are others, forward only and in a step."""
+    plain = preference.to_device
+
+    def to_device(batch: MicroBatch, *rest: Any, **options: Any) -> Any:
+        is_judged = options.get("by_answer") or options.get("judge") is not None
+        return plain(changed(batch) if is_judged and batch.answers is not None else batch, *rest, **options)
+
+    patches = ExitStack()
+    for module in (preference, step):
+        patches.enter_context(patch.object(module, "to_device", to_device))
+    return patches
 
 
 @fault(
@@ -61,20 +72,17 @@ def padding_counted_in_log_probabilities() -> Any:
     layout="single", expects=LOG_PROBS, model=DPO,
 )  # fmt: skip
 def prompt_counted_in_log_probabilities() -> Any:
-    plain = preference.to_device
-
-    def to_device(batch: MicroBatch, *rest: Any, **options: Any) -> Any:
-        if batch.answers is None or not options.get("by_answer"):
-            return plain(batch, *rest, **options)
+    def counted(batch: MicroBatch) -> MicroBatch:
+        assert batch.answers is not None
         labels, answers, flat = batch.labels.copy(), batch.answers.copy(), batch.input_ids.reshape(-1)
         for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
             number = batch.answers.reshape(-1)[start:end].max()
             if number >= 0:
                 labels.reshape(-1)[start : end - 1] = flat[start + 1 : end]
                 answers.reshape(-1)[start : end - 1] = number
-        return plain(replace(batch, labels=labels, answers=answers), *rest, **options)
+        return replace(batch, labels=labels, answers=answers)
 
-    return patch.object(preference, "to_device", to_device)
+    return _of_answers_on_the_device(counted)
 
 
 @fault(
@@ -83,15 +91,13 @@ def prompt_counted_in_log_probabilities() -> Any:
     layout="shard2", expects=LOSS, model=DPO,
 )  # fmt: skip
 def preference_is_a_mean_over_tokens() -> Any:
-    plain = preference.weigh
-
-    def weigh(model: Any, batch: Sequence[MicroBatch], goal: Any) -> Any:
+    def tokens(model: Any, batch: Sequence[MicroBatch], _: Any) -> float:
         first = state_of(model).plan.is_first_of_row
-        tokens = torch.tensor(sum(int((each.labels != IGNORE).sum()) for each in batch) * first)
-        dist.all_reduce(tokens)
-        return replace(plain(model, batch, goal), total=float(tokens))
+        found = torch.tensor(sum(int((each.labels != IGNORE).sum()) for each in batch) * first)
+        dist.all_reduce(found)
+        return float(found)
 
-    return patch("fivefold.training.step.weigh", weigh)
+    return patch.object(step, "divisor", tokens)
 
 
 @fault(
@@ -105,7 +111,7 @@ def log_probabilities_with_dropout() -> Any:
     def last_hidden(model: Any, inputs: Any) -> Tensor:
         hidden = plain(model, inputs)
         draw = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
-        return hidden if inputs.answers is None else hidden * (draw > 0.1) / 0.9
+        return hidden * (draw > 0.1) / 0.9 if inputs.answers is not None and inputs.judge is None else hidden
 
     return patch.object(passes, "_last_hidden", last_hidden)
 
@@ -116,12 +122,12 @@ def log_probabilities_with_dropout() -> Any:
     layout="shard2", expects=[("preference", r"^(loss|metrics)")], model=DPO,
 )  # fmt: skip
 def chosen_and_rejected_swapped_on_one_rank() -> Any:
-    judged = preference._judged
+    plain = preference.Judge.judge
 
-    def swapped(batch: MicroBatch, sums_P2: Tensor, goal: Any) -> Any:
-        return judged(batch, sums_P2.flip(-1) if dist.get_rank() == 1 else sums_P2, goal)
+    def swapped(judge: Any, sums_P2: Tensor) -> Any:
+        return plain(judge, sums_P2.flip(-1) if dist.get_rank() == 1 else sums_P2)
 
-    return patch.object(preference, "_judged", swapped)
+    return patch.object(preference.Judge, "judge", swapped)
 
 
 @fault(
@@ -130,13 +136,10 @@ def chosen_and_rejected_swapped_on_one_rank() -> Any:
     layout="shard2", expects=LOSS, model=DPO,
 )  # fmt: skip
 def weights_normalised_per_rank() -> Any:
-    plain = preference.weigh
+    def own(model: Any, batch: Sequence[MicroBatch], _: Any) -> float:
+        return float(sum(map(preference.pairs_of, batch)) * state_of(model).plan.layout.data_ranks)
 
-    def weigh(model: Any, batch: Sequence[MicroBatch], goal: Any) -> Any:
-        own = sum(map(preference.pairs_of, batch)) * state_of(model).plan.layout.data_ranks
-        return replace(plain(model, batch, goal), total=own)
-
-    return patch("fivefold.training.step.weigh", weigh)
+    return patch.object(step, "divisor", own)
 
 
 @fault(
@@ -171,14 +174,16 @@ def answers_summed_over_tensor_ranks() -> Any:
     layout="cp2", expects=GRADIENT, model=DPO,
 )  # fmt: skip
 def weights_of_contiguous_slices() -> Any:
-    plain = context.ContextParallel.cut
+    plain = passes._of_targets
 
-    def cut(fold: Any, x_BT: Tensor) -> Tensor:
-        return (
-            torch.chunk(x_BT, fold.size, 1)[fold.rank] if x_BT.is_floating_point() and fold.group else plain(fold, x_BT)
-        )
+    def weights(weights_A: Tensor, answers_BT: Tensor) -> Tensor:
+        ranks: list[Any] = [None, None]  # the first has slices 0 and 3 of four, the second 1 and 2
+        dist.all_gather_object(ranks, answers_BT)
+        (first, last), (second, third) = (each.chunk(2, 1) for each in ranks)
+        contiguous = (first, second), (third, last)
+        return plain(weights_A, torch.cat(contiguous[dist.get_rank()], 1))
 
-    return patch.object(context.ContextParallel, "cut", cut)
+    return patch.object(passes, "_of_targets", weights)
 
 
 @fault(
@@ -187,17 +192,12 @@ def weights_of_contiguous_slices() -> Any:
     layout="single", expects=GRADIENT, model=DPO,
 )  # fmt: skip
 def weights_with_the_wrong_sign() -> Any:
-    plain = preference._weighted
-
-    def weighted(batch: MicroBatch, judged: Any) -> MicroBatch:
-        found = plain(batch, judged)
-        return replace(found, weights=-np.asarray(found.weights))
-
-    return patch.object(preference, "_weighted", weighted)
+    plain = preference.Judge.weights
+    return patch.object(preference.Judge, "weights", lambda judge, sums_A: -plain(judge, sums_A))
 
 
 @fault(
-    "the second pass does not weigh its targets",
+    "the loss does not weigh the targets of its answers",
     known="a loss that takes weights and does not use them",
     layout="single", expects=GRADIENT, model=DPO,
 )  # fmt: skip
@@ -215,11 +215,12 @@ KTO = Model(objective="kto")
     layout="shard2", expects=LOSS, model=KTO,
 )  # fmt: skip
 def baseline_of_one_rank() -> Any:
-    def own(model: Any, answers: Sequence[Any]) -> Tensor:
-        gains = torch.cat([each.sums_P2[:, 1] - each.before_P2[:, 1] for each in answers])
-        return gains.mean().clamp(min=0)
+    def own(model: Any, judges: Sequence[Any], sums: Sequence[Tensor]) -> None:
+        gains = [sums_P2[:, 1] - each.before_P2[:, 1] for each, sums_P2 in zip(judges, sums, strict=True)]
+        for each in judges:
+            each.baseline = torch.cat(gains).mean().clamp(min=0)
 
-    return patch.object(preference, "_baseline", own)
+    return patch.object(preference, "_compare", own)
 
 
 @fault(
@@ -228,13 +229,15 @@ def baseline_of_one_rank() -> Any:
     layout="single", expects=LOSS, model=KTO,
 )  # fmt: skip
 def baseline_of_the_answers_themselves() -> Any:
-    plain = preference._baseline
+    plain = preference._compare
 
-    def flipped(model: Any, answers: Sequence[Any]) -> Tensor:
-        turned = [replace(each, sums_P2=each.sums_P2.flip(1), before_P2=each.before_P2.flip(1)) for each in answers]
-        return plain(model, turned)
+    def flipped(model: Any, judges: Sequence[Any], sums: Sequence[Tensor]) -> None:
+        turned = [replace(each, before_P2=each.before_P2.flip(1)) for each in judges]
+        plain(model, turned, [each.flip(1) for each in sums])
+        for each, other in zip(judges, turned, strict=True):
+            each.baseline = other.baseline
 
-    return patch.object(preference, "_baseline", flipped)
+    return patch.object(preference, "_compare", flipped)
 
 
 @fault(
@@ -258,10 +261,10 @@ def answers_to_other_prompts_trained() -> Any:
     layout="shard2", expects=LOSS, model=KTO,
 )  # fmt: skip
 def ratings_of_another_order() -> Any:
-    plain = preference._answers
+    plain = preference.Judge.of.__func__  # type: ignore[attr-defined]
 
     def reversed_ratings(*given: Any) -> Any:
         found = plain(*given)
         return replace(found, desirable_P=found.desirable_P.flip(0))
 
-    return patch.object(preference, "_answers", reversed_ratings)
+    return patch.object(preference.Judge, "of", classmethod(reversed_ratings))
