@@ -688,8 +688,8 @@ def check_supported(config: RunConfig) -> None:
             )
     if config.objective.compares and config.balance.capacity_factor is not None:
         raise UserError(
-            f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and a "
-            "step would",
+            f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
+            "a step would",
             fix="leave balance.capacity_factor out",
             more="docs/preferences.md",
         )
