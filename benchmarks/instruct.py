@@ -179,7 +179,7 @@ def run_files(folder: Path, size: Size) -> tuple[Path, Path]:
         "data": {"train": preferences, "validation": "5%", "seq_length": 512},
         "objective": {"name": "dpo", "beta": 0.1},
         "train": {"max_steps": size.dpo_steps, "global_batch_size": 8, "micro_batch_size": 4},
-        "optimizer": {"learning_rate": 2e-5},
+        "optimizer": {"learning_rate": 5e-5},
         "scheduler": {"name": "linear", "warmup_steps": min(5, size.dpo_steps - 1), "min_lr_ratio": 0},
         "checkpoint": {"every": size.dpo_every, "keep": size.dpo_steps},
         "run": {"name": "preferred", "dir": str(folder)},
@@ -205,7 +205,7 @@ def answers(model: Path, asked: list[Question], *, step: int | None = None, temp
         file = write(Path(folder, "questions.jsonl"), ({"prompt": each.asked} for each in asked))
         said = Path(folder, "answers.jsonl")
         which = [] if step is None else ["--step", str(step)]
-        fivefold("generate", str(model), "--chat", "--prompts", file, "--out", str(said), "--max-new-tokens", "24",
+        fivefold("generate", str(model), "--chat", "--prompts", file, "--out", str(said), "--max-new-tokens", "40",
                  "--temperature", str(temperature), "--batch-size", "50", *which)  # fmt: skip
         return [json.loads(line)["completion"] for line in said.read_text(encoding="utf-8").splitlines()]
 
