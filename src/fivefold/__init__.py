@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from fivefold.config import RunConfig, load_config
     from fivefold.core.errors import RunFailed, UserError
     from fivefold.core.layout import Layout
+    from fivefold.core.lora import Lora
     from fivefold.own_loop import (
         ParallelModel,
         clip_grad_norm_,
@@ -34,6 +35,7 @@ _HOMES = {
         "fivefold.config": ("RunConfig", "load_config"),
         "fivefold.core.errors": ("RunFailed", "UserError"),
         "fivefold.core.layout": ("Layout",),
+        "fivefold.core.lora": ("Lora",),
         "fivefold.own_loop": (
             "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",
             "save", "train_step",
@@ -45,9 +47,9 @@ _HOMES = {
     for name in names
 }  # fmt: skip
 __all__ = [
-    "Estimate", "Layout", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError", "Workload",
-    "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate", "gradients", "load",
-    "load_config", "logits", "parallelize", "plan", "rehearse", "save", "train", "train_step", "verify",
+    "Estimate", "Layout", "Lora", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError",
+    "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate", "gradients",
+    "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "train", "train_step", "verify",
 ]  # fmt: skip
 
 

@@ -192,7 +192,10 @@ def export(
     if step is not None:
         raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
     if merge:
-        raise UserError("a parallelized model has no adapter to merge", fix="leave merge out")
+        raise UserError(
+            "the adapter of a parallelized model cannot be merged here",
+            fix="ff.export(model, path), and peft.AutoPeftModelForCausalLM.from_pretrained(path).merge_and_unload()",
+        )
     return own_loop.export(run, out, dtype=dtype, force=force)
 
 

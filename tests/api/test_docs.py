@@ -56,7 +56,7 @@ def test_the_page_runs_and_its_numbers_stay_the_same(
     (seen, files), (other, _) = run_ranks(2, run_page, layout, tmp_path)
     assert len(seen) == 3 and seen == other
     np.testing.assert_allclose(seen, one_process, rtol=1e-5)
-    assert files == ["checkpoint", "my-model", "my-model-bf16"]
+    assert files == ["checkpoint", "my-adapter", "my-model", "my-model-bf16"]
 
 
 def test_the_loop_of_the_page_is_short_and_its_layouts_are_those_that_are_run() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,9 @@ from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, in_peft, target_names
+
+if TYPE_CHECKING:
+    from fivefold.checkpoint.export import WholeTensors
 
 _FILES = frozenset({CONFIG, WEIGHTS, CARD})
 
@@ -75,15 +78,9 @@ class CheckpointAdapter:
     def _model(self) -> Any:
         return build_meta(load_model_config(self.checkpoint.model_folder))
 
-    @cached_property
-    def _linears(self) -> dict[str, bool]:
-        """Of the model, by name: whether the weight is [I, O]."""
-        dims = {name: hf_internals.linear_dims(module) for name, module in self._model.named_modules()}
-        return {name: each == (1, 0) for name, each in dims.items() if each is not None}
-
     def merged(self) -> _Whole:
         """The model with the adapter in its weights, fp32. Raises `UserError` where its own are no longer there."""
-        transposed = [name for name, is_transposed in self._linears.items() if is_transposed]
+        transposed = [name for name, is_transposed in _linears(self._model).items() if is_transposed]
         base = base_source(self.config, self._model)
         if self.lora.quantize == "nf4":  # what the adapter was trained beside
             base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
@@ -91,33 +88,62 @@ class CheckpointAdapter:
 
     def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
         """Write a folder of `peft`; its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""
-        from fivefold.checkpoint.export import cast, export_dtype
+        from fivefold.checkpoint.export import export_dtype
 
         source = self.checkpoint.source()
         kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
-        there = {each.name for each in out.iterdir()} if out.is_dir() else set()
-        if out.exists() and (not out.is_dir() or there) and not (force and CONFIG in there and there <= _FILES):
-            raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
-        tensors = {in_peft(name): cast(name, source.whole(name), kind) for name in source.ordered}
-        targets = [each.module for each in targets_of(facts_of(self._model), self.lora)]
-        about = config_of(
-            self.lora, target_names(targets, [*self._linears]), base=self.config.model.name_or_path,
-            is_transposed=self._linears[targets[0]],
-        )  # fmt: skip
-        temporary = out.with_name(f".tmp-{out.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-            (temporary / CONFIG).write_bytes(json_text(about))
-            (temporary / CARD).write_text(model_card(self.checkpoint, run, dtype=str(kind).removeprefix("torch.")))
+        card = model_card(self.checkpoint, run, dtype=str(kind).removeprefix("torch."))
+        base = self.config.model.name_or_path
+        return write_peft(source, out, self.lora, self._model, base=base, dtype=kind, card=card, force=force), kind
+
+
+def write_peft(
+    source: "WholeTensors", out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
+    card: str | None = None, force: bool = False, into: bool = False,
+) -> int:  # fmt: skip
+    """Write the adapter `lora` beside `model` (on the meta device, without it) as the folder `out` of `peft`, beside it
+    first; the bytes of its tensors. `base`: what the model is called. `force` replaces an adapter that is there, `into`
+    lets other files stay. Raises `RunFailed`, or `UserError` where the folder is at fault.
+    """
+    from fivefold.checkpoint.export import cast
+
+    there = {each.name for each in out.iterdir()} if out.is_dir() else set()
+    into = into and out.is_dir()
+    is_adapter = CONFIG in there and there <= _FILES
+    if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):
+        raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
+    tensors = {in_peft(name): cast(name, source.whole(name), dtype) for name in source.ordered}
+    temporary = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / CONFIG).write_bytes(json_text(_config(lora, model, base)))
+        if card is not None:
+            (temporary / CARD).write_text(card)
+        if into:
+            for path in sorted(temporary.iterdir()):
+                os.replace(path, out / path.name)
+        else:
             shutil.rmtree(out, ignore_errors=True)
             os.rename(temporary, out)
-        except (OSError, SafetensorError) as error:
-            said = of_system(error)
-            if said and is_users(said):
-                raise cannot_write(out, said, instead="name another folder") from error
-            raise RunFailed(f"{out} could not be written: {error}") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return sum(each.nbytes for each in tensors.values()), kind
+    except (OSError, SafetensorError) as error:
+        said = of_system(error)
+        if said and is_users(said):
+            raise cannot_write(out, said, instead="name another folder") from error
+        raise RunFailed(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sum(each.nbytes for each in tensors.values())
+
+
+def _config(lora: Lora, model: Any, base: str) -> dict[str, Any]:
+    linears = _linears(model)
+    targets = [each.module for each in targets_of(facts_of(model), lora)]
+    return config_of(lora, target_names(targets, [*linears]), base=base, is_transposed=linears[targets[0]])
+
+
+def _linears(model: Any) -> dict[str, bool]:
+    """Of the model, by name: whether the weight is [I, O]."""
+    dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
+    return {name: each == (1, 0) for name, each in dims.items() if each is not None}

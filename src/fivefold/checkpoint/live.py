@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
+from fivefold.checkpoint.adapter_export import write_peft
 from fivefold.checkpoint.export import export_dtype, known_of, write_folder
 from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
-from fivefold.parallel.data import reshard
+from fivefold.core.lora import Lora
+from fivefold.models.build import build_meta
+from fivefold.parallel.data import master_dtype, reshard
 from fivefold.parallel.state import state_of
 
 _BITS = {4: torch.int32, 8: torch.int64}
@@ -31,12 +34,13 @@ class LiveTensors:
     def __init__(self, model: nn.Module, *, gradients: bool = False, to_all: bool = False) -> None:
         reshard(model)
         plan, self._to_all = state_of(model).plan, to_all
-        self._shapes = {name: spec.shape for name, spec in plan.shards.items()} if gradients else plan.stored_shapes
+        stored = plan.stored_shapes
+        with_gradient = {name: spec.shape for name, spec in plan.shards.items() if name in stored}
+        self._shapes = with_gradient if gradients else stored
         self._owned: dict[str, list[OwnedSlice]] = {}
         for one in collect(model, None, gradients=gradients):
             self._owned.setdefault(one.name, []).append(one)
-        like = next(model.parameters())
-        self._dtype, self._device = like.dtype, like.device
+        self._dtype, self._device = master_dtype(plan.layout.precision), next(model.parameters()).device
         self._left = list(self._shapes)
 
     @property
@@ -75,19 +79,26 @@ def gathered(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
 
 
 def export_live(
-    model: Any, out: Path, *, dtype: str | None, given: torch.dtype, force: bool = False, into: bool = False
-) -> None:
-    """Write `model` as it is now as the Hugging Face folder `out`; see `write_folder`. The first rank writes.
+    model: Any, out: Path, *, dtype: str | None, given: torch.dtype, adapter: Lora | None, force: bool = False,
+    into: bool = False,
+) -> None:  # fmt: skip
+    """Write `model` as it is now as the Hugging Face folder `out`, or its adapter as one of `peft`; see `write_folder`,
+    `write_peft`. The first rank writes.
 
     `dtype`: fp32, bf16, fp16 or fp64; None: `given`, the type that the model came in, where that is one of 16 bits, and
     else the type it is trained in.
     """
-    trained = next(model.parameters()).dtype
+    trained = master_dtype(state_of(model).plan.layout.precision)
     target = export_dtype(dtype, came_in=given if given.itemsize == 2 else None, trained=trained)
     source = LiveTensors(model)
 
     def write() -> None:
         try:
+            if adapter is not None:
+                plain = build_meta(deepcopy(model.config))
+                base = getattr(model.config, "name_or_path", "")
+                write_peft(source, out, adapter, plain, base=base, dtype=target, force=force, into=into)
+                return
             known = known_of(deepcopy(model.config))
             write_folder(source, out, _files(model), target, known, force=force, into=into)
         finally:

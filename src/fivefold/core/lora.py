@@ -1,7 +1,9 @@
 """LoRA, as a run file asks for it. No torch."""
 
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
+
+from fivefold.core.errors import UserError
 
 AUTO = "auto"
 NF4_BLOCK = 64  # numbers in a row that share a scale
@@ -19,14 +21,34 @@ def nf4_numbers(size: int) -> int:
 
 @dataclass(frozen=True)
 class Lora:
-    """`targets`: the linears, by the ends of their names; `auto` alone: those of the layers, but for routers and
-    experts. `quantize`: how their frozen weights rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type."""
+    """`targets`: the linears, by the ends of their names (one, or several); `auto` alone: those of the layers, but for
+    routers and experts. `quantize`: how their frozen weights rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type.
+
+    Raises `UserError` for values that no adapter has.
+    """
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = (AUTO,)
     rslora: bool = False
     quantize: str = "none"
+
+    def __post_init__(self) -> None:
+        named = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", named)
+        wrong = {
+            "rank": not isinstance(self.rank, int) or self.rank < 1,
+            "alpha": not (isfinite(self.alpha) and self.alpha > 0),
+            "targets": not named or not all(isinstance(each, str) and each for each in named),
+            "quantize": self.quantize not in ("none", "nf4"),
+        }
+        if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):
+            raise UserError(
+                f"an adapter with {bad}={getattr(self, bad)!r}",
+                fix='ff.Lora(rank=16, alpha=32, targets="auto"): whole rank, alpha above 0, names of linears; '
+                "quantize none or nf4",
+                more="docs/adapters.md",
+            )
 
     @property
     def scale(self) -> float:

@@ -47,6 +47,20 @@ def target_names(targets: Sequence[str], linears: Sequence[str]) -> list[str]:
     return sorted(leaves if not leaves & others else targets)
 
 
+def lora_of(path: str | Path) -> Lora:
+    """What the adapter of a folder is. Raises `UserError` for a folder that holds no adapter."""
+    config = _read_config(Path(path))
+    targets = config.get("target_modules")
+    if not isinstance(targets, list):
+        raise UserError(
+            f"{path}: target_modules is {targets!r}, which names no list of linears",
+            fix="pass adapter=ff.Lora(rank=..., alpha=..., targets=[...]), and load the adapter's values by source=",
+        )
+    lora = Lora(config.get("r", 8), config.get("lora_alpha", 8), tuple(targets), bool(config.get("use_rslora", False)))
+    _check_config(path, config, lora)
+    return lora
+
+
 class PeftFolder(TensorSource):
     """The matrices of an adapter, by their names in the model."""
 

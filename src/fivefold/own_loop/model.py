@@ -15,8 +15,14 @@ from transformers import PreTrainedModel
 from fivefold.checkpoint.live import export_live
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.lora import Lora
 from fivefold.launch.world import open_world
-from fivefold.models.sources import TensorSource
+from fivefold.models.adapter import Layered
+from fivefold.models.adapter_facts import targets_of
+from fivefold.models.build import use_our_attention
+from fivefold.models.discover import facts_of
+from fivefold.models.peft_folder import PeftFolder, lora_of
+from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.own_loop.batches import Batch, differing, refusal
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
@@ -53,6 +59,7 @@ class ParallelModel(nn.Module):
     config: Any
     fivefold: ParallelState
     given_dtype: torch.dtype  # of the parameters, before
+    adapter: Lora | None  # what is trained beside the frozen model
 
     @property
     def layout(self) -> Layout:
@@ -77,12 +84,13 @@ class ParallelModel(nn.Module):
 
     def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:
         """Write the whole model as a Hugging Face folder, as `transformers` does: files of the same names are replaced,
-        others stay. Every rank calls this, and the first one writes. `dtype`: see `ff.export`."""
+        others stay. Every rank calls this, and the first one writes. `dtype`: see `ff.export`. Of a model with an
+        adapter it is the adapter, as `peft` does."""
         if unknown := [key for key in options if key not in ("safe_serialization", "is_main_process")]:
             raise _refusal_of(
                 f"save_pretrained({unknown[0]}=...)", "model.save_pretrained(path), or ff.export(model, path)"
             )
-        export_live(self, Path(save_directory), dtype=dtype, given=self.given_dtype, into=True)
+        export_live(self, Path(save_directory), dtype=dtype, given=self.given_dtype, adapter=self.adapter, into=True)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -97,6 +105,8 @@ class ParallelModel(nn.Module):
         if exclude_embeddings:
             raise _refusal_of("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
+        if only_trainable and self.adapter is not None:
+            frozen = {name for name, each in self.fivefold.plan.facts.parameters.items() if not each.is_trained}
         return sum(math.prod(spec.shape) for name, spec in self.fivefold.plan.shards.items() if name not in frozen)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,6 +163,7 @@ def parallelize(
     compile_blocks: bool = False,
     offload_to: str = "host",
     step: tuple[int, int] | None = None,
+    adapter: Lora | str | Path | None = None,
 ) -> ParallelModel:
     """Spread a `transformers` causal language model over the current world; the same model, changed in place.
 
@@ -162,7 +173,8 @@ def parallelize(
     random initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
     (torchrun, srun) is joined, or one of this process alone. `offload_to`: where what the layout offloads
     (`+offload_optimizer`) lies: `host` (memory), or a folder of a fast disk. `step`: tokens of a row and micro batches
-    of a step, for a layout with a budget of recompute (`+keep12GiB`), which is spent for them.
+    of a step, for a layout with a budget of recompute (`+keep12GiB`), which is spent for them. `adapter`: what is
+    trained in place of the model, which is frozen: `ff.Lora(rank=16)`, or the folder of a PEFT adapter to go on with.
 
     Build the optimizer after this. Raises `UserError` when the layout does not fit the world or the model.
     """
@@ -181,9 +193,13 @@ def parallelize(
     load = own_coefficient(settings.get_text_config())
     open_world()
     _check_same_everywhere(model, values=source is None)
+    lora = adapter if adapter is None or isinstance(adapter, Lora) else lora_of(adapter)
+    if isinstance(adapter, str | Path):
+        source = _beside(model, adapter, source, seed)
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
         compile_blocks=compile_blocks, offload_to=offload_to, step=_padded(step, layout),
+        adapter=lora,
     )  # fmt: skip
     state = state_of(model)
     if load and not state.plan.watches_routers:
@@ -197,8 +213,17 @@ def parallelize(
     watch_optimizers(model, state.plan.layout, before)
     model.__class__ = type(f"Parallel{state.plan.anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
-    model.given_dtype = given
+    model.given_dtype, model.adapter = given, lora
     return model
+
+
+def _beside(model: nn.Module, folder: str | Path, source: TensorSource | None, seed: int) -> TensorSource:
+    """The values of a PEFT adapter, and of the model that it is beside."""
+    lora = lora_of(folder)
+    on_meta = next(model.parameters()).is_meta
+    use_our_attention(model)
+    base = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
+    return Layered(PeftFolder(folder, lora, targets_of(facts_of(model), lora)), base)
 
 
 def _padded(step: tuple[int, int] | None, layout: Layout) -> tuple[int, int] | None:

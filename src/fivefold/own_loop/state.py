@@ -24,7 +24,8 @@ from fivefold.parallel import plain
 
 
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one."""
+    """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one. Of
+    a model with an adapter, those of the adapter."""
     check_parallel(model)
     return gathered(model, gradients=gradients)
 
@@ -162,11 +163,12 @@ def _check_fits(model: nn.Module, optimizer: torch.optim.Optimizer, opened: Chec
 
 
 def export(model: ParallelModel, path: str | Path, *, dtype: str | None = None, force: bool = False) -> Path:
-    """Write the whole model as the Hugging Face folder `path`. Every rank calls this, and the first one writes.
+    """Write the whole model as the Hugging Face folder `path`, or its adapter as one of `peft`. Every rank calls this,
+    and the first one writes.
 
     `dtype`: fp32, bf16, fp16 or fp64; None: the type that the model came in, where that has 16 bits, and else the type
     it is trained in. `force` replaces a model folder that is there.
     """
     check_parallel(model)
-    export_live(model, Path(path), dtype=dtype, given=model.given_dtype, force=force)
+    export_live(model, Path(path), dtype=dtype, given=model.given_dtype, adapter=model.adapter, force=force)
     return Path(path)
