@@ -183,9 +183,10 @@ def export(
     """
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
+        from fivefold.launch.memory import room
 
-        where = run.path if isinstance(run, Run) else run
-        export_run(where, Path(out), step=step, dtype=dtype, force=force, merge=merge)
+        where, free = run.path if isinstance(run, Run) else run, room()
+        export_run(where, Path(out), step=step, dtype=dtype, force=force, merge=merge, room=free.free if free else None)
         return Path(out)
     from fivefold import own_loop
 

@@ -16,6 +16,7 @@ import pytest
 
 from fivefold import cli
 from fivefold.cli.train import split_arguments
+from fivefold.checkpoint.merge_check import MergeCheck
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.generation import GenerateRequest
@@ -251,6 +252,7 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     calls: list[Any] = []
     monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
     done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134, is_adapter=False)
+    done.check = MergeCheck(2e-7, 1.5e-2)
     module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
@@ -258,9 +260,11 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     request = GenerateRequest(model="runs/demo", prompt="def ", layout="tp2", top_k=5)
     assert calls[0] == ((request,), {"device": "auto"})
     options = {"step": 20, "dtype": "bf16", "force": True, "merge": False}
+    assert calls[1][1].pop("room") > 0
     assert calls[1] == (("runs/demo", Path("my out")), options)
     said = capsys.readouterr().out
     assert said.startswith("my out is a Hugging Face folder: 1.23M parameters in bfloat16, 2.47MB\n")
+    assert "2.0e-07 apart in fp32, 1.5e-02 with weights in bfloat16\n" in said
     assert "\nvllm serve 'my out'\n" in said
     assert "\nlm_eval --model hf --model_args 'pretrained=my out' --tasks hellaswag\n" in said
 

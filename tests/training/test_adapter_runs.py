@@ -3,6 +3,7 @@
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
-from fivefold.core.errors import UserError
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
+from fivefold.models.adapter import Merged
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
@@ -67,10 +69,18 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
     beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     merged = export(run_dir(tree), tmp_path / "merged", merge=True, dtype="fp32")
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
-    assert not merged.is_adapter
+    assert not merged.is_adapter and merged.check is not None and 0 < merged.check.merged < 1e-5
     right = logits(beside)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
     assert (right - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 1e-2  # it learnt something
+    rounded = export(run_dir(tree), tmp_path / "bf16", merge=True, dtype="bf16", room=2**40).check
+    assert rounded is not None and 1e-4 < rounded.written < 0.1 and rounded.merged == merged.check.merged
+    unchecked = export(run_dir(tree), tmp_path / "unchecked", merge=True, room=1000).check
+    assert unchecked is not None and "GiB of memory" in unchecked.missing
+    read = Merged.read
+    with patch.object(Merged, "read", lambda self, *asked: read(self, *asked) * 1.01), pytest.raises(RunFailed):
+        export(run_dir(tree), tmp_path / "wrong", merge=True)
+    assert not (tmp_path / "wrong").exists()
     again = {**tree_of(tmp_path, base, run__name="again", train__max_steps=1, optimizer__learning_rate=0.0)}
     again["adapter"] = {**LORA, "path": str(tmp_path / "adapter")}
     assert train(again).error is None

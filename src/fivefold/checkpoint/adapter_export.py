@@ -16,6 +16,7 @@ from torch import Tensor
 from fivefold.checkpoint.base import base_source
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
+from fivefold.checkpoint.merge_check import MergeCheck, check_merged
 from fivefold.checkpoint.model_folder import json_text
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import RunFailed, UserError
@@ -78,13 +79,16 @@ class CheckpointAdapter:
     def _model(self) -> Any:
         return build_meta(load_model_config(self.checkpoint.model_folder))
 
-    def merged(self) -> _Whole:
-        """The model with the adapter in its weights, fp32. Raises `UserError` where its own are no longer there."""
+    def merged(self, dtype: torch.dtype, room: int | None) -> tuple["WholeTensors", MergeCheck]:
+        """The model with the adapter in its weights, fp32, and what its logits say; see `check_merged`. Raises
+        `UserError` where the model's own weights are no longer there, `RunFailed` for logits that are not the same."""
         transposed = [name for name, is_transposed in _linears(self._model).items() if is_transposed]
-        base = base_source(self.config, self._model)
+        base, adapter = base_source(self.config, self._model), self.checkpoint.source()
         if self.lora.quantize == "nf4":  # what the adapter was trained beside
             base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
-        return _Whole(Merged(base, self.checkpoint.source(), self.lora, transposed))
+        merged = Merged(base, adapter, self.lora, transposed)
+        check = check_merged(self._model.config, base, adapter, merged, self.lora, dtype, room)
+        return _Whole(merged), check
 
     def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
         """Write a folder of `peft`; its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
+from fivefold.checkpoint.merge_check import MergeCheck
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
 from fivefold.models import hf_internals
@@ -42,6 +43,7 @@ class Exported:
     bytes: int
     dtype: torch.dtype
     is_adapter: bool = False  # a folder of `peft`
+    check: MergeCheck | None = None  # of a merged adapter
 
 
 def export(
@@ -52,11 +54,13 @@ def export(
     dtype: str | None = None,
     force: bool = False,
     merge: bool = False,
+    room: int | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
     """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its
     copy, as the Hugging Face folder `out`, with a model card. Of an adapter it is a folder of `peft`; `merge`: a model
-    folder with the adapter in its weights.
+    folder with the adapter in its weights, whose logits are compared first where `room` bytes of memory allow (None:
+    always).
 
     `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces a
     model folder that is there. Raises `UserError` for a run or a step that is not there, and when `out` is in the way.
@@ -69,16 +73,18 @@ def export(
     if beside is not None and not merge:
         size, kind = beside.write(out, run, dtype, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
-    if beside is not None:
-        source = beside.merged()
     came_in = model_folder.came_in(checkpoint.model_folder)
     target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
+    check = None
+    if beside is not None:
+        _check_free(out, force)
+        source, check = beside.merged(target, room)
     files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
     files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)
     size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)
-    return Exported(out, checkpoint.manifest.step, parameters, size, target)
+    return Exported(out, checkpoint.manifest.step, parameters, size, target, check=check)
 
 
 class WholeTensors(Protocol):

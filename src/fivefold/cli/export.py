@@ -3,7 +3,7 @@
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from fivefold.cli.options import Debug
 from fivefold.core.terminal import say
 from fivefold.core.units import human
 from fivefold.launch.worker import imported
+
+if TYPE_CHECKING:
+    from fivefold.checkpoint.merge_check import MergeCheck
 
 
 class DType(StrEnum):
@@ -43,8 +46,13 @@ def export(
     """
     imported("fivefold.checkpoint.export")
     from fivefold.checkpoint.export import export as export_run
+    from fivefold.launch.memory import room
 
-    done = export_run(run, out, step=step, dtype=dtype.value if dtype else None, force=force, merge=merge)
+    free = room()
+    done = export_run(
+        run, out, step=step, dtype=dtype.value if dtype else None, force=force, merge=merge,
+        room=free.free if free else None,
+    )  # fmt: skip
     kind = str(done.dtype).removeprefix("torch.")
     if done.is_adapter:
         say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
@@ -52,8 +60,18 @@ def export(
             say(line)
         return
     say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
+    if done.check is not None:
+        say(_compared(done.check, kind))
     for line in uses(str(out)):
         say(line)
+
+
+def _compared(check: "MergeCheck", kind: str) -> str:
+    """What the logits of a merged model say."""
+    if check.missing:
+        return f"its logits were not compared with those of the adapter beside the model: {check.missing}"
+    found = f"its logits are those of the adapter beside the model: {check.merged:.1e} apart in fp32"
+    return found if check.written == check.merged else f"{found}, {check.written:.1e} with weights in {kind}"
 
 
 def uses_of_adapter(folder: str, run: str) -> list[str]:

@@ -1,0 +1,91 @@
+"""Whether a merged model gives the logits of the model with its adapter beside it, by plain `transformers`."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.core.errors import RunFailed
+from fivefold.core.lora import Lora
+from fivefold.core.units import GIB
+from fivefold.models.adapter_facts import A, B
+from fivefold.models.build import build_meta
+from fivefold.models.recipe import buffer_values
+from fivefold.models.sources import TensorSource
+
+TOLERANCE = 1e-4  # in fp32, of the norm of the logits: W x + s B (A x) adds in another order than (W + s B A) x
+_TOKENS = 32
+_ROOM = 1.25  # times the weights in fp32: activations, a tensor that is read
+
+
+@dataclass(frozen=True)
+class MergeCheck:
+    """By how much logits of the merged model differ from those of the adapter beside its model, in fp32 and as its
+    weights are `written`: parts of their norm. `missing`: why they were not compared."""
+
+    merged: float = 0.0
+    written: float = 0.0
+    missing: str = ""
+
+
+def check_merged(
+    config: Any, base: TensorSource, adapter: TensorSource, merged: TensorSource, lora: Lora, dtype: torch.dtype,
+    room: int | None,
+) -> MergeCheck:  # fmt: skip
+    """`base`, `adapter`, `merged`: weights, of `base` without the adapter. `dtype`: what merged ones are written in.
+    `room`: bytes of memory that are free. Raises `RunFailed` where the logits in fp32 are not the same."""
+    needed = _ROOM * 4 * sum(map(prod, base.shapes.values()))
+    if room is not None and needed > room:
+        return MergeCheck(missing=f"that takes {needed / GIB:.1f} GiB of memory, and {room / GIB:.1f} are free")
+    ids = torch.randint(
+        0, config.get_text_config().vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(1)
+    )
+    wanted = _logits(config, base, ids, adapter=adapter, lora=lora)
+    found = _apart(_logits(config, merged, ids), wanted)
+    if not found <= TOLERANCE:  # not a number is no likeness
+        raise RunFailed(f"logits of the merged model are {found:.1e} from those of its adapter beside the model")
+    rounded = found if dtype.itemsize >= 4 else _apart(_logits(config, merged, ids, rounded=dtype), wanted)
+    return MergeCheck(found, rounded)
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _logits(
+    config: Any, source: TensorSource, ids: Tensor, *, adapter: TensorSource | None = None, lora: Lora | None = None,
+    rounded: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Of the unmodified model, computed in fp32."""
+    ours = build_meta(deepcopy(config))
+    buffers = buffer_values(ours)
+    with torch.device("meta"):
+        model: Any = type(ours)(deepcopy(config)).float()
+    model.to_empty(device="cpu").tie_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.whole(name).to(rounded))
+        for name, buffer in model.named_buffers():
+            buffer.copy_(source.whole(name) if name in source.shapes else buffers[name])
+        if adapter is not None and lora is not None:
+            _beside(model, {name: adapter.whole(name).float() for name in adapter.shapes}, lora)
+        return model.eval()(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def _beside(model: nn.Module, values: Mapping[str, Tensor], lora: Lora) -> None:
+    """By hooks, so that the model's own forward runs."""
+    ends = f".{A}.weight"
+    for name in filter(lambda each: each.endswith(ends), values):
+        a, b = values[name], values[name.replace(A, B)]
+        hook: Callable[..., Tensor] = partial(_added, a, b, lora.scale)
+        model.get_submodule(name.removesuffix(ends)).register_forward_hook(hook)
+
+
+def _added(a: Tensor, b: Tensor, scale: float, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return out + scale * F.linear(F.linear(args[0], a), b)
