@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from fivefold import cli
-from fivefold.cli.train import split_arguments
 from fivefold.checkpoint.merge_check import MergeCheck
+from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.generation import GenerateRequest
