@@ -158,7 +158,7 @@ def _unlike_plan(model: Any) -> list[str]:
         "bytes": ({numbers}, {plan.bytes(shape).parameters}),
         "units": (
             {name for name, module in modules.items() if isinstance(module, FSDPModule)},
-            {unit.name for unit in plan.units},
+            {unit.name for unit in plan.fsdp_units},
         ),
         "forwards": (
             {name for name, module in modules.items() if "forward" in vars(module)},

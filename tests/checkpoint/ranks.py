@@ -15,6 +15,7 @@ from fivefold.checkpoint import Checkpoint, Metadata, Saver, restore, save, shar
 from fivefold.core import files
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
@@ -111,7 +112,7 @@ def elements_read(case: Case, folder: Path) -> tuple[int, int]:
             return source
 
     restore(model, optimizer, Counting(checkpoint.path, checkpoint.manifest))
-    kept = sum(p.to_local().numel() for p in model.parameters())
+    kept = sum(local(p).numel() for p in model.parameters())
     return read, kept * 3
 
 
@@ -174,11 +175,11 @@ def wrong_disk(rank: int) -> Any:
 def restore_error(case: Case, folder: Path) -> str:
     """The error of loading `folder` into the model of `case`, whose weights must stay as they were."""
     model, optimizer = _fresh(case)
-    before = [p.to_local().clone() for p in model.parameters()]
+    before = [local(p).clone() for p in model.parameters()]
     try:
         restore(model, optimizer, Checkpoint.open(folder))
     except Exception as error:
-        assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+        assert all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.forwards import head_only
 from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
-from fivefold.parallel.loss import IGNORE, chunked_loss
+from fivefold.parallel.loss import EAGER, IGNORE, CompiledKernels, Kernels, chunked_loss
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import TensorParallel
@@ -29,6 +29,7 @@ TOKENS, HIDDEN, VOCABULARY = 29, 13, 101
 SIZES = (1, 2, 3, 7, TOKENS, 64)  # chunks asked for: most do not divide 29
 SCALE = 1 / 17
 ALONE = TensorParallel(None, 0, 1, False, ((0, VOCABULARY),))
+TRACED = CompiledKernels(lambda _, function: torch.compile(function, backend="aot_eager"))  # all but the C++
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def plain(dtype: torch.dtype, labels: str, head: Head) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def chunked(dtype: torch.dtype, labels: str, head: Head, chunks: int, fold: TensorParallel = ALONE) -> list[Tensor]:
+def chunked(
+    dtype: torch.dtype, labels: str, head: Head, chunks: int, fold: TensorParallel = ALONE, kernels: Kernels = EAGER
+) -> list[Tensor]:
     hidden, weight, bias, label = inputs(dtype, labels)
     rows = slice(*fold.vocabulary[fold.rank])
     weight, bias = weight[rows].clone(), bias[rows].clone()
@@ -84,8 +87,9 @@ def chunked(dtype: torch.dtype, labels: str, head: Head, chunks: int, fold: Tens
     sizes = chunk_sizes(TOKENS, len(weight), HIDDEN, chunks)
     scale = torch.tensor(SCALE, dtype=torch.float64)
     loss = chunked_loss(
-        lambda h: head.logits(h, weight, bias if head.bias else None), hidden, label, leaves[1:], sizes, fold, scale
-    )
+        lambda h: head.logits(h, weight, bias if head.bias else None), hidden, label, leaves[1:], sizes, fold, scale,
+        kernels=kernels,
+    )  # fmt: skip
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
@@ -97,19 +101,25 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
     ]
 
 
+@pytest.mark.parametrize("kernels", [EAGER, TRACED], ids=["eager", "traced"])
 @pytest.mark.parametrize("chunks", SIZES)
 @pytest.mark.parametrize("head", [PLAIN, CAPPED, Head(bias=False)], ids=["bias", "capped", "no bias"])
-def test_equals_full_logits(chunks: int, head: Head) -> None:
-    assert max(errors(chunked(torch.float64, "mixed", head, chunks), plain(torch.float64, "mixed", head))) < 1e-13
+def test_equals_full_logits(chunks: int, head: Head, kernels: Kernels) -> None:
+    found = chunked(torch.float64, "mixed", head, chunks, kernels=kernels)
+    assert max(errors(found, plain(torch.float64, "mixed", head))) < 1e-13
 
 
+@pytest.mark.parametrize(
+    "kernels", [EAGER, CompiledKernels(lambda _, function: torch.compile(function))], ids=["eager", "compiled"]
+)
 @pytest.mark.parametrize("chunks", [1, 3, 7])
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 10), (torch.bfloat16, 2)])
-def test_rounds_no_worse_than_full_logits(chunks: int, dtype: torch.dtype, factor: float) -> None:
+def test_rounds_no_worse_than_full_logits(chunks: int, dtype: torch.dtype, factor: float, kernels: Kernels) -> None:
     truth = plain(torch.float64, "mixed", PLAIN)
     floors = errors(plain(dtype, "mixed", PLAIN), truth)
     epsilon = torch.finfo(dtype).eps  # the twin may be right by luck, in the loss above all
-    for found, floor in zip(errors(chunked(dtype, "mixed", PLAIN, chunks), truth), floors, strict=True):
+    off = errors(chunked(dtype, "mixed", PLAIN, chunks, kernels=kernels), truth)
+    for found, floor in zip(off, floors, strict=True):
         assert found <= factor * max(floor, epsilon / 4)
 
 
@@ -134,8 +144,9 @@ def test_logits_far_from_zero_do_not_overflow() -> None:
     assert errors(found, plain(torch.float64, "mixed", head))[0] < 1e-5
 
 
+@pytest.mark.parametrize("kernels", [EAGER, TRACED], ids=["eager", "traced"])
 @pytest.mark.parametrize("last", ["tanh", "slice of a tanh"])
-def test_logits_that_backward_needs_are_not_overwritten(last: str) -> None:
+def test_logits_that_backward_needs_are_not_overwritten(last: str, kernels: Kernels) -> None:
     """Logits become their own gradient in place, but not where the operation that made them saved them."""
     hidden, weight, bias, label = inputs(torch.float64)
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
@@ -146,7 +157,7 @@ def test_logits_that_backward_needs_are_not_overwritten(last: str) -> None:
         return torch.tanh(F.linear(h, weight, bias))[..., cut]
 
     truth = F.cross_entropy(logits_of(hidden)[0], label[0], ignore_index=IGNORE, reduction="sum")
-    found = chunked_loss(logits_of, hidden, label, [weight, bias], (11, 18), ALONE)
+    found = chunked_loss(logits_of, hidden, label, [weight, bias], (11, 18), ALONE, kernels=kernels)
     both = [[loss.detach(), *torch.autograd.grad(loss, leaves)] for loss in (found, truth)]
     assert max(errors(*both)) < 1e-13
 

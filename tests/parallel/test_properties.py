@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients, train_step
 from tests.parity import OPTIONS, Case, build, build_optimizer, gathered, pieces, reference_model
@@ -131,7 +132,7 @@ def steps(case: Case, batches: list[list[MicroBatch]]) -> list[tuple[float, floa
         )
         for batch in batches
     ]
-    assert all(torch.isfinite(p.to_local()).all() for p in model.parameters())
+    assert all(torch.isfinite(local(p)).all() for p in model.parameters())
     return [(r.loss, r.grad_norm, r.targets, r.skipped) for r in results]
 
 

@@ -59,9 +59,9 @@ def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
 
 @pytest.mark.parametrize("layout", ["shard2", "tp2", "shard2+full", "pp2.shard2.tp2+zero1"])
 def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
-    """One graph of the first batch, and one whose number of documents is free, for twelve layers."""
+    """One graph of the first batch, and one whose number of documents is free, for twelve layers; three of the loss."""
     seen = rehearse(Rehearsal(layout, overrides=DEEP, compiled=True, steps=4))
-    assert seen.graphs <= 2 and not seen.late_graphs
+    assert seen.graphs <= 2 + 3 and not seen.late_graphs
     assert not seen.breaks and not seen.given_up
 
 
@@ -72,7 +72,7 @@ def test_recomputed_layers_are_compiled_in_the_same_pieces(layout: str) -> None:
         rehearse(Rehearsal(layout, overrides=(("num_hidden_layers", layers),), compiled=True, steps=4))
         for layers in (2, 12)
     )
-    assert twelve.graphs == two.graphs <= 10 and not twelve.late_graphs
+    assert twelve.graphs == two.graphs <= 10 + 3 and not twelve.late_graphs
     assert sum(twelve.breaks.values()) == sum(two.breaks.values())
     assert not twelve.given_up
 
@@ -96,7 +96,7 @@ def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:
         rehearse(Rehearsal("shard2.ep2", 0, "mixtral", (("num_hidden_layers", layers),), compiled=True, steps=4))
         for layers in (2, 12)
     )
-    assert twelve.graphs == two.graphs <= 6 and not twelve.late_graphs
+    assert twelve.graphs == two.graphs <= 6 + 3 and not twelve.late_graphs
     assert sum(twelve.breaks.values()) == sum(two.breaks.values())
 
 
@@ -114,7 +114,7 @@ def test_weight_gradients_are_put_off_in_compiled_blocks_as_in_others(schedule: 
 def test_layers_that_put_weight_gradients_off_are_compiled_once() -> None:
     """Between their linears: the pieces of one layer serve six."""
     seen = rehearse(Rehearsal("pp2+zb", overrides=DEEP, compiled=True, steps=3))
-    assert seen.put_off == {42} and seen.graphs <= 16
+    assert seen.put_off == {42} and seen.graphs <= 16 + 3
     assert not seen.late_graphs and not seen.given_up
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.sharding import ShardSpec, Split, fsdp_rows, local_regions, split_even, whole
 from fivefold.parallel.state import state_of
 from tests.parity import Case, build, reference_model
@@ -101,14 +102,14 @@ def held(case: Case) -> dict[str, tuple[Any, ...]]:
     for name, parameter in model.named_parameters():
         spec, regions = state.plan.shards[name], state.plan.regions(name)
         assert tuple(parameter.shape) == spec.local_shape(state.plan.coords.tp), name
-        local = parameter.to_local()
-        covered = torch.zeros(local.shape, dtype=torch.int)
+        here = local(parameter)
+        covered = torch.zeros(here.shape, dtype=torch.int)
         for global_region, local_region in regions:
             covered[local_region] += 1
-            assert local[local_region].shape == torch.empty(spec.shape, device="meta")[global_region].shape, name
+            assert here[local_region].shape == torch.empty(spec.shape, device="meta")[global_region].shape, name
         assert (covered == 1).all(), name
         edges = [tuple((s.start, s.stop) for s in global_region) for global_region, _ in regions]
-        found[name] = (tuple(local.shape), state.plan.is_owner(name), edges)
+        found[name] = (tuple(here.shape), state.plan.is_owner(name), edges)
     return found
 
 

@@ -79,26 +79,27 @@ def test_what_a_layer_keeps() -> None:
 
 
 def test_what_the_loss_needs() -> None:
-    """8 chunks of 1,024 tokens: of the head's gradient the sum in fp32, the last chunk's and this one's in bf16; the
-    logits of a chunk and their gradient. Of the hidden states: what the last layer gave, in fp32, scaled, weighted,
-    and their gradient: 6 numbers of 2 bytes each."""
+    """4 chunks of 2,048 tokens: of the head's gradient the sum in fp32 and this chunk's in bf16; the logits of a chunk
+    and their gradient, which compiled takes their memory. Of the hidden states: what the last layer gave, in fp32,
+    scaled, weighted, and their gradient: 6 numbers of 2 bytes each."""
     plan = llama("shard8")
     shape = plan.step_shape(1, 8192, 2)
-    assert shape.loss_chunks == (1024,) * 8
+    assert shape.loss_chunks == (2048,) * 4
     vocabulary, d = 128256, 4096
-    in_head = vocabulary * d * (4 + 2 + 2) + 1024 * vocabulary * 2 * 2
-    assert logit_bytes(plan, shape) == in_head + 6 * 8192 * d * 2
+    for compiled, both in ((False, 2), (True, 1)):
+        in_head = vocabulary * d * (4 + 2) + both * 2048 * vocabulary * 2
+        assert logit_bytes(plan, replace(shape, compiled=compiled)) == in_head + 6 * 8192 * d * 2
 
 
 def test_what_the_loss_needs_with_tensor_parallelism() -> None:
-    """Half of the vocabulary and, before the head, half of the tokens: the head's gradient so far in fp32 and the last
-    chunk's in bf16; of a chunk of 2,048 tokens the softmax in fp32, the logits, their gradient, and the last chunk's.
-    Of the hidden states 5 numbers on half of the tokens; gathered, and their gradient, on all."""
+    """Half of the vocabulary and, before the head, half of the tokens: the head's gradient so far in fp32; of a chunk
+    of 4,096 tokens the softmax in fp32, the logits and their gradient. Of the hidden states 5 numbers on half of the
+    tokens; gathered, and their gradient, on all."""
     plan = llama("shard4.tp2")
     shape = plan.step_shape(1, 8192, 2)
-    assert shape.loss_chunks == (2048,) * 4
+    assert shape.loss_chunks == (4096,) * 2
     vocabulary, d = 128256 // 2, 4096
-    in_loss = vocabulary * d * (4 + 2) + 2048 * vocabulary * (4 + 2 + 2 + 2)
+    in_loss = vocabulary * d * 4 + 4096 * vocabulary * (4 + 2 + 2)
     assert logit_bytes(plan, shape) == in_loss + 8192 * d * 2 * 5 // 2 + 2 * 8192 * d * 2
 
 

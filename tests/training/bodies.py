@@ -24,6 +24,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.launch.world import World
 from fivefold.parallel import passes
+from fivefold.parallel.dtensor import local
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
@@ -176,7 +177,7 @@ def _poisoned(nan_loss: Collection[int], inf_gradient: Collection[int]) -> Itera
         calls += 1
         loss = plain(model, *args)
         if last and calls in inf_gradient:
-            model.lm_head.weight.grad.to_local()[-1, -1] = inf
+            local(model.lm_head.weight.grad)[-1, -1] = inf
         return loss * nan if last and calls in nan_loss else loss
 
     with patch.object(step_module, "gradients", gradients):

@@ -46,7 +46,7 @@ def norm_of(case: Case, value: float, poisoned_rank: int | None = None) -> float
     model = build(case)
     _set_gradients(model, value)
     if dist.get_rank() == poisoned_rank:
-        model.get_submodule(state_of(model).plan.anatomy.embedding).weight.grad.to_local()[-1, -1] = float("nan")
+        local(model.get_submodule(state_of(model).plan.anatomy.embedding).weight.grad)[-1, -1] = float("nan")
     return float(all_reduce_sum(squared_norm(model)))
 
 

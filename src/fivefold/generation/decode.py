@@ -174,7 +174,7 @@ def ready(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
     """Keep small models gathered inside; leave every unit sharded and its own rule in force."""
-    units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.units}
+    units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.fsdp_units}
     once = gathered_bytes(state) <= GATHER_ONCE_BYTES
     try:
         for unit in units.values():

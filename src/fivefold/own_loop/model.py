@@ -209,7 +209,8 @@ def parallelize(
         )
     configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
     guard.install(model, state.guard, state.plan)
-    fsdp_settle_root(model)
+    if state.plan.uses_fsdp:
+        fsdp_settle_root(model)
     watch_optimizers(model, state.plan.layout, before)
     model.__class__ = type(f"Parallel{state.plan.anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)

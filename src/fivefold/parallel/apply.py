@@ -44,6 +44,7 @@ from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.fp8_scales import Fp8Scales
 from fivefold.parallel.gathers import gather_parameters
 from fivefold.parallel.host_memory import HOST
+from fivefold.parallel.loss import EAGER, CompiledKernels
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.offload import Offload, offload_of
@@ -134,7 +135,7 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     if adapter is not None:
         data.rest_frozen(model, dtype)
-    data.apply_data_parallel(model, plan.units, mesh, reduce_dtype=reduce_dtype)
+    data.apply_data_parallel(model, plan.fsdp_units, mesh, reduce_dtype=reduce_dtype)
     groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
     gathers = gather_parameters(model, plan, device, dtype, offload.memory if layout.offload_parameters else None)
@@ -156,6 +157,7 @@ def parallelize(
         amax,
         Fp8Scales(plan, gathers, amax, dtype),
         compiled,
+        CompiledKernels(compiled.block) if compiled else EAGER,
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])

@@ -14,7 +14,7 @@ from fivefold.core.recompute import Recompute
 from fivefold.parallel.ranks import RankGrid
 
 Phase = Literal["forward", "backward", "step"]
-CACHE_BYTES, MOST_BYTES = 8 * 2**20, 512 * 2**20  # fp32 logits of one chunk under `loss_chunks: auto`
+CACHE_BYTES, MOST_BYTES = 8 * 2**20, 2**30  # fp32 logits of one chunk under `loss_chunks: auto`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 def apply_data_parallel(
     model: nn.Module, model_units: Sequence[Unit], mesh: Mesh, *, reduce_dtype: torch.dtype
 ) -> None:
-    """Shard `model` in place with FSDP2, one group per unit. On one process the same path casts and accumulates."""
+    """Shard `model` in place with FSDP2, one group per unit."""
     layout = mesh.layout
     for unit in model_units:
         policy = MixedPrecisionPolicy(

@@ -64,7 +64,7 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(layer, "forward", "recompute", why[recompute.of(layer)])
     for layer in plan.layers if plan.layout.offload_activations else ():
         yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
-    for unit in plan.units:
+    for unit in plan.fsdp_units:
         yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
 
 

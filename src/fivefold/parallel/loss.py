@@ -5,6 +5,9 @@ that soft-capping, logit scales and biases of the head survive. The gradients of
 and only [tokens, D] and the head's own gradients are kept (the idea of Liger Kernel, arXiv:2410.10989, with the
 head under tensor parallelism).
 
+What is computed of the logits of a chunk are three functions, between which tp exchanges vectors. They run operator by
+operator, or compiled (`Kernels`).
+
 Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank, K tokens that a teacher finds likeliest.
 """
 
@@ -58,28 +61,32 @@ def chunked_loss(
     scale: Tensor | None = None,
     weights_BT: Tensor | None = None,
     soft: SoftTargets | None = None,
+    kernels: "Kernels | None" = None,
 ) -> Tensor:
     """Cross entropy summed over the targets of [B, T], each times its weight (None: 1), times `scale` (fp32 scalar).
-    With `soft` a teacher is followed at these positions.
+    With `soft` a teacher is followed at these positions. `kernels`: None for operator by operator.
 
     The gradients reach `hidden_BTD` and `head_parameters`. Without gradients enabled, nothing is kept.
     """
     hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
     weights = None if weights_BT is None else weights_BT.reshape(-1).double()
     if not torch.is_grad_enabled():
-        total = _total(-target_log_probs(logits_of, hidden_BTD, labels_BT, sizes, fold), weights)
+        total = _total(-target_log_probs(logits_of, hidden_BTD, labels_BT, sizes, fold, kernels), weights)
         return total if scale is None else total * scale
-    return _ChunkedLoss.apply(logits_of, hidden, labels, sizes, fold, scale, weights, soft, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
+    chunks = logits_of, sizes, fold, kernels or EAGER
+    return _ChunkedLoss.apply(*chunks, hidden, labels, scale, weights, soft, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def target_log_probs(
-    logits_of: Logits, hidden_BTD: Tensor, labels_BT: Tensor, sizes: tuple[int, ...], fold: TensorParallel
-) -> Tensor:
+    logits_of: Logits, hidden_BTD: Tensor, labels_BT: Tensor, sizes: tuple[int, ...], fold: TensorParallel,
+    kernels: "Kernels | None" = None,
+) -> Tensor:  # fmt: skip
     """Log-probability of the target of every position [B * T], fp32 or fp64, without gradient; 0 without a target."""
     hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
     parts = zip(torch.split(hidden, list(sizes), 1), torch.split(labels, list(sizes)), strict=True)
     with torch.no_grad():
-        return -torch.cat([_loss_and_gradient(logits_of(h), _softmaxes(y), fold)[0] for h, y in parts])
+        found = [_loss_and_gradient(logits_of(h), _softmaxes(y), fold, kernels=kernels or EAGER)[0] for h, y in parts]
+        return -torch.cat(found)
 
 
 def top_log_probs(
@@ -103,9 +110,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_of: Logits, hidden: Tensor, labels: Tensor, sizes: tuple[int, ...],
-        fold: TensorParallel, scale: Tensor | None, weights: Tensor | None, soft: SoftTargets | None,
-        *parameters: Tensor,
+        ctx: Any, logits_of: Logits, sizes: tuple[int, ...], fold: TensorParallel, kernels: "Kernels", hidden: Tensor,
+        labels: Tensor, scale: Tensor | None, weights: Tensor | None, soft: SoftTargets | None, *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
@@ -119,13 +125,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = logits_of(leaf)
             free = not saves_memory_of(logits)  # then their memory becomes that of their gradient
             nll, logits_grad = _loss_and_gradient(
-                logits.detach(), _softmaxes(y, teacher), fold, _factor(y, weight, scale), overwrite=free
-            )
+                logits.detach(), _softmaxes(y, teacher), fold, _factor(y, weight, scale), overwrite=free,
+                kernels=kernels,
+            )  # fmt: skip
             loss = _total(nll, weight)
             chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad, allow_unused=True)
             total += loss if scale is None else loss * scale
             grad.copy_(chunk_grad)
             sums = [*grads] if len(sizes) == 1 else _accumulate(sums, grads)
+            del logits, logits_grad, chunk_grad, grads  # or they would be there beside the next chunk's
         typed = (s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
         ctx.save_for_backward(hidden_grad, *typed)
         return total
@@ -134,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden_grad, *sums = ctx.saved_tensors
         scaled = (s if s is None else s * grads[0] for s in sums)
-        return (None, hidden_grad * grads[0], None, None, None, None, None, None, *scaled)
+        return (None, None, None, None, hidden_grad * grads[0], None, None, None, None, *scaled)
 
 
 def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -193,36 +201,34 @@ def _softmaxes(labels_N: Tensor, soft: SoftTargets | None = None) -> tuple[_Soft
 
 def _loss_and_gradient(
     logits: Tensor, softmaxes: Sequence[_Softmax], fold: TensorParallel, factor_N: Tensor | None = None,
-    *, overwrite: bool = False,
+    *, kernels: "Kernels", overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sum [N] of `softmaxes` over logits [1, N, V], fp32 or fp64, and the gradient of its sum times `factor_N`."""
-    nll_N, grad = _cross_entropy(logits, softmaxes[0], fold, factor_N, overwrite=overwrite and len(softmaxes) == 1)
+    alone = overwrite and len(softmaxes) == 1
+    nll_N, grad = _cross_entropy(logits, softmaxes[0], fold, factor_N, overwrite=alone, kernels=kernels)
     for asked in softmaxes[1:]:
-        nll, more = _cross_entropy(logits, asked, fold, factor_N)
+        nll, more = _cross_entropy(logits, asked, fold, factor_N, kernels=kernels)
         nll_N = nll_N + nll
         grad = grad if factor_N is None else grad.add_(more)
     return nll_N, grad
 
 
 def _cross_entropy(
-    logits: Tensor, asked: _Softmax, fold: TensorParallel, factor_N: Tensor | None = None, *, overwrite: bool = False
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, asked: _Softmax, fold: TensorParallel, factor_N: Tensor | None = None,
+    *, kernels: "Kernels", overwrite: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What is asked of vocabulary-split logits [1, N, V], [N] in fp32 or fp64; with `factor_N` also the gradient of its
-    sum with these factors (shape and dtype of the logits).
+    sum with these factors (shape and dtype of the logits, and their memory if it may be overwritten).
 
-    One fp32 (fp64) buffer of [N, V], that of the logits themselves if they may be overwritten, is worked on in place:
-    exponentials, softmax, gradient. Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of
-    exponentials together with the targets' logits, each of which exactly one rank holds.
+    Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the
+    targets' logits, each of which exactly one rank holds.
     """
-    x_NV = logits[0].to(_accumulator(logits.dtype), copy=not overwrite)
-    if asked.temperature != 1:
-        x_NV.div_(asked.temperature)
-    held = [_held(x_NV, tokens_NK, shares_NK, fold) for tokens_NK, shares_NK in asked.targets]
-    of_targets = [torch.where(shares_NK != 0, x_NV.gather(-1, at_NK) * shares_NK, 0.0) for at_NK, shares_NK in held]
-    target_N = torch.cat(of_targets, -1).sum(-1)
-    highest_N = x_NV.amax(dim=-1)
+    precise, heat = _accumulator(logits.dtype), asked.temperature
+    own = [_held(tokens_NK, shares_NK.to(precise), logits.shape[-1], fold) for tokens_NK, shares_NK in asked.targets]
+    highest_N, target_N = kernels.highest(logits[0], own, heat)
     fold.all_reduce(highest_N, dist.ReduceOp.MAX)
-    both_2N = torch.stack([x_NV.sub_(highest_N.unsqueeze(-1)).exp_().sum(dim=-1), target_N])
+    sum_N, exponentials_NV = kernels.sums(logits[0], highest_N, heat, overwrite)
+    both_2N = torch.stack([sum_N, target_N])
     fold.all_reduce(both_2N)
     sum_N, target_N = both_2N.unbind()
     has_target_N = torch.cat([shares_NK for _, shares_NK in asked.targets], -1).any(-1)
@@ -232,18 +238,116 @@ def _cross_entropy(
     nll_N = nll_N * asked.weight
     if factor_N is None:
         return nll_N, logits
-    factor_N = factor_N.to(x_NV.dtype) * (asked.weight / asked.temperature)
-    x_NV.mul_((factor_N / sum_N).unsqueeze(-1))
-    for at_NK, shares_NK in held:
-        x_NV.scatter_add_(-1, at_NK, -factor_N.unsqueeze(-1) * shares_NK)
-    return nll_N, x_NV.to(logits.dtype).unsqueeze(0)
+    factor_N = factor_N.to(precise) * (asked.weight / heat)
+    return nll_N, kernels.gradient(exponentials_NV, logits[0], highest_N, sum_N, factor_N, own, heat, overwrite)[None]
 
 
-def _held(x_NV: Tensor, tokens_NK: Tensor, shares_NK: Tensor, fold: TensorParallel) -> tuple[Tensor, Tensor]:
+def _held(tokens_NK: Tensor, shares_NK: Tensor, columns: int, fold: TensorParallel) -> tuple[Tensor, Tensor]:
     """Where tokens are among the columns of this rank, and their shares: column 0 with none for tokens of others."""
     at_NK = tokens_NK - fold.vocabulary[fold.rank][0]
-    mine_NK = (at_NK >= 0) & (at_NK < x_NV.shape[-1])
-    return torch.where(mine_NK, at_NK, 0), torch.where(mine_NK, shares_NK.to(x_NV.dtype), 0.0)
+    mine_NK = (at_NK >= 0) & (at_NK < columns)
+    return torch.where(mine_NK, at_NK, 0), torch.where(mine_NK, shares_NK, 0.0)
+
+
+# ---- what is computed of logits --------------------------------------------------------------------------------------
+
+_Held = list[tuple[Tensor, Tensor]]  # columns and shares, [N, K] each
+
+
+class Kernels:
+    """Operator by operator: one fp32 (fp64) buffer of [N, V], that of the logits themselves if they may be overwritten,
+    is worked on in place: exponentials, softmax, gradient."""
+
+    def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
+        """The maximum, and the targets' logits by their shares: fp32 (fp64) [N] each."""
+        return _highest(logits_NV, own, heat)
+
+    def sums(self, logits_NV: Tensor, highest_N: Tensor, heat: float, overwrite: bool) -> tuple[Tensor, Tensor | None]:
+        """Of the exponentials, less the maximum, [N]; and the exponentials, where they are kept."""
+        exponentials_NV = _exponentials(logits_NV, highest_N, heat, copy=not overwrite)
+        return exponentials_NV.sum(dim=-1), exponentials_NV
+
+    def gradient(
+        self, exponentials_NV: Tensor | None, logits_NV: Tensor, highest_N: Tensor, sum_N: Tensor, factor_N: Tensor,
+        own: _Held, heat: float, overwrite: bool,
+    ) -> Tensor:  # fmt: skip
+        """(softmax - shares) * factor, in the dtype of the logits."""
+        assert exponentials_NV is not None
+        return _gradient(exponentials_NV, sum_N, factor_N, own).to(logits_NV.dtype)
+
+
+class CompiledKernels(Kernels):
+    """Each reads the logits once. No exponentials are kept: the gradient computes them again, and takes the memory of
+    the logits where that may be."""
+
+    def __init__(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._highest, self._sums, self._gradient, self._in_place = (
+            compiled("the loss", each) for each in (_highest, _sums, _gradient_again, _gradient_in_place)
+        )
+
+    def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
+        return self._highest(logits_NV, own, heat)  # type: ignore[no-any-return]
+
+    def sums(self, logits_NV: Tensor, highest_N: Tensor, heat: float, overwrite: bool) -> tuple[Tensor, Tensor | None]:
+        return self._sums(logits_NV, highest_N, heat), None
+
+    def gradient(
+        self, exponentials_NV: Tensor | None, logits_NV: Tensor, highest_N: Tensor, sum_N: Tensor, factor_N: Tensor,
+        own: _Held, heat: float, overwrite: bool,
+    ) -> Tensor:  # fmt: skip
+        if not overwrite:
+            return self._gradient(logits_NV, highest_N, sum_N, factor_N, own, heat)  # type: ignore[no-any-return]
+        self._in_place(logits_NV, highest_N, sum_N, factor_N, own, heat)
+        return logits_NV
+
+
+EAGER = Kernels()
+
+
+def _highest(logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
+    precise = _accumulator(logits_NV.dtype)
+    of_targets = [
+        torch.where(shares_NK != 0, _over(logits_NV.gather(-1, at_NK).to(precise), heat) * shares_NK, 0.0)
+        for at_NK, shares_NK in own
+    ]
+    return _over(logits_NV.amax(dim=-1).to(precise), heat), torch.cat(of_targets, -1).sum(-1)
+
+
+def _exponentials(logits_NV: Tensor, highest_N: Tensor, heat: float, *, copy: bool = True) -> Tensor:
+    x_NV = logits_NV.to(highest_N.dtype, copy=copy)
+    return _over(x_NV, heat).sub_(highest_N.unsqueeze(-1)).exp_()
+
+
+def _sums(logits_NV: Tensor, highest_N: Tensor, heat: float) -> Tensor:
+    return _exponentials(logits_NV, highest_N, heat).sum(dim=-1)
+
+
+def _gradient(x_NV: Tensor, sum_N: Tensor, factor_N: Tensor, own: _Held) -> Tensor:
+    """From exponentials, in place."""
+    x_NV.mul_((factor_N / sum_N).unsqueeze(-1))
+    for at_NK, shares_NK in own:
+        given_NK = -factor_N.unsqueeze(-1) * shares_NK
+        if torch.compiler.is_compiling() and at_NK.shape[-1] == 1:  # no write of its own to where the target is
+            columns_V = torch.arange(x_NV.shape[-1], device=x_NV.device)
+            x_NV = x_NV + torch.where(columns_V == at_NK, given_NK, 0.0)
+        else:
+            x_NV.scatter_add_(-1, at_NK, given_NK)
+    return x_NV
+
+
+def _gradient_again(
+    logits_NV: Tensor, highest_N: Tensor, sum_N: Tensor, factor_N: Tensor, own: _Held, heat: float
+) -> Tensor:
+    return _gradient(_exponentials(logits_NV, highest_N, heat), sum_N, factor_N, own).to(logits_NV.dtype)
+
+
+def _gradient_in_place(logits_NV: Tensor, *rest: Any) -> None:
+    logits_NV.copy_(_gradient_again(logits_NV, *rest))
+
+
+def _over(x: Tensor, heat: float) -> Tensor:
+    """In place."""
+    return x if heat == 1 else x.div_(heat)
 
 
 def _top(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor]:

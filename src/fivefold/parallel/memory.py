@@ -534,18 +534,19 @@ def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
     """The loss of a chunk with its gradients: while the cross entropy has its softmax in fp32 (fp64), or while the
     gradient of the head is computed, whichever is more.
 
-    Several chunks: the head's gradient is summed up in fp32, and that of the chunk before is still there, as is the
-    gradient of its logits. Of the hidden states there are what the last layer gave; what the norm before the head
+    Several chunks: the head's gradient is summed up in fp32. Compiled, no softmax is kept, and a gradient takes the
+    memory of its logits. Of the hidden states there are what the last layer gave; what the norm before the head
     keeps, which is them in fp32, scaled, and weighted; these gathered over tp; and their gradient.
     """
     if not plan.has_ends[1]:
         return 0
     compute, precise, several = shape.compute_bytes, max(4, shape.compute_bytes), len(shape.loss_chunks) > 1
     logits, weight = max(shape.loss_chunks) * plan.vocabulary, _of_head(plan, shape)
-    softmax = logits * (2 * compute + precise if precise > compute else compute)
-    before = weight * (precise + compute) if several else 0
-    in_loss = before + softmax + (logits * compute if several else 0)
-    both = 1 if precise == compute else 2  # in fp32 the gradient takes the memory of the logits
+    in_place = shape.compiled or precise == compute
+    softmax = logits * (compute if in_place else 2 * compute + precise)
+    before = weight * precise if several else 0
+    in_loss = before + softmax
+    both = 1 if in_place else 2
     in_head = before + weight * compute + both * logits * compute
     tp, splits = plan.layout.tp, plan.splits_sequence
     of_norm = 3 + precise // compute

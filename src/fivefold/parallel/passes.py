@@ -186,7 +186,7 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
         weights = None if inputs.weights is None else state.context.cut(inputs.weights)
         if inputs.answers is not None:
             answers = state.context.cut(inputs.answers)
-            found = losses.target_log_probs(logits_of, hidden, labels, sizes, state.tensor)
+            found = losses.target_log_probs(logits_of, hidden, labels, sizes, state.tensor, state.loss_kernels)
             sums = _of_answers(found, answers, inputs.of_answers, state.context.row_groups)
             if inputs.judge is None:
                 return sums
@@ -198,8 +198,9 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
             return _of_whole_rows(torch.stack([tokens.double(), values.double()], -1), state.context, inputs.input_ids)
         soft = None if inputs.soft is None else inputs.soft.cut(state.context.cut)
         return losses.chunked_loss(
-            logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights, soft
-        )
+            logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights, soft,
+            state.loss_kernels,
+        )  # fmt: skip
 
 
 def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:

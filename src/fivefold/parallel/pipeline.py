@@ -269,7 +269,7 @@ class _Flags:
         self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
             (model.get_submodule(unit.name), pipeline.plan.users(unit))
-            for unit in pipeline.plan.units
+            for unit in pipeline.plan.fsdp_units
             if unit.parameters
         ]
         self._progress = Progress(plan.micro_batches, pipeline.plan.own_stages, self._zero)

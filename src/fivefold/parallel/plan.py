@@ -463,10 +463,23 @@ class ParallelPlan:
     # ---- FSDP --------------------------------------------------------------------------------------------------------
 
     @cached_property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP has something to do: on one process only where parameters are computed with in another type, or
+        from another place, than they rest in."""
+        layout = self.layout
+        as_they_rest = layout.precision != "bf16" and not (layout.offload_parameters or self.fp8_gathers)
+        return layout.world > 1 or not as_they_rest or any(each.in_nf4 for each in self.facts.parameters.values())
+
+    @property
+    def fsdp_units(self) -> tuple[Unit, ...]:
+        """The units that FSDP gathers and reduces."""
+        return self.units if self.uses_fsdp else ()
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The FSDP units of this rank, inner before outer: the experts of each layer; the embedding; each layer; last
-        the rest, which is the final norm and the head. An embedding that is tied, or whose weight the model reads
-        outside of the module (Gemma 4), is gathered with the rest."""
+        """The parameters of this rank by what is gathered at once, inner before outer: the experts of each layer; the
+        embedding; each layer; last the rest, which is the final norm and the head. An embedding that is tied, or whose
+        weight the model reads outside of the module (Gemma 4), is gathered with the rest."""
         names, anatomy = [name for name in self.shards if self.holds(name)], self.anatomy
         frozen = frozenset(name for name in names if not self.facts.parameters[name].is_trained)
         is_apart = not anatomy.tied and anatomy.embedding not in self.facts.looked_into
@@ -483,13 +496,17 @@ class ParallelPlan:
 
     def padded_sizes(self, unit: Unit) -> tuple[int, int]:
         """(numbers that a unit gathers, numbers that it reduces). FSDP pads dimension 0 up to a multiple of the shards:
-        7 rows over 4 shards count as 8."""
+        7 rows over 4 shards count as 8. None without FSDP: parameters and gradients are used where they are."""
+        if not self.uses_fsdp:
+            return 0, 0
         shards = self.grid.fsdp_shards(unit.over)
         sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
     def gathered_bytes(self, unit: Unit) -> int:
         """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte."""
+        if not self.uses_fsdp:
+            return 0
         shards = self.grid.fsdp_shards(unit.over)
         shapes = {name: self.gathered_shape(name) for name in unit.parameters}
         return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())

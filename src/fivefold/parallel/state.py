@@ -20,6 +20,7 @@ from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8_scales import Fp8Scales
 from fivefold.parallel.guard import Guard
+from fivefold.parallel.loss import EAGER, Kernels
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload import Offload
 from fivefold.parallel.plan import ParallelPlan
@@ -45,6 +46,7 @@ class ParallelState:
     amax: AmaxHistory  # of linears in fp8
     fp8_scales: Fp8Scales  # of their weights
     compiled: Compiled | None = None  # None where blocks run as they are
+    loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)
 
     @contextmanager

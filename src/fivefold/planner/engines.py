@@ -16,9 +16,9 @@ from fivefold.planner.chips import Chip
 # Of this runtime on a CPU, uncompiled: CPU seconds of one thread, of Llamas that differ in width, layers, micro batches
 # and tokens (torch 2.13). Operations of a layer and micro batch, FSDP's hooks included; of the model's ends; bytes of
 # memory traffic for a byte that a layer saves, that is gathered (copied in and out), and that is reduced (copied twice,
-# reduced, added up).
+# reduced, added up), and for a logit.
 LAUNCHES, LAUNCHES_OF_ENDS = 1100, 2400
-EAGER_TRAFFIC, GATHER_TRAFFIC, REDUCE_TRAFFIC = 7.0, 5.5, 13.0
+EAGER_TRAFFIC, GATHER_TRAFFIC, REDUCE_TRAFFIC, EAGER_LOGIT_BYTES = 7.0, 5.5, 13.0, 48.0
 
 Splits = tuple[tuple[int, int], ...]  # layers of each stage, first and past the last
 
@@ -158,8 +158,8 @@ class Engine:
         return replace(
             self, slack=slack, traffic=EAGER_TRAFFIC, host_seconds=LAUNCHES * launch,
             host_of_ends=LAUNCHES_OF_ENDS * launch, meet=1.0, gather_traffic=GATHER_TRAFFIC,
-            reduce_traffic=REDUCE_TRAFFIC, compiled=False, overlaps_data=False, overlaps_sums=0.0,
-            overlaps_context=False, overlaps_tensor=0.0,
+            reduce_traffic=REDUCE_TRAFFIC, logit_bytes=EAGER_LOGIT_BYTES, compiled=False, overlaps_data=False,
+            overlaps_sums=0.0, overlaps_context=False, overlaps_tensor=0.0,
         )  # fmt: skip
 
 
@@ -170,10 +170,11 @@ ENGINES = {
     for each in (
         # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
         # compiled layers; `slack` and `kept_back` are least squares of the cells of docs/planned_memory.md.
+        # Logits in bf16 are written, read three times and overwritten by their gradient (`parallel/loss.py`).
         # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
         # runs beside compute.
         Engine(
-            name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=48, host_seconds=2.4e-3,
+            name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=10, host_seconds=2.4e-3,
             overlaps_data=True, slack=1.03, kept_back=0.49, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
