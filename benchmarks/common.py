@@ -83,6 +83,8 @@ class Shape:
 
 
 SHAPES = {
+    "1M": Shape(128, 384, 4, 4, 256, length=64, rows=12, steps=60),  # where models of single characters live
+    "6M": Shape(256, 768, 6, 16, 2048, length=512, rows=4, steps=8),
     "15M": Shape(288, 768, 6, 6, 32_000, length=1024, rows=4, steps=3),
     "110M": Shape(768, 2048, 12, 12, 32_000, length=1024, rows=2, steps=1),
     "tiny": Shape(32, 64, 2, 2, 256, length=32, rows=4, steps=2),

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+import compact_loop
 import plain_loop
 from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, micro_batch, plain_model
 from fivefold.core.layout import Layout
@@ -76,13 +77,29 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
 
 def plain(ask: dict[str, Any]) -> dict[str, Any]:
     """The loop of plain_loop.py."""
+    return _alone(ask, plain_loop.train)
+
+
+def compact(ask: dict[str, Any]) -> dict[str, Any]:
+    """The model and the loop of compact_loop.py."""
+    return _alone(ask, compact_loop.train, of=_compact)
+
+
+def _compact(model: Any) -> compact_loop.Llama:
+    found = compact_loop.Llama(model.config)
+    found.take(model)
+    return found
+
+
+def _alone(ask: dict[str, Any], train: Callable[..., Any], of: Callable[[Any], Any] = lambda model: model) -> Any:
+    """A loop that knows one process alone. `of`: what it trains, of a `transformers` model."""
     torch.set_num_threads(threads_per_worker(1))
     shape, clock, total = SHAPES[ask["shape"]], Clock(), ask["warmup"] + ask["steps"]
     memory = PeakMemory(CPU)
-    model = plain_model(shape.hf_config())
+    model = of(plain_model(shape.hf_config()))
     batches = ([micro_batch(shape, step, packed=ask["packed"])] for step in range(total))
     clock.tick()
-    for loss in plain_loop.train(
+    for loss in train(
         model, batches, repeat(LEARNING_RATE), bf16=ask["precision"] == "bf16", betas=OPTIONS.betas, eps=OPTIONS.eps,
         weight_decay=OPTIONS.weight_decay, max_grad_norm=OPTIONS.max_grad_norm,
     ):  # fmt: skip
@@ -154,6 +171,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "matmul": matmul,
     "fivefold": fivefold,
     "plain": plain,
+    "compact": compact,
     "trainer": trainer,
 }
 

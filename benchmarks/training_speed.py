@@ -1,6 +1,6 @@
 """Training speed and peak memory of fivefold beside a plain PyTorch loop and `transformers.Trainer`, in one run.
 
-    python benchmarks/training_speed.py                  15M and 110M, fp32 and bf16 (where the CPU has instructions
+    python benchmarks/training_speed.py                  1M to 110M, fp32 and bf16 (where the CPU has instructions
                                                          for it); writes benchmarks/results/
     python benchmarks/training_speed.py --quick          a toy model, one repeat, writes nothing: does it run?
     python benchmarks/training_speed.py --sizes 15M --json F     a part of it; written only where you say
@@ -42,6 +42,7 @@ class Contender:
 
 CONTENDERS = {
     YARDSTICK: Contender("plain"),
+    "compact loop": Contender("compact"),
     "fivefold": Contender("fivefold"),
     "Trainer": Contender("trainer"),
     "fivefold shard2": Contender("fivefold", 2, layout="shard2"),
@@ -78,22 +79,22 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="a toy model and one repeat, to see that everything runs")
-    add("--sizes", type=_names(SHAPES), default=None, help="of " + ",".join(SHAPES) + "; default 15M,110M")
+    add("--sizes", type=_names(SHAPES), default=None, help="of " + ",".join(SHAPES) + "; default 1M,6M,15M,110M")
     add("--precisions", type=_names(("fp32", "bf16")), default=list(PRECISIONS), help="fp32,bf16 (if the CPU has it)")
     add("--contenders", type=_names(CONTENDERS), default=list(CONTENDERS), help="of " + ",".join(CONTENDERS))
     add("--repeats", type=_positive, default=None, help="3 (1 with --quick)")
-    add("--steps", type=_positive, default=None, help="timed steps per process; 3 for 15M, 1 for 110M")
+    add("--steps", type=_positive, default=None, help="timed steps per process; 60 for 1M, 1 for 110M")
     add("--packed", action="store_true", help="four documents a row instead of one; without the Trainer")
     add("--json", type=Path, default=None, help="where to write; the default for a whole run only: benchmarks/results")
     add("--write-docs", action="store_true", help="put the newest result into docs/benchmarks.md")
     args = parser.parse_args()
     parts = ("quick", "packed", "sizes", "precisions", "contenders")
     args.is_whole = all(getattr(args, name) == parser.get_default(name) for name in parts)
-    args.sizes = args.sizes or (["tiny"] if args.quick else ["15M", "110M"])
+    args.sizes = args.sizes or (["tiny"] if args.quick else ["1M", "6M", "15M", "110M"])
     args.repeats = args.repeats or (1 if args.quick else 3)
     args.contenders = [YARDSTICK, *(name for name in args.contenders if name != YARDSTICK)]
     if args.packed:
-        args.contenders = [name for name in args.contenders if CONTENDERS[name].kind != "trainer"]
+        args.contenders = [name for name in args.contenders if CONTENDERS[name].kind not in ("trainer", "compact")]
     return args
 
 

@@ -162,7 +162,7 @@ def test_gpu_train_needs_a_gpu(refused: Callable[..., str]) -> None:
 
 
 def test_training_speed_refuses_unknown_names(refused: Callable[..., str]) -> None:
-    assert "7B: choose from 15M, 110M" in refused("training_speed", "--sizes", "7B")
+    assert "7B: choose from 1M, 6M, 15M, 110M" in refused("training_speed", "--sizes", "7B")
 
 
 @pytest.mark.campaign
