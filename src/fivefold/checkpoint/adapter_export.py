@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.base import base_source
+from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.model_folder import json_text
@@ -85,6 +85,7 @@ class CheckpointAdapter:
         """The model with the adapter in its weights, fp32. Raises `UserError` where its own are no longer there."""
         transposed = [name for name, is_transposed in self._linears.items() if is_transposed]
         base = base_source(self.config, self._model)
+        check_base(self.config, self.checkpoint.agreement, str(self.checkpoint.path))
         if self.lora.quantize == "nf4":  # what the adapter was trained beside
             base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
         return _Whole(Merged(base, self.checkpoint.source(), self.lora, transposed))
