@@ -1,5 +1,6 @@
 """Runs of an adapter: they go on under another layout, and what they leave is what `peft` and `transformers` load."""
 
+import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import fivefold as ff
 from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
@@ -120,6 +123,24 @@ def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: st
     assert train(tree).error is None
     ran = train({**tree, "adapter": {**LORA, "alpha": 8}})
     assert isinstance(ran.error, UserError) and "adapter.alpha" in ran.error.what
+
+
+def test_other_weights_under_the_name_of_the_base_are_refused(tmp_path: Path, base: str) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    tree = tree_of(tmp_path, str(tmp_path / "base"), train__max_steps=1)
+    assert train(tree).error is None
+    weights = tmp_path / "base" / "model.safetensors"
+    save_file({name: 2 * each for name, each in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    longer = {**tree, "train": {**tree["train"], "max_steps": 2}}
+    said = f"model.name_or_path: the weights of {tmp_path / 'base'} are not those that"
+    error = train(longer).error
+    assert isinstance(error, UserError) and said in error.what
+    with pytest.raises(UserError, match="are not those that"):
+        export(run_dir(tree), tmp_path / "merged", merge=True)
+    with pytest.raises(UserError, match="are not those that"):
+        ff.generate(run_dir(tree), "the", quiet=True)
+    shutil.copy(Path(base) / "model.safetensors", weights)
+    assert train(longer).error is None
 
 
 def test_disk_is_asked_for_the_adapter_alone(tmp_path: Path, base: str) -> None:

@@ -24,6 +24,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch, TeacherTargets, assemble
 from fivefold.parallel import passes
 from fivefold.parallel.state import state_of
+from fivefold.training import distillation
 from fivefold.training import step as training_step
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.verification.exact import exactly
@@ -252,6 +253,23 @@ def test_what_is_damaged_in_the_cache_is_asked_again(tmp_path: Path, teacher: Pa
     ran = train(again)
     assert ran.error is None and "asked now" in ran.screen
     assert column(again, "train/loss") == column(first, "train/loss")
+
+
+def test_what_a_killed_run_was_told_is_removed_and_that_of_one_still_asking_kept(tmp_path: Path) -> None:
+    with distillation._asking(tmp_path) as held:
+        killed = tmp_path / ".asking.killed"
+        killed.mkdir()
+        (killed / "tokens.npy").write_bytes(bytes(100))
+        with distillation._asking(tmp_path) as other:
+            assert held.is_dir() and other.is_dir() and not killed.exists()
+    assert not list(tmp_path.glob(".asking.*"))
+
+
+def test_the_disk_has_the_place_of_all_that_a_teacher_will_say(tmp_path: Path) -> None:
+    """Or a disk that others fill would end the run by a signal (SIGBUS) when a page of it is written."""
+    distillation._arrays(tmp_path, tmp_path, (100_000, 8), np.dtype(np.float32))
+    for file in tmp_path.iterdir():
+        assert 512 * file.stat().st_blocks >= 3_200_000
 
 
 @pytest.mark.parametrize(

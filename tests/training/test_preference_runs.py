@@ -95,6 +95,17 @@ def test_another_model_as_the_reference(tmp_path: Path) -> None:
     assert abs(column(other, "rewards/margins")[0]) > 1e-3 > abs(column(plain, "rewards/margins")[0])
 
 
+def test_a_cache_that_cannot_be_written_is_told_before_the_reference_is_computed(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "reference").write_text("in its way")
+    ran = train(tree_of(tmp_path), 1)
+    assert isinstance(ran.error, UserError) and "cannot write to the cache folder" in ran.error.what
+    assert "computing log-probabilities" not in ran.screen
+    (tmp_path / "cache" / "reference").unlink()
+    ran = train(tree_of(tmp_path), 1)
+    assert ran.error is None and "computing log-probabilities" in ran.screen
+
+
 @pytest.mark.parametrize("name", ["orpo", "simpo"])
 def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None:
     tree = tree_of(tmp_path, {"name": name}, train__max_steps=3)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fivefold.checkpoint.base import base_source
+from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.merge_check import MergeCheck, check_merged
@@ -84,6 +84,7 @@ class CheckpointAdapter:
         `UserError` where the model's own weights are no longer there, `RunFailed` for logits that are not the same."""
         transposed = [name for name, is_transposed in _linears(self._model).items() if is_transposed]
         base, adapter = base_source(self.config, self._model), self.checkpoint.source()
+        check_base(self.config, self.checkpoint.agreement, str(self.checkpoint.path))
         if self.lora.quantize == "nf4":  # what the adapter was trained beside
             base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
         merged = Merged(base, adapter, self.lora, transposed)

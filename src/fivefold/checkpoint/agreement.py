@@ -16,6 +16,7 @@ from fivefold.core.text import shortened
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"
 STATES = "optimizer.state_dtype"
+WEIGHTS = "weights of "  # and the key that says where they are
 _SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_name_or_path")
 _TRAIN_KEYS = ("global_batch_size", "seed")
@@ -23,13 +24,14 @@ _MORE = "a run goes on under any layout, but only with the same model, tokenizer
 
 
 def agreement(
-    config: RunConfig, fingerprint: str, model_config: Mapping[str, Any] | None = None, *, bos: bool = False
-) -> dict[str, Any]:
+    config: RunConfig, fingerprint: str, model_config: Mapping[str, Any] | None = None, *, bos: bool = False,
+    weights: Mapping[str, str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The keys that must agree, as the run file names them, with their resolved values: plain JSON.
 
     `fingerprint` names the rows by their contents (`PreparedData.fingerprint`); `model_config` is the resolved
     config.json, for a name says little: the folder it means may have changed. `bos`: whether documents begin with BOS,
-    which `data.bos: auto` leaves to the tokenizer.
+    which `data.bos: auto` leaves to the tokenizer. `weights`: what `weights_beside` gives.
     """
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
@@ -44,6 +46,7 @@ def agreement(
     plain = type(config.objective)().model_dump()
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}
+    resolved |= {f"{WEIGHTS}{key}": digest for key, digest in (weights or {}).items()}
     return keys | resolved | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}
 
 
@@ -56,7 +59,7 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
     saved = {"data.bos": False, **saved}  # there was none before there was such a key
     for key in [*current, *(key for key in saved if key not in current)]:
         before, now = (values.get(key, "(not set)") for values in (saved, current))
-        if before == now or (same_rows and key in ("data.train", "data.validation")):
+        if before == now or key.startswith(WEIGHTS) or (same_rows and key in ("data.train", "data.validation")):
             continue
         if key == WARMUP and not isinstance(now, int):  # auto, or a part of the run: it stays what it was
             continue
@@ -71,6 +74,20 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
             fix=f"set {key} back, or start afresh with another run.name",
             more=_MORE,
         )
+    check_weights(saved, current, where=where)
+
+
+def check_weights(saved: Mapping[str, Any], current: Mapping[str, Any], *, where: str) -> None:
+    """Raise `UserError` where files that a run reads at every start hold other weights under the same name. (A
+    checkpoint of an earlier version does not say which they were.)"""
+    for key, digest in current.items():
+        if key.startswith(WEIGHTS) and saved.get(key, digest) != digest:
+            named = key.removeprefix(WEIGHTS)
+            raise UserError(
+                f"{named}: the weights of {current[named]} are not those that {where} was trained with",
+                fix="put the files back, or start afresh with another run.name",
+                more=_MORE,
+            )
 
 
 def _inner(key: str, before: Any, now: Any) -> tuple[str, Any, Any]:

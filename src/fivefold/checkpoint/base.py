@@ -1,11 +1,13 @@
 """The first weights of a run: what an adapter's checkpoint, which holds the adapter alone, lies beside."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from fivefold.checkpoint.agreement import WEIGHTS, check_weights
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.build import weights_folder
-from fivefold.models.sources import RandomInit, SafetensorsFolder, TensorSource
+from fivefold.models.sources import RandomInit, SafetensorsFolder, TensorSource, weights_digest
 
 
 def base_source(config: RunConfig, model: Any) -> TensorSource:
@@ -21,3 +23,26 @@ def base_source(config: RunConfig, model: Any) -> TensorSource:
             f"the model that the adapter is beside, {config.model.name_or_path}, cannot be read: {error.what}",
             fix=error.fix or "put its folder back, or run the command where it is found",
         ) from error
+
+
+def weights_beside(config: RunConfig) -> dict[str, str]:
+    """What names the weights that a run reads at every start, by the key that says where they are: those beside its
+    adapter, of its reference, of its teacher."""
+    given, keys = config.objective, dict[str, str]()
+    is_compared = given.name in ("dpo", "ipo", "kto")
+    if config.model.init == "pretrained" and (config.adapter.lora or is_compared):
+        keys["model.name_or_path"] = config.model.name_or_path
+    if is_compared and given.reference not in ("auto", "base"):
+        keys["objective.reference"] = given.reference
+    if given.name == "distill":
+        keys["objective.teacher"] = given.teacher
+    return {key: weights_digest(weights_folder(name)) for key, name in keys.items()}
+
+
+def check_base(config: RunConfig, saved: Mapping[str, Any], where: str) -> None:
+    """Raise `UserError` where the weights beside an adapter are not those it was trained with; `saved`: the agreement
+    of its checkpoint."""
+    if config.model.init == "pretrained":
+        key, name = "model.name_or_path", config.model.name_or_path
+        digest = weights_digest(weights_folder(name))
+        check_weights(saved, {f"{WEIGHTS}{key}": digest, key: name}, where=where)

@@ -76,6 +76,15 @@ def write_all(descriptor: int, content: bytes | memoryview) -> None:
         left = left[os.write(descriptor, left[:AT_ONCE]) :]
 
 
+def take_space(descriptor: int, start: int, size: int) -> None:
+    """So many bytes of an open file from `start` on are on the disk: a full disk is an error here, not a signal when a
+    page that is mapped is written. Raises `OSError`."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, start, size)
+    else:
+        os.ftruncate(descriptor, start + size)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, whose parent exists; one that is there already is fine."""
     try:

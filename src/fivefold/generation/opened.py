@@ -10,8 +10,9 @@ import yaml
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from fivefold.checkpoint.base import base_source
+from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.find import find_checkpoint, is_remote
+from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
 from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.config import RunConfig
@@ -57,6 +58,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     source = open_source(model)
     if trained is not None:
         source = Layered(source, base_source(trained, model))
+        check_base(trained, Checkpoint.open(folder.parent).agreement, str(folder.parent))
     lora = trained.adapter.lora if trained else None
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     return Opened(folder, model, info.load(), info, eos_token_ids(folder) or (info.eos_token_id,), run)

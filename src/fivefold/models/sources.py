@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fivefold.core import safetensors_header, strict_json
+from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
@@ -24,6 +25,7 @@ from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SAMPLE = 1024
 # Buffers that old exports saved and every model computes for itself.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
 
@@ -171,6 +173,18 @@ def _locate(folder: Path) -> dict[str, Path]:
     raise UserError(
         f"{folder} holds neither {_SINGLE} nor {_INDEX}", fix="to start from random weights: model.init: random"
     )
+
+
+def weights_digest(folder: Path) -> str:
+    """Names the weights in a folder, whatever their files are called: by type and shape of each tensor, and `_SAMPLE`
+    bytes from the middle of it, so that a large model takes a moment. Raises `UserError`."""
+    located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
+    for name, entry in _entries(located).items():
+        with located[name].open("rb") as file:
+            file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE) // 2))
+            sample = file.read(min(_SAMPLE, entry.stop - entry.start))
+        found.append((name, entry.dtype, list(entry.shape), sample.hex()))
+    return key_of(sorted(found))
 
 
 def _read_index(path: Path) -> Mapping[str, str]:

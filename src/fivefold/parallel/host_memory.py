@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
+from fivefold.core.files import take_space
 from fivefold.core.units import human_bytes
 
 HOST = "host"  # of `offload_to`: not a folder
@@ -97,14 +98,10 @@ class HostMemory:
         self.bytes += size
 
     def _lengthen(self, size: int) -> None:
-        """The file has so many bytes more, on the disk too: a full disk is an error here, not a signal when a page is
-        written."""
+        """The file has so many bytes more, on the disk too."""
         assert self._file is not None
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, self.bytes, size)
-            else:
-                os.ftruncate(self._file, self.bytes + size)
+            take_space(self._file, self.bytes, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise

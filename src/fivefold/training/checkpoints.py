@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fivefold import checkpoint
+from fivefold.checkpoint.base import weights_beside
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
@@ -44,6 +45,7 @@ class CheckpointManager:
         self._saver = checkpoint.Saver(
             self._directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote
         )
+        self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"
         self._under_way: Path | None = None
         self.failed: UserError | None = None
@@ -137,4 +139,4 @@ class CheckpointManager:
     def _agreement(self, config: RunConfig) -> dict[str, Any]:
         model_config = json.loads(self._model.config.to_json_string())
         bos = bool(self._data.tokenizer.bos_token_ids)
-        return checkpoint.agreement(config, self._data.fingerprint, model_config, bos=bos)
+        return checkpoint.agreement(config, self._data.fingerprint, model_config, bos=bos, weights=self._weights)

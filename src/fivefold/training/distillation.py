@@ -5,11 +5,13 @@ Example: 1,000 targets and `top_k` 64 are two arrays [1000, 64], int32 tokens an
 target. They are in the order of the rows, and in a row in that of its targets.
 """
 
+import fcntl
 import gc
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +23,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.cache import cache_root, entry, key_of, locked
 from fivefold.core.errors import UserError
-from fivefold.core.files import cannot_write
+from fivefold.core.files import cannot_write, take_space
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.core.units import human_bytes, many
 from fivefold.data.batch import IGNORE, MicroBatch, TeacherTargets
@@ -42,7 +44,7 @@ from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.reference import digest_of_weights
 
 _VERSION = 1  # raise when the numbers change
-_TOKENS, _LOG_PROBS = "tokens.npy", "log_probs.npy"
+_TOKENS, _LOG_PROBS, _LOCK = "tokens.npy", "log_probs.npy", "lock"
 _MORE = "docs/distillation.md"
 
 
@@ -205,41 +207,60 @@ def _scratch(
     root: Path, shape: tuple[int, int], dtype: np.dtype[Any], world: World
 ) -> Iterator[tuple[Path | None, NDArray[np.int32], NDArray[np.floating]]]:
     """A folder with arrays to fill, on the first rank of each machine; on the others None, and arrays of no use."""
-    if world.local_rank:
+    with ExitStack() as until_then:
         failed, beside = None, None
         arrays: Any = (np.zeros((0, shape[1]), np.int32), np.zeros((0, shape[1]), dtype))
-    else:
-        failed, beside, arrays = _made(root, shape, dtype)
-    try:
+        if not world.local_rank:
+            try:
+                beside = until_then.enter_context(_asking(root / "teacher"))
+                arrays = _arrays(beside, root, shape, dtype)
+            except OSError as error:
+                failed = cannot_write(f"to the cache folder {root}", error, instead="move FIVEFOLD_CACHE").to_json()
+            except UserError as error:
+                failed = error.to_json()
         if told := next(filter(None, plain.everywhere(failed)), None):
             raise UserError.from_json(told)
         yield beside, *arrays
-    finally:
-        if beside is not None:
+
+
+@contextmanager
+def _asking(parent: Path) -> Iterator[Path]:
+    """A new folder, removed at the end. Those that processes which were killed have left are removed first: nobody
+    holds their locks any more."""
+    with locked(parent / "asking"):
+        for left_behind in parent.glob(".asking.*"):
+            _remove_unless_held(left_behind)
+        beside = Path(tempfile.mkdtemp(prefix=".asking.", dir=parent))
+        lock = (beside / _LOCK).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock:
+        try:
+            yield beside
+        finally:
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def _made(root: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> tuple[Any, Path | None, Any]:
-    """What failed, or nothing; the folder; its arrays."""
+def _remove_unless_held(folder: Path) -> None:
+    with suppress(OSError), (folder / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _arrays(beside: Path, root: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
+    """To fill, their place on the disk taken. Raises `OSError` and `UserError` where there is none."""
     needed = shape[0] * shape[1] * (4 + dtype.itemsize)
-    try:
-        (root / "teacher").mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(root).free) < needed:
-            raise UserError(
-                f"what the teacher says takes {human_bytes(needed)}, and {human_bytes(free)} are free at {root}",
-                fix="lower objective.top_k, free space, or move FIVEFOLD_CACHE",
-                more=_MORE,
-            )
-        beside = Path(tempfile.mkdtemp(prefix=".asking.", dir=root / "teacher"))
-        make = np.lib.format.open_memmap
-        return None, beside, tuple(
-            make(beside / name, mode="w+", dtype=kind, shape=shape)
-            for name, kind in ((_TOKENS, np.dtype(np.int32)), (_LOG_PROBS, dtype))
-        )  # fmt: skip
-    except OSError as error:
-        return cannot_write(f"to the cache folder {root}", error, instead="move FIVEFOLD_CACHE").to_json(), None, ()
-    except UserError as error:
-        return error.to_json(), None, ()
+    if (free := shutil.disk_usage(root).free) < needed:
+        raise UserError(
+            f"what the teacher says takes {human_bytes(needed)}, and {human_bytes(free)} are free at {root}",
+            fix="lower objective.top_k, free space, or move FIVEFOLD_CACHE",
+            more=_MORE,
+        )
+    arrays = []
+    for name, kind in ((_TOKENS, np.dtype(np.int32)), (_LOG_PROBS, dtype)):
+        arrays.append(np.lib.format.open_memmap(beside / name, mode="w+", dtype=kind, shape=shape))
+        with (beside / name).open("r+b") as file:
+            take_space(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return arrays
 
 
 def _keep(beside: Path | None, place: Path, read: Any, world: World) -> None:

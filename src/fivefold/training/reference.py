@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.base import base_source
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root, entry, file_digest, key_of
+from fivefold.core.cache import cache_root, entry, file_digest, key_of, locked
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.core.units import many
@@ -120,6 +120,9 @@ def _table(
     if plain.of_first(is_there):
         dist.broadcast(shared, 0)
         return shared.cpu().numpy(), False
+    if dist.get_rank() == 0:
+        with locked(folder):  # refused now where it cannot be written, and not when all is computed
+            print(f"computing log-probabilities of {many(pairs, 'pair')} ({side}) ...", flush=True)
     with _as_reference(model, compared):
         numbers = table(model, _batches(model, rows), pairs)
     if dist.get_rank() == 0:
