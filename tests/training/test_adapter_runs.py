@@ -1,5 +1,6 @@
 """Runs of an adapter: they go on under another layout, and what they leave is what `peft` and `transformers` load."""
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.peft_folder import CONFIG, PeftFolder, config_of
 from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
 from fivefold.verification.adapter_by_hand import in_nf4
@@ -110,6 +113,18 @@ def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: st
     assert train(tree).error is None
     ran = train({**tree, "adapter": {**LORA, "alpha": 8}})
     assert isinstance(ran.error, UserError) and "adapter.alpha" in ran.error.what
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("init_lora_weights", "pissa_niter_4"), ("alora_invocation_tokens", [3]), ("use_dora", True)]
+)
+def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    """Of `peft`, which would change the base that it is beside (PiSSA), or leave it out at some tokens."""
+    lora = Lora(rank=4, alpha=16)
+    about = config_of(lora, ["q_proj"], base="base", is_transposed=False)
+    (tmp_path / CONFIG).write_text(json.dumps(about | {key: value}))
+    with pytest.raises(UserError, match=f"{key} is .* which is not built"):
+        PeftFolder(tmp_path, lora, [])
 
 
 def test_disk_is_asked_for_the_adapter_alone(tmp_path: Path, base: str) -> None:
