@@ -188,6 +188,17 @@ def test_a_file_of_prompts(folder: Path, plain: Plain, layout: str, tmp_path: Pa
     assert {row["finish_reason"] for row in rows} <= {"length", "stop"}
 
 
+def test_a_prompt_draws_by_its_place_in_the_file(folder: Path, tmp_path: Path) -> None:
+    """Whatever the batches; the same prompt once more draws something else."""
+    file, out, said = tmp_path / "prompts.txt", tmp_path / "out.jsonl", []
+    file.write_text("x\nx\nx\n", encoding="utf-8")
+    for size in (1, 2, 3):
+        drawn: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": TOKENS, "batch_size": size}
+        start(GenerateRequest(model=str(folder), prompts=str(file), out=str(out), layout="single", **drawn), device="cpu")
+        said.append([json.loads(line)["completion"] for line in out.read_text(encoding="utf-8").split("\n") if line])
+    assert said[0] == said[1] == said[2] and len(set(said[0])) == 3
+
+
 def test_records_are_prompts_and_conversations(
     folder: Path, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
