@@ -98,6 +98,9 @@ def test_of_conversations_the_answers_count(folder: Path, tmp_path: Path) -> Non
     (found,) = run_ranks(1, measured, {"model": str(folder), "text": str(file), "seq_length": 100})
     said = len("vier<|im_end|>\n")
     assert (found["text_bytes"], found["targets"]) == (said, said + 1)  # and EOS
+    (short,) = run_ranks(1, measured, {"model": str(folder), "text": str(file), "seq_length": 60})
+    assert 0 < short["targets"] < said  # it lost its end
+    assert short["text_bytes"] is None and short["bits_per_byte"] is None
 
 
 def test_what_is_not_there(folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from fivefold.generation import GenerateRequest
 from fivefold.generation.conversation import end_of_turn, endings
 from fivefold.generation.launch import start
 from fivefold.generation.opened import Opened
+from fivefold.generation.prompts import read_records
 from fivefold.generation.text import StoppedText
 from tests.checkpoint.folders import OVERRIDES, hf_folder
 from tests.parity import Case
@@ -187,6 +188,19 @@ def test_a_file_of_prompts(folder: Path, plain: Plain, layout: str, tmp_path: Pa
     assert {row["finish_reason"] for row in rows} <= {"length", "stop"}
 
 
+def test_a_prompt_draws_by_its_place_in_the_file(folder: Path, tmp_path: Path) -> None:
+    """Whatever the batches; the same prompt once more draws something else."""
+    file, out, said = tmp_path / "prompts.txt", tmp_path / "out.jsonl", []
+    file.write_text("x\nx\nx\n", encoding="utf-8")
+    for size in (1, 2, 3):
+        drawn: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": TOKENS, "batch_size": size}
+        start(
+            GenerateRequest(model=str(folder), prompts=str(file), out=str(out), layout="single", **drawn), device="cpu"
+        )
+        said.append([json.loads(line)["completion"] for line in out.read_text(encoding="utf-8").split("\n") if line])
+    assert said[0] == said[1] == said[2] and len(set(said[0])) == 3
+
+
 def test_records_are_prompts_and_conversations(
     folder: Path, plain: Plain, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +214,16 @@ def test_records_are_prompts_and_conversations(
     rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [{key: row[key] for key in given} for row, given in zip(rows, records, strict=True)] == records
     assert [row["completion"] for row in rows] == [plain.go_on("def f("), plain.answer(turns)]
+
+
+def test_a_line_ends_where_a_line_of_a_file_does(tmp_path: Path) -> None:
+    """Not at the other characters that end a line of text, which JSON need not escape."""
+    said = "one\u2028two\x85three\x0cfour"
+    records, texts = tmp_path / "prompts.jsonl", tmp_path / "prompts.txt"
+    records.write_text(json.dumps({"prompt": said}, ensure_ascii=False) + "\n", encoding="utf-8")
+    texts.write_bytes(f"{said}\r\nnext".encode())
+    assert [record["prompt"] for record, _ in read_records(records)] == [said]
+    assert [record["prompt"] for record, _ in read_records(texts)] == [said, "next"]
 
 
 def test_an_answer_ends_before_a_stop_text(folder: Path, plain: Plain, tmp_path: Path) -> None:

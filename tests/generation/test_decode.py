@@ -181,6 +181,10 @@ def test_a_text_that_is_over_takes_no_more_room() -> None:
 def test_a_text_is_drawn_the_same_alone_and_in_a_batch() -> None:
     sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
     together = run_ranks(1, continue_batch, Case("single+fp64"), PROMPTS, 9, (), sampling)[0][0]
+    end = together[0][2]  # others go on behind the first one
+    ended = [each[: each.index(end) + 1] if end in each else each for each in together]
+    assert run_ranks(1, continue_batch, Case("single+fp64"), PROMPTS, 9, (end,), sampling)[0][0] == ended
+    assert any(len(each) > len(ended[0]) for each in ended[1:])
     assert run_ranks(1, continue_batch, Case("single+fp64"), PROMPTS[:1], 9, (), sampling)[0][0] == together[:1]
     assert [found for found, _ in run_ranks(2, continue_batch, Case("tp2+fp64"), PROMPTS, 9, (), sampling)] == [
         together, together,

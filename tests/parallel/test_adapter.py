@@ -1,6 +1,8 @@
 """LoRA under every fold against `peft` on the unmodified model: two steps, in fp64."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from fivefold.checkpoint.adapter_export import CheckpointAdapter
+from fivefold.config import RunConfig
 from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
+from fivefold.models.peft_folder import config_of, target_names
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
@@ -227,3 +232,44 @@ def _bytes_at_rest(case: Case) -> dict[str, int]:
 )
 def test_what_cannot_rest_in_four_bits(case: Case, said: str) -> None:
     assert all(said in each for each in run_ranks(case.parsed.world, refusal, case))
+
+
+# ---- merged ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("single", "gpt2", adapter=LORA),  # [I, O], one of them square
+        Case("single", adapter=replace(LORA, rslora=True, targets=("o_proj", "up_proj"))),
+        Case("single", adapter=replace(NF4, targets=("o_proj", "up_proj")), overrides=WIDE),  # the others are whole
+    ],
+    ids=lambda case: f"{case.family}-{case.adapter.quantize}",
+)
+def test_merged_weights_are_those_of_peft(case: Case, tmp_path: Path) -> None:
+    source = reference_model(case, torch.float32)
+    source.save_pretrained(tmp_path)
+    adapters = ModelTensors(nn.Module())
+    adapters._tensors = adapters_of(case)
+    adapters.shapes = {name: tuple(values.shape) for name, values in adapters._tensors.items()}
+    given = {"model": {"name_or_path": str(tmp_path)}, "adapter": {"name": "lora"}}
+    checkpoint: Any = SimpleNamespace(model_folder=tmp_path, source=lambda: adapters)
+    found = CheckpointAdapter(checkpoint, RunConfig.model_validate(given), case.adapter).merged()
+    right, changed = dict(of_peft(case).merge_and_unload().named_parameters()), 0
+    assert set(found.ordered) == set(right)
+    for name, parameter in source.named_parameters():
+        values = found.whole(name)
+        torch.testing.assert_close(values.double(), right[name], rtol=1e-5, atol=1e-6, msg=name)
+        changed += not torch.equal(values, parameter)
+    assert changed == len(adapters._tensors) // 2
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_config_of_an_adapter_says_its_scale_and_its_linears(rslora: bool) -> None:
+    lora = replace(LORA, rslora=rslora)
+    linears = ["a.q_proj", "b.q_proj", "b.o_proj"]
+    for targets, names in ((["b.q_proj"], ["b.q_proj"]), (["a.q_proj", "b.q_proj"], ["q_proj"])):
+        found = config_of(lora, target_names(targets, linears), base="base", is_transposed=False)
+        config = peft.LoraConfig(**found)
+        assert (config.r, config.lora_alpha, config.use_rslora) == (lora.rank, lora.alpha, rslora)
+        assert found["target_modules"] == names

@@ -26,10 +26,24 @@ from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.ops.linear import Linears
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
+from fivefold.parallel.dtensor import local
 from fivefold.parallel.plan import lower
+from fivefold.parallel.state import state_of
+from fivefold.training.optimizers import build_optimizer
+from fivefold.training.step import train_step
 from fivefold.verification import fp8_by_hand
 from tests.parallel.test_context_parity import compiled, uncompiled
-from tests.parity import Case, Outcome, gradient_error, on_rank, outcome, reference_model
+from tests.parity import (
+    Case,
+    Outcome,
+    batch_of,
+    build,
+    documents,
+    gradient_error,
+    on_rank,
+    outcome,
+    reference_model,
+)
 from tests.pool import run_ranks
 from tests.tiers import every
 
@@ -145,6 +159,28 @@ def test_what_is_not_finite_is_seen_and_forgotten(odd: float) -> None:
     history.end_step()
     (out,), _ = linear.outputs(torch.tensor([[1.0, 2.0, -3.0]]), [weight])
     assert abs(out.item()) < 0.2  # of 1 + 2 - 3, in three bits each
+
+
+def test_a_step_that_is_skipped_leaves_the_history() -> None:
+    assert run_ranks(1, _skipped) == [(1, True)]
+
+
+def _skipped() -> tuple[int, bool]:
+    """The steps of the history, and whether a step whose loss is no number left it as it was."""
+    case = Case("single+mb4+fp8_delayed", packing=False)
+    model = build(case)
+    optimizer, amax = build_optimizer(model, case.options), state_of(model).amax
+
+    def skipped(step: int) -> bool:
+        batch = batch_of(documents(case, step), case.parsed, 0)
+        return train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0).skipped
+
+    assert not skipped(0)
+    before = amax.history.clone()
+    with torch.no_grad():
+        local(model.model.norm.weight).fill_(torch.nan)  # the layers before it have numbers
+    assert skipped(1) and bool(amax._now.any())
+    return len(before), torch.equal(amax.history, before)
 
 
 def test_a_history_goes_on_from_a_checkpoint_by_the_names_of_linears() -> None:

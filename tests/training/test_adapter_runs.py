@@ -1,5 +1,6 @@
 """Runs of an adapter: they go on under another layout, and what they leave is what `peft` and `transformers` load."""
 
+import json
 import shutil
 from math import prod
 from pathlib import Path
@@ -16,8 +17,10 @@ from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
+from fivefold.core.lora import Lora
 from fivefold.models.adapter import Merged
 from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.peft_folder import CONFIG, PeftFolder, config_of
 from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
 from fivefold.verification.adapter_by_hand import in_nf4
@@ -141,6 +144,18 @@ def test_other_weights_under_the_name_of_the_base_are_refused(tmp_path: Path, ba
         ff.generate(run_dir(tree), "the", quiet=True)
     shutil.copy(Path(base) / "model.safetensors", weights)
     assert train(longer).error is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("init_lora_weights", "pissa_niter_4"), ("alora_invocation_tokens", [3]), ("use_dora", True)]
+)
+def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    """Of `peft`, which would change the base that it is beside (PiSSA), or leave it out at some tokens."""
+    lora = Lora(rank=4, alpha=16)
+    about = config_of(lora, ["q_proj"], base="base", is_transposed=False)
+    (tmp_path / CONFIG).write_text(json.dumps(about | {key: value}))
+    with pytest.raises(UserError, match=f"{key} is .* which is not built"):
+        PeftFolder(tmp_path, lora, [])
 
 
 def test_disk_is_asked_for_the_adapter_alone(tmp_path: Path, base: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fivefold.config import RunConfig
@@ -243,6 +244,21 @@ def test_only_the_rows_that_are_read_are_asked_about(tmp_path: Path, teacher: Pa
     assert train(tree).error is None
     (file,) = (tmp_path / "cache" / "teacher").glob("*/tokens.npy")
     assert np.load(file).shape == (16 * 61, 20) or np.load(file).shape == (16 * 61 - 1, 20)
+
+
+def test_what_a_teacher_says_follows_from_what_is_in_its_key(tmp_path: Path, teacher: Path) -> None:
+    other = Path(shutil.copytree(teacher, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: each * 1.5 for name, each in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({}, True), ({"objective": {"temperature": 3.0, "alpha": 0.2}}, False), ({"objective": {"top_k": 21}}, True),
+        ({"objective": {"teacher": str(other)}}, True), ({"precision__compute": "bf16"}, True),
+        ({"train__seed": 8}, True),  # other rows, as many
+    ]  # fmt: skip
+    for number, (change, is_new) in enumerate(changes):
+        tree = tree_of(tmp_path, teacher, run__name=f"run{number}", train__max_steps=2, **change)
+        ran = train(tree, 1)
+        assert ran.error is None and ("asked now" in ran.screen) == is_new, (change, ran.screen)
 
 
 def test_what_is_damaged_in_the_cache_is_asked_again(tmp_path: Path, teacher: Path) -> None:

@@ -187,20 +187,21 @@ def check(layout: str, objective: Objective) -> None:
     compare(per_rank, loss, grads)
     model = reference_model(case, torch.float32).double()
     with torch.no_grad(), exactly("fp64"):
-        sums, _ = plain_log_probs(model)
+        sums, counts = plain_log_probs(model)
     if not objective.has_baseline:  # for which there is a forward more
         assert differing([found["issued"] for found in per_rank], [found["declared"] for found in per_rank]) == []
     for found in per_rank:
         np.testing.assert_allclose(found["table"], sums.numpy(), rtol=1e-11)
         assert [found["evaluated"], found["step"]] == pytest.approx([loss, loss], rel=1e-10)
         assert set(found["metrics"]) == set(objective.metrics) and found["metrics"] == per_rank[0]["metrics"]
-    if objective.name == "dpo":
-        rewards = objective.beta * (sums.numpy() - before())
+    if not objective.has_baseline:
+        shown = sums.numpy() if objective.needs_reference else (sums / counts).numpy()
+        rewards = objective.beta * (shown - before() * objective.needs_reference)
         expected = {
             "rewards/chosen": rewards[:, 0].mean(), "rewards/rejected": rewards[:, 1].mean(),
             "rewards/margins": (rewards[:, 0] - rewards[:, 1]).mean(),
             "rewards/accuracies": (rewards[:, 0] > rewards[:, 1]).mean(),
-            "logps/chosen": sums[:, 0].mean().item(), "logps/rejected": sums[:, 1].mean().item(),
+            "logps/chosen": shown[:, 0].mean(), "logps/rejected": shown[:, 1].mean(),
         }  # fmt: skip
         assert per_rank[0]["metrics"] == pytest.approx(expected, rel=1e-10)
         assert 0 < expected["rewards/accuracies"] < 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -73,6 +73,7 @@ class LateLane:
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def copy(self, pairs: Any) -> Any:
+        LateCopies.arrive()  # what this reads of host memory comes after what the compute stream has met
         for target, source in pairs:
             assert target.nbytes == source.nbytes
             target.view(torch.uint8).fill_(0xFE)
@@ -81,19 +82,37 @@ class LateLane:
 
 
 class LateCopies:
+    """`meet` orders what the device does next, and the host may still read what was there before; `wait` is the
+    host's."""
+
     forgotten = 0  # which nobody met: on a GPU the memory that they read is given away meanwhile
+    homes: ClassVar[set[int]] = set()  # memory of the host
+    unseen: ClassVar[list[tuple[Tensor, Tensor]]] = []  # copies to it that only the device has met
 
     def __init__(self, waiting: list[tuple[Tensor, Tensor]], count: int) -> None:
         self.waiting, self.last, self.is_met = waiting, waiting[-1] if count else None, not count
 
+    @classmethod
+    def arrive(cls) -> None:
+        while cls.unseen:
+            target, values = cls.unseen.pop(0)
+            target.copy_(values)
+
     def wait(self) -> None:
-        while any(each is self.last for each in self.waiting):
-            target, source = self.waiting.pop(0)
-            target.copy_(source)
+        self._end()
+        self.arrive()
 
     def meet(self) -> None:
-        self.wait()
+        self._end()
         self.is_met = True
+
+    def _end(self) -> None:
+        while any(each is self.last for each in self.waiting):
+            target, source = self.waiting.pop(0)
+            if target.untyped_storage().data_ptr() in self.homes:
+                self.unseen.append((target, source.clone()))
+            else:
+                target.copy_(source)
 
     def __del__(self) -> None:
         LateCopies.forgotten += not self.is_met
@@ -226,10 +245,23 @@ def _given_back_early() -> Iterator[None]:
 @contextmanager
 def _late() -> Iterator[None]:
     """No fault: copies that end when somebody waits for them."""
+    allocate = host_memory.allocate
     LateCopies.forgotten = 0
-    with patch.object(offload, "Lane", LateLane), patch.object(offload_activations, "Lane", LateLane):
+    LateCopies.homes.clear()
+    LateCopies.unseen.clear()
+
+    def allocating(size: int, dtype: torch.dtype) -> Tensor:
+        found = allocate(size, dtype)
+        LateCopies.homes.add(found.untyped_storage().data_ptr())
+        return found
+
+    with (
+        patch.object(offload, "Lane", LateLane),
+        patch.object(offload_activations, "Lane", LateLane),
+        patch.object(host_memory, "allocate", allocating),
+    ):
         yield
-    assert not LateCopies.forgotten
+    assert not LateCopies.forgotten and LateCopies.homes
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
@@ -337,6 +369,30 @@ class _Counting(torch.optim.SGD):
         super().step()
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
+
+
+def set_anew(layout: str) -> list[Tensor]:
+    """Parameters after steps, between which the state is set anew from a saved one, and by hand."""
+    torch.manual_seed(0)
+    model = ff.parallelize(reference_model(Case("single"), torch.float32), layout)
+    batch = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ff.train_step(model, optimizer, batch)
+    saved = optimizer.state_dict()
+    saved["state"] = {at: {"momentum_buffer": each["momentum_buffer"].clone()} for at, each in saved["state"].items()}
+    ff.train_step(model, optimizer, batch)
+    optimizer.load_state_dict(saved)
+    ff.train_step(model, optimizer, batch)
+    for each in optimizer.state.values():
+        each["momentum_buffer"] = torch.zeros_like(each["momentum_buffer"])
+    ff.train_step(model, optimizer, batch)
+    return [local(parameter).clone() for parameter in model.parameters()]
+
+
+def test_state_that_is_set_anew_is_what_is_updated() -> None:
+    """Not what lies in host memory of the steps before."""
+    (plain,), (moved,) = (run_ranks(1, set_anew, f"single{words}") for words in ("", "+offload_optimizer"))
+    assert all(torch.equal(own, other) for own, other in zip(plain, moved, strict=True))
 
 
 def test_in_a_loop_of_ones_own() -> None:

@@ -106,6 +106,36 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_reference_is_computed
     assert ran.error is None and "computing log-probabilities" in ran.screen
 
 
+def test_what_log_probabilities_follow_from_is_in_their_key(tmp_path: Path) -> None:
+    """Not the adapter, which changes nothing at first; but what its base rests in."""
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    lora = {"name": "lora", "rank": 2}
+    for number, (change, is_new) in enumerate([
+        ({}, True), ({"adapter": lora}, False), ({"adapter": {**lora, "quantize": "nf4"}}, True),
+        ({"adapter": {**lora, "quantize": "nf4", "targets": ["q_proj"]}}, True),
+        ({"precision": {"compute": "bf16"}}, True), ({"model": {"init": "random"}, "train": {"seed": 8}}, True),
+        ({"data": {}}, True),
+    ]):  # fmt: skip
+        tree = tree_of(tmp_path, run__name=f"run{number}", train__max_steps=1, optimizer__learning_rate=0.0)
+        tree["model"]["overrides"] = wide
+        if "data" in change:  # as many pairs, of other words
+            text = (tmp_path / "pairs.jsonl").read_text()
+            (tmp_path / "pairs.jsonl").write_text(text.replace("ja", "so"))
+        for section, values in change.items():
+            tree[section] = {**tree.get(section, {}), **values}
+        ran = train(tree, 1)
+        assert ran.error is None and ("computed now" in ran.screen) == is_new, (change, ran.screen)
+        assert column(tree, "train/loss")[0] == pytest.approx(math.log(2), rel=1e-5), change
+
+
+def test_held_out_pairs_have_their_own_reference(tmp_path: Path) -> None:
+    """A model that has not changed is its own reference."""
+    tree = tree_of(tmp_path, train__max_steps=1, data__validation=0.3, eval__every=1, optimizer__learning_rate=0.0)
+    assert train(tree).error is None
+    (found,) = [row for row in bodies.metrics(tree) if "eval/loss" in row]
+    assert found["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["orpo", "simpo"])
 def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None:
     tree = tree_of(tmp_path, {"name": name}, train__max_steps=3)

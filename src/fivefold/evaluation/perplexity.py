@@ -55,7 +55,7 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
     )  # fmt: skip
     loss, targets = summed_loss(opened.model, batches)
     read = rows.rows_within(most)
-    whole = files is not None and read == len(rows)
+    whole = files is not None and read == len(rows) and not rows.counts.shortened
     size = told(text_bytes(files, opened) if whole and files and world.is_first else None, world)
     return TextResult(
         text=name, loss_sum=loss, targets=targets, tokens=int(rows.row_tokens[:read].sum()), rows=read,

@@ -98,14 +98,18 @@ def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
     """The prompts of a file: its lines, or of a .jsonl the `prompt` or the `messages` of each record."""
     path = Path(str(request.prompts))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [_prompt(opened, request, record, where) for record, where in read_records(path)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}", fix="a text file, one prompt a line", more=_MORE) from error
-    read = _records if path.suffix in (".jsonl", ".json", ".ndjson") else _texts
-    found = [_prompt(opened, request, record, where) for record, where in read(path, lines)]
     if not found:
         raise UserError(f"{path} has no prompts", fix="write one a line", more=_MORE)
     return found
+
+
+def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The record of each line of a file, and its place. Raises `UserError`, `OSError`, `UnicodeDecodeError`."""
+    lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` would end one at other characters, too
+    yield from (_records if path.suffix in (".jsonl", ".json", ".ndjson") else _texts)(path, lines)
 
 
 def _texts(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:

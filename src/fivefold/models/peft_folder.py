@@ -22,6 +22,9 @@ _PREFIX = "base_model.model."
 _PLAIN: dict[str, Any] = {
     "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
+    "alora_invocation_tokens": (None,), "use_qalora": (False, None), "kasa_config": (None,),
+    # Others (PiSSA, OLoRA, CorDA, LoftQ) are beside a base that they have changed.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }  # fmt: skip
 
 

@@ -71,6 +71,9 @@ class Reference:
             if is_random
             else digest_of_weights(weights_folder(config.model.name_or_path))
         )
+        lora = config.adapter.lora
+        if lora is not None and lora.quantize != "none":  # it compares with what four bits leave of these weights
+            start = key_of(start, lora.quantize, lora.targets)
         if config.adapter.path:
             start = key_of(start, config.adapter.model_dump(mode="json"), digest_of_weights(Path(config.adapter.path)))
         return cls(None, first, start)
