@@ -78,6 +78,7 @@ def test_the_answers_of_a_record(
 ) -> None:
     data = read(tmp_path, [record], source=source, seq_length=200)
     found = answers(data.train.rows([0], row_multiple=1))
+    assert data.counts.train.targets == sum(len(trained) for _, trained in found)
     first = prompt or None
     for (text, trained), answer in zip(found, (chosen, rejected), strict=True):
         # Behind a turn's end is the template's line break, which is trained too, up to the EOS.

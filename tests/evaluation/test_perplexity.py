@@ -152,6 +152,7 @@ def test_a_run_is_evaluated_as_it_was_while_it_trained(
 # ---- scores, which lm-eval asks for ----------------------------------------------------------------------------------
 
 PAIRS = [([5, 71, 3], [44, 9]), ([17], [8]), ([8, 2, 99, 64, 31, 7, 77], [12, 50, 6, 23, 61]), ([61, 5], [20, 20, 3])]
+PAIRS.append(([4, 9, 1, 2, 3, 30, 31, 32, 33, 34, 35, 36], [3]))  # the longest, with the fewest that are scored
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2", "shard2", "pp2", "cp2"])

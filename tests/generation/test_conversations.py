@@ -193,10 +193,8 @@ def test_a_prompt_draws_by_its_place_in_the_file(folder: Path, tmp_path: Path) -
     file, out, said = tmp_path / "prompts.txt", tmp_path / "out.jsonl", []
     file.write_text("x\nx\nx\n", encoding="utf-8")
     for size in (1, 2, 3):
-        drawn: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": TOKENS, "batch_size": size}
-        start(
-            GenerateRequest(model=str(folder), prompts=str(file), out=str(out), layout="single", **drawn), device="cpu"
-        )
+        drawn: dict[str, Any] = {**GREEDY, "temperature": 1.0, "batch_size": size}
+        start(GenerateRequest(model=str(folder), prompts=str(file), out=str(out), **drawn), device="cpu")
         said.append([json.loads(line)["completion"] for line in out.read_text(encoding="utf-8").split("\n") if line])
     assert said[0] == said[1] == said[2] and len(set(said[0])) == 3
 

@@ -26,7 +26,7 @@ from tests.pool import RankError, run_ranks
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
 CASES = {  # all levers, in turns with each fold; more micro batches than stages
-    "dp2.shard2+mb2": {},
+    "dp2.shard2+mb2": {"family": "phi3"},  # saves parts of merged projections
     "shard2.tp2+full+mb1": {"optimizer": "muon"},
     "pp2+zb+v2+mb1": {"overrides": (("num_hidden_layers", 8),)},
     "shard2.ep2+selective+mb1": {"family": "mixtral"},
