@@ -13,6 +13,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod, context_method
 from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits, refuse, violations
+from fivefold.models import offdiagonal
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import total as total_of
@@ -27,6 +28,23 @@ from tests.pool import run_ranks
 METHODS = ("ring", "allgather", "ulysses", "2x2")
 
 # ---- which tokens a rank has -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("combine", [offdiagonal.combine, torch.compile(offdiagonal.combine, backend="aot_eager")])
+@pytest.mark.parametrize("rows", [slice(None), [2, 0]])
+def test_attention_to_two_sets_of_keys_is_that_to_all(rows: slice | list[int], combine: offdiagonal.Combine) -> None:
+    """In place, for some rows and the queries 1 to 4; the others stay."""
+    scores, values = torch.randn(3, 6, 2, 9).double(), torch.randn(9, 5).double()
+    (out, lse), (more, more_lse) = (
+        (scores[..., keys].softmax(-1) @ values[keys], scores[..., keys].logsumexp(-1))
+        for keys in (slice(0, 4), slice(4, 9))
+    )
+    block = offdiagonal.OffdiagonalBlock(rows, slice(1, 4), slice(0, 5), 0)
+    wanted, stat = out.clone(), lse.clone()
+    wanted[rows, 1:4], stat[rows, 1:4] = (scores.softmax(-1) @ values)[rows, 1:4], scores.logsumexp(-1)[rows, 1:4]
+    added = (each[rows, 1:4].transpose(1, 2) for each in (more, more_lse))
+    offdiagonal.merge(block, out, lse, *added, combine)
+    torch.testing.assert_close((out, lse), (wanted, stat), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (3, 1), (4, 2), (2, 3)])

@@ -29,10 +29,9 @@ def weights_beside(config: RunConfig) -> dict[str, str]:
     """What names the weights that a run reads at every start, by the key that says where they are: those beside its
     adapter, of its reference, of its teacher."""
     given, keys = config.objective, dict[str, str]()
-    is_compared = given.name in ("dpo", "ipo", "kto")
-    if config.model.init == "pretrained" and (config.adapter.lora or is_compared):
+    if config.model.init == "pretrained" and (config.adapter.lora or given.compares):
         keys["model.name_or_path"] = config.model.name_or_path
-    if is_compared and given.reference not in ("auto", "base"):
+    if given.compares and given.reference not in ("auto", "base"):
         keys["objective.reference"] = given.reference
     if given.name == "distill":
         keys["objective.teacher"] = given.teacher

@@ -19,7 +19,7 @@ log-sum-exp, the backward kernels are exact for each partial result. No [T, T] m
 Legend: B rows, T tokens of a row, L of them on this rank, S keys; H query heads, G key/value heads, D head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -148,14 +148,26 @@ def backward(
     return kernels.backward(g, q, k, v, o, stat, rule, part.farthest, ahead=part.ahead)
 
 
-def merge(part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor) -> None:
-    """Merge the output and log-sum-exp of an off-diagonal block into those of the keys so far, in place."""
-    more, more_lse = out_bHlD.transpose(1, 2).to(out_BLHD.dtype), lse_bHl.transpose(1, 2)
+Combine = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
+
+def merge(
+    part: OffdiagonalBlock, out_BLHD: Tensor, lse_BLH: Tensor, out_bHlD: Tensor, lse_bHl: Tensor, combine: Combine
+) -> None:
+    """Merge the output and log-sum-exp of an off-diagonal block into those of the keys so far, in place. `combine`:
+    the function below, or compiled."""
     out, lse = out_BLHD[part.rows, part.queries], lse_BLH[part.rows, part.queries]
-    both = torch.logaddexp(lse, more_lse)
-    weight, more_weight = ((each - both).exp().unsqueeze(-1) for each in (lse, more_lse))
-    out_BLHD[part.rows, part.queries] = out * weight + more * more_weight
-    lse_BLH[part.rows, part.queries] = both
+    combine(out, lse, out_bHlD.transpose(1, 2), lse_bHl.transpose(1, 2))
+    if not isinstance(part.rows, slice):  # these are copies
+        out_BLHD[part.rows, part.queries], lse_BLH[part.rows, part.queries] = out, lse
+
+
+def combine(out_blHD: Tensor, lse_blH: Tensor, more_blHD: Tensor, more_lse_blH: Tensor) -> None:
+    """Attention to some keys, and to `more` keys, as attention to all of them, in place."""
+    both = torch.logaddexp(lse_blH, more_lse_blH)
+    weight, more_weight = ((each - both).exp().unsqueeze(-1) for each in (lse_blH, more_lse_blH))
+    out_blHD.copy_(out_blHD * weight + more_blHD.to(out_blHD.dtype) * more_weight)
+    lse_blH.copy_(both)
 
 
 def add(total_BLxD: Tensor, rows: slice | list[int], tokens: slice, more_bxlD: Tensor) -> None:

@@ -128,6 +128,8 @@ def parallelize(
     dtype = data.COMPUTE_DTYPES[layout.precision]
     staged = install(model, plan, tp, cp, dtype=dtype)
     compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
+    if compiled:
+        cp.combine = compiled.block("attention over cp", cp.combine)
     offload = offload_of(layout, offload_to, device)
     _keep_products(model, plan, recompute, is_compiled=compile_blocks)
     _wrap_blocks(model, plan, recompute=recompute, compiled=compiled, offload=offload)

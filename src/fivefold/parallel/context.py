@@ -66,6 +66,7 @@ class ContextParallel:
     ulysses: dist.ProcessGroup | None
     is_on: bool = True
     head_in_chunks: bool = False
+    combine: offdiagonal.Combine = offdiagonal.combine  # or compiled
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
@@ -117,7 +118,7 @@ class ContextParallel:
             sinks = sinks if sinks is None else torch.chunk(sinks, u)[self.ulysses.rank()]
         if rule.window is not None and rule.window >= length:
             rule = AttentionParams(rule.scale, None, rule.softcap)
-        job = CPAttentionArgs(edges, rows, length, rings, self.exchange, rule)
+        job = CPAttentionArgs(edges, rows, length, rings, self.exchange, rule, self.combine)
         out_BLHD: Tensor = _Attention.apply(q_BLHD, k_BLGD, v_BLGD, sinks, job)  # type: ignore[no-untyped-call]
         return out_BLHD if self.ulysses is None else tokens_for_heads(out_BLHD, self.ulysses, group).flatten(2, 3)
 
@@ -154,6 +155,7 @@ class CPAttentionArgs:
     tokens: Tokens
     exchange: Exchange | None
     rule: AttentionParams
+    combine: offdiagonal.Combine
 
     @property
     def mine(self) -> Blocks:
@@ -228,7 +230,8 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
     out: Tensor = own.to(lse.dtype)
     for blocks, (keys, values) in chain([first], parts):
         for part in job.offdiagonal_blocks(blocks):
-            offdiagonal.merge(part, out, lse, *offdiagonal.forward(part, q, keys, values, rule))
+            found, stat = offdiagonal.forward(part, q, keys, values, rule)
+            offdiagonal.merge(part, out, lse, found, stat, job.combine)
     if sinks is not None:
         kernels.join_sinks(out, lse, sinks)
     return out.to(q.dtype), lse

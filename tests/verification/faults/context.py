@@ -143,7 +143,7 @@ def loss_is_a_mean_of_means_over_cp() -> Any:
     expects=[("output", ATTENTION)],
 )
 def partial_results_without_rescale() -> Any:
-    def merge(part: Any, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    def merge(part: Any, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, _: Any) -> None:
         before, plain = lse[part.rows, part.queries], more.transpose(1, 2)
         out[part.rows, part.queries] = (out[part.rows, part.queries] + plain) / 2
         lse[part.rows, part.queries] = torch.logaddexp(before, more_lse.transpose(1, 2))
