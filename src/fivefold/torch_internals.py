@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -213,6 +213,24 @@ def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
     its own. None where torch has none."""
     name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
     return getattr(torch._C._distributed_c10d, name, None)
+
+
+# FlashAttention ------------------------------------------------------------------------------------------------------
+
+
+def takes_flash_attention_3() -> bool:
+    """Whether this torch can let FlashAttention 3 serve its flash operators."""
+    return hasattr(import_module("torch.nn.attention"), "activate_flash_attention_impl")
+
+
+def use_flash_attention(which: Literal["fa2", "fa3"]) -> None:
+    """Let torch's flash operators, of all models of this process, be served by one of them. Raises `ImportError`, or
+    `RuntimeError` for a package without the kernels."""
+    attention: Any = import_module("torch.nn.attention")
+    if which == "fa3":
+        attention.activate_flash_attention_impl("FA3")
+    elif takes_flash_attention_3() and attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
 
 
 # FSDP2 ---------------------------------------------------------------------------------------------------------------

@@ -296,3 +296,53 @@ def test_a_compiled_block_is_one_graph_whatever_the_documents():
         cu_seqlens = torch.tensor(edges, dtype=torch.int32)
         for mine, theirs in zip(run(compiled, cu_seqlens), run(block, cu_seqlens), strict=True):
             assert (mine - theirs).abs().max() <= 1e-5
+
+
+# ---- which kernels on a GPU ------------------------------------------------------------------------------------------
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "installed", "which"),
+    [
+        ("auto", (9, 0), True, "fa3"), ("auto", (9, 0), False, "fa2"), ("auto", (10, 0), True, "fa2"),
+        ("auto", (8, 0), True, "fa2"), ("fa2", (9, 0), True, "fa2"), ("fa3", (9, 0), True, "fa3"),
+    ],
+)  # fmt: skip
+def test_flash_attention_3_is_taken_where_it_is(
+    asked: str, capability: tuple[int, int], installed: bool, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(kernels, "takes_flash_attention_3", lambda: True)
+    monkeypatch.setattr(kernels, "use_flash_attention", used.append)
+    assert kernels.choose(asked, CUDA) == which and used == [which]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "said"),
+    [("cpu", (9, 0), "this run is on cpu"), ("cuda", (8, 0), "compute capability 9.0"), ("cuda", (9, 0), "installed")],
+)
+def test_flash_attention_3_is_refused_where_it_is_not(
+    device: str, capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(UserError, match=said):
+        kernels.choose("fa3", torch.device(device))
+
+
+def test_a_package_for_another_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(which: str) -> None:
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernels, "use_flash_attention", broken)
+    with pytest.raises(UserError, match="cannot be loaded: undefined symbol"):
+        kernels.choose("auto", CUDA)
+
+
+def test_there_is_nothing_to_choose_on_a_cpu() -> None:
+    assert kernels.choose("auto", torch.device("cpu")) == kernels.choose("fa2", torch.device("cpu")) == ""

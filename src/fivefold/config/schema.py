@@ -211,6 +211,11 @@ class TrainSection(Section):
     compile: Literal["auto"] | bool = Field(
         default="auto", description="torch.compile of each block: auto, true, false"
     )
+    attention: Literal["auto", "fa2", "fa3"] = Field(
+        default="auto",
+        description="kernels on a GPU: fa2 are PyTorch's own; fa3 is FlashAttention 3, for compute capability 9.0 "
+        "(H100), a package of its own; auto takes fa3 where it is installed",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
     collective_timeout: Number = Field(
         default=600, ge=0, description="seconds until a collective that hangs ends the run; 0 = never"

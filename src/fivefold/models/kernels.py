@@ -21,15 +21,20 @@ query heads share one), D head size. In a block: L queries, S keys, and X = R * 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fivefold.core.errors import UserError, first_line
 from fivefold.torch_internals import (
     cpu_attention_backward,
     cpu_attention_forward,
     flash_attention_backward,
     flash_attention_forward,
+    takes_flash_attention_3,
+    use_flash_attention,
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -45,6 +50,41 @@ class AttentionParams:
     scale: float
     window: int | None = None
     softcap: float | None = None
+
+
+FA3_MODULE = "flash_attn_interface"  # of the package flash_attn_3
+
+
+def choose(asked: str, device: torch.device) -> str:
+    """Which FlashAttention serves 16-bit types on a GPU from here on: `fa2` or `fa3`; "" on another device. `asked`:
+    `train.attention`. Raises `UserError` where fa3 is asked for and cannot be."""
+    why = _no_fa3(device)
+    if asked == "fa3" and why:
+        raise UserError(
+            f"train.attention: fa3 cannot be used: {why}", fix="train.attention: auto", more="docs/machine.md"
+        )
+    if device.type != "cuda":
+        return ""
+    which: Literal["fa2", "fa3"] = "fa2" if asked == "fa2" or why else "fa3"
+    try:
+        use_flash_attention(which)
+    except (ImportError, RuntimeError) as error:  # a package that was built for another torch
+        raise UserError(
+            f"FlashAttention 3 is installed and cannot be loaded: {first_line(error)}",
+            fix="train.attention: fa2, or install it again for this torch", more="docs/machine.md",
+        ) from error  # fmt: skip
+    return which
+
+
+def _no_fa3(device: torch.device) -> str:
+    """Why there is no FlashAttention 3 here; "" where there is."""
+    if device.type != "cuda":
+        return f"it is for GPUs, and this run is on {device.type}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "it is for GPUs of compute capability 9.0"
+    if not takes_flash_attention_3():
+        return "this torch cannot let it serve its operators"
+    return "" if find_spec(FA3_MODULE) else "the package flash_attn_3 is not installed"
 
 
 def forward(

@@ -51,7 +51,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         (
             "compute",
             f"{layout.precision}, reduced in {PRECISION_OF[state.reduce_dtype]}"
-            f"{', blocks compiled' if compiled else ''}",
+            f"{', blocks compiled' if compiled else ''}{_attention(job)}",
         ),
         *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
         *_fp8_lines(job),
@@ -68,6 +68,11 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def _attention(job: "Trainer") -> str:
+    """By which kernels, where there is a choice."""
+    return {"fa3": ", attention by FlashAttention 3", "fa2": ", attention by FlashAttention 2"}.get(job.attention, "")
 
 
 def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:

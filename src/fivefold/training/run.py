@@ -29,6 +29,7 @@ from fivefold.data.rows import PackedRows
 from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
+from fivefold.models import kernels
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
@@ -90,6 +91,7 @@ class Trainer:
     total_steps: int
     goals: reference.Goals = field(default_factory=reference.Goals)
     teacher: Teacher | None = None
+    attention: str = ""  # see `kernels.choose`
     step: int = 0  # steps done
     start: int = 0  # of them, before this start
     tokens_seen: int = 0
@@ -120,6 +122,7 @@ class Trainer:
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
+        attention = kernels.choose(config.train.attention, torch.device(world.device))
         teacher = teacher_of(config, data, world, total_steps)
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
@@ -135,6 +138,7 @@ class Trainer:
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log)
         job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher)
+        job.attention = attention
         stack.callback(keeper.close)
         resumed = keeper.resume(config)
         job.step = job.start = resumed.step

@@ -28,7 +28,7 @@ from fivefold.core.terminal import say
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import World, cores, join, leave, threads_per_worker
-from fivefold.models import hf_internals
+from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.data import master_dtype
@@ -111,6 +111,7 @@ def in_world(asked: VerifyRequest, world: World) -> None:
 def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
     """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`)."""
     hf_internals.no_progress_bars()
+    kernels.choose(parse_config(asked.config).train.attention, torch.device(world.device))
     layouts = asked.parsed
     tell: Callable[[str], None] = print_line if world.is_first and not asked.quiet else lambda text: None
     if world.is_first:
