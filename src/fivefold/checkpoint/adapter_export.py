@@ -23,10 +23,10 @@ from fivefold.core.files import cannot_write, is_users, of_system
 from fivefold.core.lora import Lora
 from fivefold.models import hf_internals
 from fivefold.models.adapter import InNf4, Merged
-from fivefold.models.adapter_facts import targets_of
+from fivefold.models.adapter_facts import Target, targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, in_peft, target_names
+from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, names_in_peft, target_names, to_peft
 
 _FILES = frozenset({CONFIG, WEIGHTS, CARD})
 
@@ -81,12 +81,22 @@ class CheckpointAdapter:
         dims = {name: hf_internals.linear_dims(module) for name, module in self._model.named_modules()}
         return {name: each == (1, 0) for name, each in dims.items() if each is not None}
 
+    @cached_property
+    def _experts(self) -> dict[str, Any]:
+        """The model's modules of experts, by name."""
+        return {name: module for name, module in self._model.named_modules() if hf_internals.is_experts(module)}
+
+    @cached_property
+    def _targets(self) -> tuple[Target, ...]:
+        return targets_of(facts_of(self._model), self.lora)
+
     def merged(self) -> _Whole:
         """The model with the adapter in its weights, fp32. Raises `UserError` where its own are no longer there."""
         transposed = [name for name, is_transposed in self._linears.items() if is_transposed]
+        transposed += [name for name, module in self._experts.items() if module.is_transposed]
         base = base_source(self.config, self._model)
         if self.lora.quantize == "nf4":  # what the adapter was trained beside
-            base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
+            base = InNf4(base, [each.weight for each in self._targets])
         return _Whole(Merged(base, self.checkpoint.source(), self.lora, transposed))
 
     def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
@@ -98,11 +108,14 @@ class CheckpointAdapter:
         there = {each.name for each in out.iterdir()} if out.is_dir() else set()
         if out.exists() and (not out.is_dir() or there) and not (force and CONFIG in there and there <= _FILES):
             raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
-        tensors = {in_peft(name): cast(name, source.whole(name), kind) for name in source.ordered}
-        targets = [each.module for each in targets_of(facts_of(self._model), self.lora)]
+        named = names_in_peft(self._targets)
+        tensors = {named[name]: to_peft(name, cast(name, source.whole(name), kind)) for name in source.ordered}
+        linears = [each.module for each in self._targets if not each.experts]
+        parameters = [each.weight for each in self._targets if each.experts]
+        beside = [f"{name}.{leaf}" for name, module in self._experts.items() for leaf, _ in module.named_parameters()]
         about = config_of(
-            self.lora, target_names(targets, [*self._linears]), base=self.config.model.name_or_path,
-            is_transposed=self._linears[targets[0]],
+            self.lora, target_names(linears, [*self._linears]), target_names(parameters, beside),
+            base=self.config.model.name_or_path, is_transposed=any(self._linears[each] for each in linears),
         )  # fmt: skip
         temporary = out.with_name(f".tmp-{out.name}")
         shutil.rmtree(temporary, ignore_errors=True)

@@ -20,13 +20,15 @@ def nf4_numbers(size: int) -> int:
 @dataclass(frozen=True)
 class Lora:
     """`targets`: the linears, by the ends of their names; `auto` alone: those of the layers, but for routers and
-    experts. `quantize`: how their frozen weights rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type."""
+    experts. `target_parameters`: matrices of experts, by the ends of theirs. `quantize`: how the frozen weights of
+    linears rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type."""
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = (AUTO,)
     rslora: bool = False
     quantize: str = "none"
+    target_parameters: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
