@@ -231,11 +231,8 @@ def adapters_of(case: Case) -> dict[str, Tensor]:
         return {}
     torch.manual_seed(11)
     facts = facts_of(build_meta(hf_config(case)))
-    rank, found = case.adapter.rank, dict[str, Tensor]()
-    for target in targets_of(facts, case.adapter):
-        a, b = target.weights
-        found |= {a: 0.2 * torch.randn(rank, target.inputs), b: 0.2 * torch.randn(target.outputs, rank)}
-    return found
+    shapes = [each.shapes(case.adapter.rank) for each in targets_of(facts, case.adapter)]
+    return {name: 0.2 * torch.randn(shape) for each in shapes for name, shape in each.items()}
 
 
 def gradient(parameter: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """LoRA under every fold against `peft` on the unmodified model: two steps, in fp64."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.checkpoint.adapter_export import CheckpointAdapter
 from fivefold.config import RunConfig
@@ -45,6 +47,7 @@ from tests.parity import (
 from tests.pool import run_ranks
 
 peft = pytest.importorskip("peft")
+ParamWrapper = peft.tuners.lora.layer.ParamWrapper
 
 LORA = Lora(rank=3, alpha=7.0)
 
@@ -53,10 +56,11 @@ def of_peft(case: Case) -> Any:
     """The model of `peft`, with the adapters of the case."""
     lora, values = case.adapter, adapters_of(case)
     assert lora is not None
-    modules = sorted({name.rsplit(".", 2)[0] for name in values})
+    beside = {name.replace(".lora_A.", ".") for name in values if ".lora_A." in name}
+    modules = sorted(name.removesuffix(".weight") for name in beside if name.endswith(".weight"))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=modules,
-        lora_dropout=0.0,
+        target_parameters=sorted(name for name in beside if not name.endswith(".weight")), lora_dropout=0.0,
     )  # fmt: skip
     base = reference_model(case)
     for module in modules if lora.quantize == "nf4" else ():
@@ -64,15 +68,34 @@ def of_peft(case: Case) -> Any:
         weight.data = in_nf4(weight.data).to(weight.dtype)
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, view, parameter in as_here(model):
             if parameter.requires_grad:
-                parameter.copy_(values[plain(name)])
+                view(parameter).copy_(values[name])
     return model.double()
 
 
-def plain(name: str) -> str:
-    """A parameter of `peft` as it is called here."""
-    return name.removeprefix("base_model.model.").replace(".default.", ".").replace(".base_layer.", ".")
+Numbers = Callable[[Tensor], Tensor]
+
+
+def as_here(model: Any) -> Iterator[tuple[str, Numbers, Any]]:
+    """Parameters of `peft` as they are called here: (name, what shows numbers of it as they lie here, parameter). Of
+    experts `peft` has A [E r, I] and B [O, r E], which are A [E, r, I] and B [E, O, r] here."""
+    wrapped = {name: module for name, module in model.named_modules() if isinstance(module, ParamWrapper)}
+    for name, parameter in model.named_parameters():
+        owner = wrapped.get(name.rpartition(".lora_")[0])
+        plain = name.removeprefix("base_model.model.").replace(".default.", ".").replace(".base_layer", "")
+        if owner is None or ".lora_" not in name:
+            yield plain, lambda x: x, parameter
+        elif ".lora_A." in name:
+            plain = plain.replace(".weight", f".{owner.parameter_name}")
+            yield plain, partial(Tensor.unflatten, dim=0, sizes=(owner.num_experts, -1)), parameter
+        else:
+            plain = plain.replace(".weight", f".{owner.parameter_name}")
+            yield plain, partial(_b_of_experts, owner.num_experts), parameter
+
+
+def _b_of_experts(experts: int, values: Tensor) -> Tensor:
+    return values.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def expected(case: Case) -> Outcome:
@@ -89,12 +112,12 @@ def expected(case: Case) -> Outcome:
             loss = cross_entropy(model, [each for row in documents(case, step) for each in row])
             loss.backward()
             if step == 0:
-                gradients = {plain(name): gradient(p).numpy().copy() for name, p in model.named_parameters()}
+                gradients = {name: view(gradient(p)).numpy().copy() for name, view, p in as_here(model)}
             norms.append(float(nn.utils.clip_grad_norm_(trained.values(), case.max_grad_norm or np.inf)))
             losses.append(loss.item())
             for optimizer in optimizers:
                 optimizer.step()
-    last = {plain(name): p.detach().numpy().copy() for name, p in model.named_parameters()}
+    last = {name: view(p.detach()).numpy().copy() for name, view, p in as_here(model)}
     return Outcome(losses, norms, gradients, last)
 
 
@@ -142,6 +165,34 @@ def test_lora_equals_peft(layout: str) -> None:
 def test_lora_beside_other_parts(layout: str, more: dict[str, Any]) -> None:
     case = Case(f"{layout}+fp64" if "+mb" in layout else f"{layout}+mb2+fp64", max_grad_norm=0.02, loss_chunks=2)
     check(replace(case, **{"adapter": LORA, **more}))
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+EXPERTS = replace(LORA, targets=("q_proj", "o_proj"), target_parameters=("gate_up_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("single", {}),
+        ("shard2", {"family": "qwen3_moe"}),
+        ("shard2.ep2", {}),
+        ("tp2.ep2", {}),
+        ("tp2+etp", {}),
+        ("tp2+etp+nosp", {"family": "gpt_oss"}),  # [E, I, O], with biases, gate beside up
+        ("shard2.tp2.ep2+etp", {}),
+        ("pp2", {"family": "olmoe"}),
+        ("shard2.pp2.ep2+zb", {}),
+        ("cp2.ep2", {"adapter": replace(EXPERTS, targets=(), target_parameters=("down_proj",), rslora=True)}),
+        ("shard2.ep2+selective", {}),
+        ("shard2.tp2.ep2+etp+full", {"adapter": replace(EXPERTS, targets=(), target_parameters=("gate_up_proj",))}),
+        ("shard2+offload+offload_optimizer+offload_parameters", {}),
+    ],
+)
+def test_lora_beside_experts_equals_peft(layout: str, more: dict[str, Any]) -> None:
+    case = Case(f"{layout}+mb2+fp64", "mixtral", adapter=EXPERTS, max_grad_norm=0.02, loss_chunks=2)
+    check(replace(case, **more))
 
 
 def test_selective_recompute_of_a_row_is_refused() -> None:
@@ -269,7 +320,7 @@ def test_the_config_of_an_adapter_says_its_scale_and_its_linears(rslora: bool) -
     lora = replace(LORA, rslora=rslora)
     linears = ["a.q_proj", "b.q_proj", "b.o_proj"]
     for targets, names in ((["b.q_proj"], ["b.q_proj"]), (["a.q_proj", "b.q_proj"], ["q_proj"])):
-        found = config_of(lora, target_names(targets, linears), base="base", is_transposed=False)
+        found = config_of(lora, target_names(targets, linears), [], base="base", is_transposed=False)
         config = peft.LoraConfig(**found)
         assert (config.r, config.lora_alpha, config.use_rslora) == (lora.rank, lora.alpha, rslora)
         assert found["target_modules"] == names

@@ -152,7 +152,7 @@ def test_other_weights_under_the_name_of_the_base_are_refused(tmp_path: Path, ba
 def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     """Of `peft`, which would change the base that it is beside (PiSSA), or leave it out at some tokens."""
     lora = Lora(rank=4, alpha=16)
-    about = config_of(lora, ["q_proj"], base="base", is_transposed=False)
+    about = config_of(lora, ["q_proj"], [], base="base", is_transposed=False)
     (tmp_path / CONFIG).write_text(json.dumps(about | {key: value}))
     with pytest.raises(UserError, match=f"{key} is .* which is not built"):
         PeftFolder(tmp_path, lora, [])

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -24,10 +25,10 @@ from fivefold.core.files import cannot_write, is_users, of_system
 from fivefold.core.lora import Lora
 from fivefold.models import hf_internals
 from fivefold.models.adapter import InNf4, Merged
-from fivefold.models.adapter_facts import targets_of
+from fivefold.models.adapter_facts import Target, targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, in_peft, target_names
+from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, names_in_peft, target_names, to_peft
 
 if TYPE_CHECKING:
     from fivefold.checkpoint.export import WholeTensors
@@ -83,10 +84,11 @@ class CheckpointAdapter:
         """The model with the adapter in its weights, fp32, and what its logits say; see `check_merged`. Raises
         `UserError` where the model's own weights are no longer there, `RunFailed` for logits that are not the same."""
         transposed = [name for name, is_transposed in _linears(self._model).items() if is_transposed]
+        transposed += [name for name, module in _experts(self._model).items() if module.is_transposed]
         base, adapter = base_source(self.config, self._model), self.checkpoint.source()
         check_base(self.config, self.checkpoint.agreement, str(self.checkpoint.path))
         if self.lora.quantize == "nf4":  # what the adapter was trained beside
-            base = InNf4(base, [f"{each.module}.weight" for each in targets_of(facts_of(self._model), self.lora)])
+            base = InNf4(base, [each.weight for each in targets_of(facts_of(self._model), self.lora)])
         merged = Merged(base, adapter, self.lora, transposed)
         check = check_merged(self._model.config, base, adapter, merged, self.lora, dtype, room)
         return _Whole(merged), check
@@ -117,13 +119,15 @@ def write_peft(
     is_adapter = CONFIG in there and there <= _FILES
     if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):
         raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
-    tensors = {in_peft(name): cast(name, source.whole(name), dtype) for name in source.ordered}
+    targets = targets_of(facts_of(model), lora)
+    named = names_in_peft(targets)
+    tensors = {named[name]: to_peft(name, cast(name, source.whole(name), dtype)) for name in source.ordered}
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / CONFIG).write_bytes(json_text(_config(lora, model, base)))
+        (temporary / CONFIG).write_bytes(json_text(_config(lora, targets, model, base)))
         if card is not None:
             (temporary / CARD).write_text(card)
         if into:
@@ -142,10 +146,20 @@ def write_peft(
     return sum(each.nbytes for each in tensors.values())
 
 
-def _config(lora: Lora, model: Any, base: str) -> dict[str, Any]:
+def _config(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dict[str, Any]:
     linears = _linears(model)
-    targets = [each.module for each in targets_of(facts_of(model), lora)]
-    return config_of(lora, target_names(targets, [*linears]), base=base, is_transposed=linears[targets[0]])
+    own = [each.module for each in targets if not each.experts]
+    parameters = [each.weight for each in targets if each.experts]
+    beside = [f"{name}.{leaf}" for name, module in _experts(model).items() for leaf, _ in module.named_parameters()]
+    return config_of(
+        lora, target_names(own, [*linears]), target_names(parameters, beside), base=base,
+        is_transposed=any(linears[each] for each in own),
+    )  # fmt: skip
+
+
+def _experts(model: Any) -> dict[str, Any]:
+    """The model's modules of experts, by name."""
+    return {name: module for name, module in model.named_modules() if hf_internals.is_experts(module)}
 
 
 def _linears(model: Any) -> dict[str, bool]:

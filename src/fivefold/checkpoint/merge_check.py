@@ -79,12 +79,20 @@ def _logits(
 
 
 def _beside(model: nn.Module, values: Mapping[str, Tensor], lora: Lora) -> None:
-    """By hooks, so that the model's own forward runs."""
-    ends = f".{A}.weight"
-    for name in filter(lambda each: each.endswith(ends), values):
-        a, b = values[name], values[name.replace(A, B)]
-        hook: Callable[..., Tensor] = partial(_added, a, b, lora.scale)
-        model.get_submodule(name.removesuffix(ends)).register_forward_hook(hook)
+    """Linears by hooks, so that the model's own forward runs; experts, which are no modules, by their weights."""
+    for name, a in values.items():
+        module, matrix, leaf = name.rsplit(".", 2)
+        if matrix != A:
+            continue
+        b, of = values[f"{module}.{B}.{leaf}"], model.get_submodule(module)
+        if a.ndim == 2:
+            hook: Callable[..., Tensor] = partial(_added, a, b, lora.scale)
+            of.register_forward_hook(hook)
+            continue
+        weights = of.get_parameter(leaf)
+        for number, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
+            more = lora.scale * of_b @ of_a
+            weights[number] += more.T if getattr(of, "is_transposed", False) else more
 
 
 def _added(a: Tensor, b: Tensor, scale: float, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:

@@ -304,9 +304,11 @@ class AdapterSection(Section):
     alpha: Number = Field(default=32.0, gt=0, description="their product is multiplied by alpha / rank")
     targets: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = Field(
         default=(AUTO,),
-        min_length=1,
         description="linears by the ends of their names, such as [q_proj, v_proj]; auto: all of the layers but routers "
         "and experts",
+    )
+    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = (
+        Field(default=(), description="matrices of experts by the ends of their names: [gate_up_proj, down_proj]")
     )
     rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank)")
     quantize: Literal["none", "nf4"] = Field(
@@ -328,12 +330,18 @@ class AdapterSection(Section):
             raise ValueError("dropout is 0 in any run: a layout would drop other values than one process")
         return values
 
+    @model_validator(mode="after")
+    def _beside_something(self) -> "AdapterSection":
+        if not (self.targets or self.target_parameters):
+            raise ValueError("targets: name some linears, or auto; or experts by target_parameters")
+        return self
+
     @property
     def lora(self) -> Lora | None:
         """None where the whole model is trained."""
         if self.name != "lora":
             return None
-        return Lora(self.rank, self.alpha, self.targets, self.rslora, self.quantize)
+        return Lora(self.rank, self.alpha, self.targets, self.rslora, self.quantize, self.target_parameters)
 
 
 class OptimizerSection(Section):

@@ -22,7 +22,8 @@ def nf4_numbers(size: int) -> int:
 @dataclass(frozen=True)
 class Lora:
     """`targets`: the linears, by the ends of their names (one, or several); `auto` alone: those of the layers, but for
-    routers and experts. `quantize`: how their frozen weights rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type.
+    routers and experts. `target_parameters`: matrices of experts, by the ends of theirs. `quantize`: how the frozen
+    weights of linears rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type.
 
     Raises `UserError` for values that no adapter has.
     """
@@ -32,10 +33,12 @@ class Lora:
     targets: tuple[str, ...] = (AUTO,)
     rslora: bool = False
     quantize: str = "none"
+    target_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         named = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
         object.__setattr__(self, "targets", named)
+        object.__setattr__(self, "target_parameters", tuple(self.target_parameters))
         wrong = {
             "rank": not isinstance(self.rank, int) or self.rank < 1,
             "alpha": not (isfinite(self.alpha) and self.alpha > 0),

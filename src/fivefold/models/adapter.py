@@ -23,6 +23,10 @@ def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
         parameter.requires_grad_(False)
     for target in targets_of(facts, lora):
         linear = model.get_submodule(target.module)
+        linear.lora_scale = lora.scale  # type: ignore[assignment]
+        if target.experts:
+            _attach_to_experts(linear, target, lora.rank)
+            continue
         if lora.quantize != "none" and not is_plain_linear(linear):
             raise UserError(
                 f"adapter.quantize: {target.module} is a {type(linear).__name__}, which multiplies in its own way",
@@ -32,10 +36,20 @@ def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
         with torch.device("meta"):
             linear.add_module(A, nn.Linear(target.inputs, lora.rank, bias=False, dtype=dtype))
             linear.add_module(B, nn.Linear(lora.rank, target.outputs, bias=False, dtype=dtype))
-        linear.lora_scale = lora.scale  # type: ignore[assignment]
         linear.in_nf4 = lora.quantize == "nf4"  # type: ignore[assignment]
     embedding = model.get_submodule(facts.anatomy.embedding)
     embedding.forward = _with_gradient(embedding.forward)
+
+
+def _attach_to_experts(module: nn.Module, target: Target, rank: int) -> None:
+    """One module for all A and one for all B, whose parameters are called like the matrices of the experts."""
+    dtype = module.get_parameter(target.parameter).dtype
+    for leaf, shape in zip((A, B), target.shapes(rank).values(), strict=True):
+        if not hasattr(module, leaf):
+            module.add_module(leaf, nn.Module())
+        module.get_submodule(leaf).register_parameter(
+            target.parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        )
 
 
 def _with_gradient(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -56,7 +70,7 @@ class WithAdapters(TensorSource):
         self._base, self._seed = base, seed
         self._own = dict[str, tuple[int, ...]]()
         for each in targets:
-            self._own |= dict(zip(each.weights, ((lora.rank, each.inputs), (each.outputs, lora.rank)), strict=True))
+            self._own |= each.shapes(lora.rank)
         self.shapes = {**base.shapes, **self._own}
 
     def read(self, name: str, region: Region) -> Tensor:
@@ -64,9 +78,9 @@ class WithAdapters(TensorSource):
         if name not in self._own:
             return self._base.read(name, region)
         shape = self._own[name]
-        if name.endswith(f".{B}.weight"):
+        if f".{B}." in name:
             return torch.zeros([stop - start for start, stop in _bounds(region, shape)])
-        most = 1 / sqrt(shape[1])  # torch's kaiming_uniform_ with a = sqrt(5)
+        most = 1 / sqrt(shape[-1])  # torch's kaiming_uniform_ with a = sqrt(5)
         return RandomStream(self._seed, name, shape).draw(region, Uniform(-most, most))
 
 
@@ -98,7 +112,7 @@ class InNf4(TensorSource):
 
 class Merged(TensorSource):
     """The weights of a model with its adapters in them: W + scale * B A, computed in fp32. `transposed`: linears whose
-    weight is [I, O]."""
+    weight is [I, O], and modules of experts [E, I, O]."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, lora: Lora, transposed: Collection[str]) -> None:
         self._base, self._adapters, self._lora, self._transposed = base, adapters, lora, transposed
@@ -106,14 +120,17 @@ class Merged(TensorSource):
 
     def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
-        values, module = self._base.read(name, region), name.removesuffix(".weight")
-        a, b = f"{module}.{A}.weight", f"{module}.{B}.weight"
+        values, (module, _, leaf) = self._base.read(name, region), name.rpartition(".")
+        a, b = f"{module}.{A}.{leaf}", f"{module}.{B}.{leaf}"
         if a not in self._adapters.shapes:
             return values
-        out, inner = reversed(region) if module in self._transposed else region
-        rows, columns = (self._adapters.whole(each).float() for each in (b, a))
-        more = self._lora.scale * (rows[out] @ columns[:, inner])
-        return values.float() + (more.T if module in self._transposed else more)
+        *experts, out, inner = region
+        if module in self._transposed:
+            out, inner = inner, out
+        every = slice(0, self._lora.rank)
+        rows, columns = self._adapters.read(b, (*experts, out, every)), self._adapters.read(a, (*experts, every, inner))
+        more = self._lora.scale * (rows.float() @ columns.float())
+        return values.float() + (more.mT if module in self._transposed else more)
 
 
 def _bounds(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -12,6 +12,10 @@ What a tp rank has of A and B follows from the role of W:
 
 B (A x) of a row is a partial sum like W x, and is summed with it, once. Facts are those of the model without adapters:
 `adapted` adds the parameters. Names are those of `peft`: `X.lora_A.weight`, `X.lora_B.weight` beside `X.weight`.
+
+Experts E that are one parameter W [E, O, I] have an A [E, r, I] and a B [E, O, r], `X.lora_A.down_proj` and
+`X.lora_B.down_proj` beside `X.down_proj`. Their role is that of W: they are dealt expert by expert, and with
+`expert_tp` the table above says how they are cut (`parallel/shard_rules.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,7 +26,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.lora import AUTO, NF4_BLOCK, Lora
 from fivefold.core.text import listed
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import Matmul, ModelFacts, Parameter, Role
+from fivefold.models.facts import ModelFacts, Parameter, Role
 
 _T = TypeVar("_T")
 
@@ -31,65 +35,94 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Target:
-    """A linear that has an adapter."""
+    """What has an adapter: a linear, or of a module of `experts` one `parameter`."""
 
     module: str
     inputs: int
     outputs: int
+    parameter: str = "weight"
+    experts: int = 0
+
+    @property
+    def weight(self) -> str:
+        """The name of what it is beside."""
+        return f"{self.module}.{self.parameter}"
 
     @property
     def weights(self) -> tuple[str, str]:
         """The names of A and of B."""
-        return f"{self.module}.{A}.weight", f"{self.module}.{B}.weight"
+        return f"{self.module}.{A}.{self.parameter}", f"{self.module}.{B}.{self.parameter}"
+
+    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Of A and of B, by name."""
+        each = (self.experts,) if self.experts else ()
+        return dict(zip(self.weights, ((*each, rank, self.inputs), (*each, self.outputs, rank)), strict=True))
 
 
 def targets_of(facts: ModelFacts, lora: Lora) -> tuple[Target, ...]:
-    """The linears of the model that have one, in order. Raises `UserError` for a name that none has."""
-    linears = list(_linears(facts))
-    if lora.targets == (AUTO,):
-        return tuple(Target(name, each.inputs, each.outputs) for name, each in linears)
-    for asked in lora.targets:
-        if not any(_is_called(name, asked) for name, _ in linears):
-            leaves = sorted({name.rpartition(".")[2] for name, _ in linears})
-            raise UserError(
-                f"adapter.targets: no linear of a layer of {facts.model_class} is called {asked}",
-                fix=f"name some of {listed(leaves, 12)}, or auto",
-            )
-    return tuple(
-        Target(name, each.inputs, each.outputs)
-        for name, each in linears
-        if any(_is_called(name, asked) for asked in lora.targets)
+    """What has one in the model: linears in order, then experts. Raises `UserError` for a name that nothing has."""
+    linears, experts = list(_linears(facts)), list(_experts(facts))
+    named = {each.module: each for each in linears}
+    found = (
+        tuple(linears)
+        if lora.targets == (AUTO,)
+        else _chosen(
+            named, lora.targets, f"adapter.targets: no linear of a layer of {facts.model_class}", "{}, or auto"
+        )
     )
+    if not lora.target_parameters:
+        return found
+    of_class = f"adapter.target_parameters: no matrix of experts of {facts.model_class}"
+    return found + _chosen({each.weight: each for each in experts}, lora.target_parameters, of_class, "{}")
 
 
-def _linears(facts: ModelFacts) -> Iterator[tuple[str, Matmul]]:
+def _chosen(named: Mapping[str, Target], asked: Iterable[str], none_is: str, fix: str) -> tuple[Target, ...]:
+    """Those with one of the names that are `asked` for."""
+    for each in asked:
+        if not any(_is_called(name, each) for name in named):
+            leaves = sorted({name.rpartition(".")[2] for name in named})
+            fixes = f"name some of {fix.format(listed(leaves, 12))}" if named else "leave it out"
+            raise UserError(f"{none_is} is called {each}", fix=fixes)
+    return tuple(target for name, target in named.items() if any(_is_called(name, each) for each in asked))
+
+
+def _linears(facts: ModelFacts) -> Iterator[Target]:
     apart = [*(each.router for each in facts.experts), *(each.name for each in facts.experts)]
     for layer, cost in zip(facts.anatomy.layers, facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             name = f"{layer}.{matmul.name}"
             if name.endswith(".weight") and name in facts.parameters and not is_within(name, apart):
-                yield name.removesuffix(".weight"), matmul
+                yield Target(name.removesuffix(".weight"), matmul.inputs, matmul.outputs)
 
 
-def _is_called(module: str, asked: str) -> bool:
-    return module == asked or module.endswith(f".{asked}")
+def _experts(facts: ModelFacts) -> Iterator[Target]:
+    """In the order in which modules have their parameters, which is that in which `peft` wraps them."""
+    for each in facts.experts:
+        of = each.features
+        assert of is not None, "they are found with the facts"
+        for leaf in (of.first, "down_proj"):
+            shape = facts.parameters[f"{each.name}.{leaf}"].shape
+            yield Target(each.name, shape[of.read], shape[of.made], leaf, each.experts)
+
+
+def _is_called(name: str, asked: str) -> bool:
+    return name == asked or name.endswith(f".{asked}")
 
 
 def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
     """The facts of the model with adapters: all else is frozen. None: the facts as they are. Raises `UserError`."""
     if lora is None:
         return facts
-    targets = {each.module: each for each in targets_of(facts, lora)}
-    in_nf4 = {f"{module}.weight" for module in targets} if lora.quantize == "nf4" else set()
-    _check_blocks(targets.values(), facts, in_nf4)
+    targets = targets_of(facts, lora)
+    in_nf4 = {each.weight for each in targets} if lora.quantize == "nf4" else set()
+    _check_blocks(targets, facts, in_nf4)
     parameters = {
         name: replace(each, is_trained=False, in_nf4=name in in_nf4) for name, each in facts.parameters.items()
     }
     new, roles = dict[str, Parameter](), dict[str, Role]()
-    for target in targets.values():
-        shapes = (lora.rank, target.inputs), (target.outputs, lora.rank)
-        of = facts.partition.roles.get(f"{target.module}.weight")
-        for name, shape, role in zip(target.weights, shapes, _roles(of), strict=True):
+    for target in targets:
+        of = facts.partition.roles.get(target.weight)
+        for (name, shape), role in zip(target.shapes(lora.rank).items(), _roles(of), strict=True):
             new[name] = Parameter(shape)
             if role is not None:
                 roles[name] = role
@@ -100,8 +133,12 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
 def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collection[str]) -> None:
     """Raises `UserError` for a weight that is not rows [O, I] of whole blocks."""
     for each in targets:
-        name = f"{each.module}.weight"
-        shape = facts.parameters[name].shape
+        name, shape = each.weight, facts.parameters[each.weight].shape
+        if name in in_nf4 and each.experts:
+            raise UserError(
+                f"adapter.quantize: nf4 beside experts ({name}) is not built",
+                fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/adapters.md",
+            )  # fmt: skip
         if name not in in_nf4 or (shape == (each.outputs, each.inputs) and each.inputs % NF4_BLOCK == 0):
             continue
         why = (
@@ -129,7 +166,7 @@ def _roles(of: Role | None) -> tuple[Role | None, Role | None]:
 def _behind(own: Mapping[str, _T], new: Mapping[str, _T]) -> dict[str, _T]:
     """`own`, and `new` where a model has them: behind the last parameter of their linear."""
     of_linear: dict[str, list[str]] = {}
-    for name in new:
+    for name in sorted(new, key=lambda each: each.rsplit(".", 2)[1]):  # as modules have them: each A, then each B
         of_linear.setdefault(name.rsplit(".", 2)[0], []).append(name)
     last = {name.rpartition(".")[0]: name for name in own}
     found = dict[str, _T]()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.models.facts import ORDERS, Block, ExpertFeatures, Order
-from fivefold.ops.linear import PLAIN, Linears
+from fivefold.ops.linear import PLAIN, GroupedAdapter, Linears
 
 NAME = "fivefold"
 
@@ -112,12 +112,21 @@ def expert_mlp(
 
 
 def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Linears, biased_from: int = 0) -> Tensor:
-    out_SO = linears.grouped(x_SI, getattr(module, name), counts_E, is_transposed=module.is_transposed)
+    out_SO = linears.grouped(
+        x_SI, getattr(module, name), counts_E, is_transposed=module.is_transposed, adapter=_adapter(module, name)
+    )
     if not module.has_bias:
         return out_SO
     bias: Tensor = getattr(module, f"{name}_bias")
     bias_EO = F.pad(bias, (biased_from, out_SO.shape[1] - biased_from - bias.shape[1]))
     return out_SO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
+
+
+def _adapter(module: Any, name: str) -> GroupedAdapter | None:
+    """What is beside the matrices `name` of the experts (`models/adapter.py`)."""
+    if not hasattr(module, "lora_A") or not hasattr(module.lora_A, name):
+        return None
+    return GroupedAdapter(getattr(module.lora_A, name), getattr(module.lora_B, name), module.lora_scale)
 
 
 # ---- which inputs make a feature -------------------------------------------------------------------------------------

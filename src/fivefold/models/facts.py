@@ -341,7 +341,7 @@ class ModelFacts:
     @property
     def has_adapter(self) -> bool:
         """Whether something is trained beside a frozen model (`models/adapter.py`)."""
-        return any(name.endswith(".lora_A.weight") for name in self.parameters)
+        return any(".lora_A." in name for name in self.parameters)
 
     @property
     def vocabulary(self) -> int:

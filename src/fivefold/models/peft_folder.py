@@ -1,5 +1,10 @@
-"""An adapter as the `peft` package writes and reads it: `adapter_config.json` and `adapter_model.safetensors`."""
+"""An adapter as the `peft` package writes and reads it: `adapter_config.json` and `adapter_model.safetensors`.
 
+Of E experts `peft` keeps two matrices: A [E r, I], expert behind expert, and B [O, r E], whose columns are sorted by
+the r first and by experts then. Here they are A [E, r, I] and B [E, O, r].
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,7 @@ from fivefold.core import safetensors_header, strict_json
 from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
 from fivefold.core.text import listed
-from fivefold.models.adapter_facts import Target
+from fivefold.models.adapter_facts import A, B, Target
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource
 
@@ -28,25 +33,41 @@ _PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def in_peft(name: str) -> str:
-    """What `peft` calls a parameter of an adapter in its file."""
-    return _PREFIX + name
+def names_in_peft(targets: Sequence[Target]) -> dict[str, str]:
+    """Matrix of an adapter -> what `peft` calls it in its file. Of experts it wraps a module once for each parameter,
+    the last one outermost: `experts.base_layer.lora_A` beside `gate_up_proj`, `experts.lora_A` beside `down_proj`."""
+    left, found = Counter(each.module for each in targets), dict[str, str]()
+    for each in targets:
+        left[each.module] -= 1
+        module = _PREFIX + each.module + ".base_layer" * left[each.module]
+        found |= {name: f"{module}.{leaf}.weight" for name, leaf in zip(each.weights, (A, B), strict=True)}
+    return found
 
 
-def config_of(lora: Lora, targets: Sequence[str], *, base: str, is_transposed: bool) -> dict[str, Any]:
-    """The config of an adapter of the linears `targets` of the model `base`. `is_transposed`: weights are [I, O]."""
+def to_peft(name: str, values: Tensor) -> Tensor:
+    """A matrix of an adapter as it lies in the file."""
+    if values.ndim == 2:
+        return values
+    return values.flatten(0, 1) if f".{A}." in name else values.permute(1, 2, 0).flatten(1).contiguous()
+
+
+def config_of(
+    lora: Lora, targets: Sequence[str], parameters: Sequence[str], *, base: str, is_transposed: bool
+) -> dict[str, Any]:
+    """The config of an adapter of the linears `targets` and the `parameters` of experts of the model `base`.
+    `is_transposed`: weights of linears are [I, O]."""
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": lora.rslora, "use_dora": False,
         "fan_in_fan_out": is_transposed, "inference_mode": True, "init_lora_weights": True,
-        "target_modules": sorted(targets),
+        "target_modules": sorted(targets), **({"target_parameters": sorted(parameters)} if parameters else {}),
     }  # fmt: skip
 
 
-def target_names(targets: Sequence[str], linears: Sequence[str]) -> list[str]:
-    """`targets` by the last parts of their names, where no other of the model's `linears` has one of them."""
+def target_names(targets: Sequence[str], there: Sequence[str]) -> list[str]:
+    """`targets` by the last parts of their names, where no other that is `there` in the model has one of them."""
     leaves = {each.rpartition(".")[2] for each in targets}
-    others = {each.rpartition(".")[2] for each in set(linears) - set(targets)}
+    others = {each.rpartition(".")[2] for each in set(there) - set(targets)}
     return sorted(leaves if not leaves & others else targets)
 
 
@@ -59,7 +80,10 @@ def lora_of(path: str | Path) -> Lora:
             f"{path}: target_modules is {targets!r}, which names no list of linears",
             fix="pass adapter=ff.Lora(rank=..., alpha=..., targets=[...]), and load the adapter's values by source=",
         )
-    lora = Lora(config.get("r", 8), config.get("lora_alpha", 8), tuple(targets), bool(config.get("use_rslora", False)))
+    lora = Lora(
+        config.get("r", 8), config.get("lora_alpha", 8), tuple(targets), bool(config.get("use_rslora", False)),
+        target_parameters=tuple(config.get("target_parameters") or ()),
+    )  # fmt: skip
     _check_config(path, config, lora)
     return lora
 
@@ -76,28 +100,43 @@ class PeftFolder(TensorSource):
                 found = safetensors_header.read(file)
         except (ValueError, OSError) as error:
             raise UserError(f"{self._file} cannot be read: {error}", fix="name the folder of a PEFT adapter") from error
-        self.shapes = {name.removeprefix(_PREFIX): tuple(entry.shape) for name, entry in found.items()}
-        wanted = {
-            name: shape
-            for each in targets
-            for name, shape in zip(each.weights, ((lora.rank, each.inputs), (each.outputs, lora.rank)), strict=True)
-        }
-        for what, names in (("lacks", wanted.keys() - self.shapes.keys()), ("has", self.shapes.keys() - wanted.keys())):
+        self.shapes = {name: shape for each in targets for name, shape in each.shapes(lora.rank).items()}
+        self._named = names_in_peft(targets)
+        wanted = {self._named[name]: _shape_in_peft(name, shape) for name, shape in self.shapes.items()}
+        for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
             if names:
                 raise UserError(
-                    f"{path} {what} {listed(sorted(names), 3)}",
-                    fix="set adapter.targets to the linears that it is beside",
+                    f"{path} {what} {listed(sorted(each.removeprefix(_PREFIX) for each in names), 3)}",
+                    fix="set adapter.targets to the linears that it is beside, and adapter.target_parameters to those "
+                    "of experts",
                 )
-        if wrong := [name for name, shape in wanted.items() if self.shapes[name] != shape]:
-            raise UserError(f"{path}: {wrong[0]} is {self.shapes[wrong[0]]}, and here {wanted[wrong[0]]}")
+        if wrong := [name for name, shape in wanted.items() if tuple(found[name].shape) != shape]:
+            raise UserError(f"{path}: {wrong[0]} is {tuple(found[wrong[0]].shape)}, and here {wanted[wrong[0]]}")
 
     def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
         try:
             with safe_open(self._file, framework="pt", device="cpu") as file:
-                return torch.as_tensor(file.get_slice(in_peft(name))[tuple(region)])
+                return _from_peft(name, file.get_slice(self._named[name]), self.shapes[name], region)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self._file} cannot be read: {error}", fix="download the file again") from error
+
+
+def _shape_in_peft(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(to_peft(name, torch.empty(shape, device="meta")).shape)
+
+
+def _from_peft(name: str, file: Any, shape: tuple[int, ...], region: Region) -> Tensor:
+    """A region of a matrix that `to_peft` has laid out."""
+    if len(shape) == 2:
+        return torch.as_tensor(file[tuple(region)])
+    experts, *of_matrix = region
+    if f".{A}." in name:
+        rows, (first, last, _) = shape[1], experts.indices(shape[0])
+        values = torch.as_tensor(file[first * rows : last * rows, of_matrix[1]])
+        return values.view(last - first, rows, -1)[:, of_matrix[0]]
+    values = torch.as_tensor(file[of_matrix[0], :]).view(-1, shape[2], shape[0])
+    return values[:, of_matrix[1], experts].permute(2, 0, 1)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -160,6 +160,15 @@ class _Matmul(torch.autograd.Function):
         return back, None, None, *made
 
 
+@dataclass(frozen=True)
+class GroupedAdapter:
+    """Beside the matrices of experts: `a` [E, r, I] and `b` [E, O, r] (`models/adapter_facts.py`)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
 # ---- the seam --------------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +228,17 @@ class Linears:
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
             linear.forward = _biased(linear, multiply, _nothing)
 
-    def grouped(self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool) -> Tensor:
+    def grouped(
+        self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool,
+        adapter: "GroupedAdapter | None" = None,
+    ) -> Tensor:  # fmt: skip
         """Rows sorted by expert, each times its expert's matrix of `weight` [E, O, I], or [E, I, O] where
-        `is_transposed`: [S, O]. One kernel where it serves these tensors."""
+        `is_transposed`: [S, O]. One kernel where it serves these tensors. An adapter adds two products of its rank."""
+        if adapter is not None:
+            beside = replace(self, products={})  # in the compute type, as those of linears
+            made_Sr = beside.grouped(x_SI, adapter.a, counts_E, is_transposed=False)
+            more_SO = beside.grouped(made_Sr, adapter.b, counts_E, is_transposed=False)
+            return self.grouped(x_SI, weight, counts_E, is_transposed=is_transposed) + adapter.scale * more_SO
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
         if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
             plain = Grouped(counts_E, is_transposed, is_served)

@@ -11,6 +11,7 @@ from itertools import product
 from fivefold.core import heads
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.models.adapter_facts import A
 from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Partition, Role
 from fivefold.parallel.ranks import joined
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole
@@ -95,7 +96,10 @@ def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, seque
     sums = {}
     for name, role in partition.roles.items():
         spec, kind = specs[name], role.kind
-        if spec.splits and spec.replicas > 1:
+        if kind == "experts":
+            if spec.replicas > 1:  # beside features that are split: of an adapter, A of a column, B of a row
+                sums[name] = "tp"
+        elif spec.splits and spec.replicas > 1:
             sums[name] = "tp_kv"
         elif kind in ("local", "latent", "across") or (sequence_parallel and kind in ("norm", "row_bias", "router")):
             sums[name] = "tp"
@@ -130,6 +134,9 @@ def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], part
 
     Each rank holds `down_proj_bias` for its share of the outputs, and adds it to its partial sum. So every number of
     the bias lies on one rank and is added once.
+
+    Of an adapter, A [E, r, I] reads what its matrix reads, and B [E, O, r] makes what it makes: where the matrix is not
+    cut, neither are they, and every rank has the whole.
     """
     features = experts.features
     assert features is not None, "they are found with the facts"
@@ -143,6 +150,12 @@ def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], part
         "down_proj": Split(read, tuple((block,) for block in blocks)),
         "down_proj_bias": Split(1, tuple((block,) for block in split_even(outputs, parts))),
     }
+    for leaf, shape in shapes.items():
+        holder, _, of = leaf.rpartition(".")
+        if holder:
+            own, dim = splits[of], 2 if holder == A else 1
+            is_cut = (own.dim == read) == (holder == A)
+            splits[leaf] = Split(dim, own.blocks if is_cut else (((0, shape[dim]),),) * parts)
     return {leaf: splits[leaf] for leaf in shapes}
 
 
