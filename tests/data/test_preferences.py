@@ -15,6 +15,7 @@ from tests.data.helpers import SEQ, config_for, segments
 
 ASKED = [{"role": "user", "content": "q"}]
 GOOD, BAD = ({"role": "assistant", "content": each} for each in ("good", "b"))
+LISTS = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
 CHAT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -62,6 +63,9 @@ def _text(tokens: list[int]) -> str:
         ({"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         ({"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         ({"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
+        ({"prompt": "q", **LISTS}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
+        ({"prompt": ASKED, **LISTS}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
+        ({"prompt": "[0, 1]", "chosen": "[1, 2]", "rejected": "[]"}, {}, "[0, 1]", "[1, 2]$", "[]$"),
         ({"question": "q", "chosen": "good", "rejected": "b"}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         (
             {"p": "x", "w": "yy", "l": "z"},

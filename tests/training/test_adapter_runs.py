@@ -95,6 +95,21 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
     torch.testing.assert_close(logits(kept), right, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("init_lora_weights", "pissa"), ("init_lora_weights", "olora"), ("alora_invocation_tokens", [1, 2])],
+)
+def test_an_adapter_of_peft_that_means_other_weights_is_refused(
+    tmp_path: Path, base: str, key: str, value: Any
+) -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    setattr(config, key, value)
+    config.save_pretrained(tmp_path / "other")
+    tree = tree_of(tmp_path, base) | {"adapter": {**LORA, "targets": ["q_proj"], "path": str(tmp_path / "other")}}
+    ran = train(tree)
+    assert isinstance(ran.error, UserError) and f"{key} is {value!r}" in ran.error.what and ran.error.fix
+
+
 def test_merging_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1)
     assert train(tree).error is None

@@ -189,17 +189,17 @@ def preference(
     where: str, chosen: object, rejected: object, *, prompt: object = None, system: object = None, tools: object = None,
     by_template: bool = False,
 ) -> Preference:  # fmt: skip
-    """The pair of two answers, texts or lists of turns. Without a `prompt`, what both begin with is the prompt, up to a
-    whole turn or a space. `by_template`: texts are turns too. Raises `UserError`."""
-    answers = {"chosen": _parsed(chosen), "rejected": _parsed(rejected)}
-    asked = _parsed(prompt)
+    """The pair of two answers, texts or lists of turns. Without a `prompt`, or where both lists repeat it, what both
+    begin with is the prompt, up to a whole turn or a space. `by_template`: texts are turns too. Raises `UserError`."""
+    answers = {"chosen": _turns_or_text(chosen), "rejected": _turns_or_text(rejected)}
+    asked = _turns_or_text(prompt)
     if by_template or any(isinstance(each, list | tuple) for each in (asked, *answers.values())):
         said = {name: _said(answer, f"{where}, {name}") for name, answer in answers.items()}
         before: object = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        if asked is None:
-            least = max(0, min(map(len, said.values())) - 1)  # an answer has a turn, whatever it says
-            shared = min(_shared(said["chosen"], said["rejected"]), least)
-            before, said = said["chosen"][:shared], {name: turns[shared:] for name, turns in said.items()}
+        least = max(0, min(map(len, said.values())) - 1)  # an answer has a turn, whatever it says
+        both = said["chosen"][: min(_shared(said["chosen"], said["rejected"]), least)]
+        if asked is None or (both and all(turn in both for turn in _turns(before, where))):
+            before, said = both, {name: turns[len(both) :] for name, turns in said.items()}
         first, second = (chat(where, turns, context=before, system=system, tools=tools) for turns in said.values())
         return Preference(first, second)
     texts = [_string(answer, where, f"the {name} answer") for name, answer in answers.items()]
@@ -301,6 +301,13 @@ def _tools(value: object, where: str) -> tuple[Any, ...] | None:
             f"{where}: tools are a list, not a {type(tools).__name__}", fix="write their JSON schemas in a list"
         )
     return tuple(tools)
+
+
+def _turns_or_text(value: object) -> object:
+    """`value`, or the turns that a string of it writes as JSON; a text such as [1, 2] is a text."""
+    found = _parsed(value)
+    is_turns = isinstance(found, list) and bool(found) and all(isinstance(each, dict) for each in found)
+    return found if is_turns else value
 
 
 def _parsed(value: object) -> object:
