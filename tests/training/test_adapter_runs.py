@@ -161,9 +161,7 @@ def test_other_weights_under_the_name_of_the_base_are_refused(tmp_path: Path, ba
     assert train(longer).error is None
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("init_lora_weights", "pissa_niter_4"), ("alora_invocation_tokens", [3]), ("use_dora", True)]
-)
+@pytest.mark.parametrize(("key", "value"), [("lora_bias", True), ("alora_invocation_tokens", [3]), ("use_dora", True)])
 def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     """Of `peft`, which would change the base that it is beside (PiSSA), or leave it out at some tokens."""
     lora = Lora(rank=4, alpha=16)

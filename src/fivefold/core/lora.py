@@ -42,7 +42,8 @@ class Lora:
         wrong = {
             "rank": not isinstance(self.rank, int) or self.rank < 1,
             "alpha": not (isfinite(self.alpha) and self.alpha > 0),
-            "targets": not named or not all(isinstance(each, str) and each for each in named),
+            "targets": not (named or self.target_parameters)
+            or not all(isinstance(each, str) and each for each in named),
             "quantize": self.quantize not in ("none", "nf4"),
         }
         if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):

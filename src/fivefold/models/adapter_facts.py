@@ -55,7 +55,7 @@ class Target:
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Of A and of B, by name."""
-        each = (self.experts,) if self.experts else ()
+        each = (self.experts,) if self.experts > 0 else ()
         return dict(zip(self.weights, ((*each, rank, self.inputs), (*each, self.outputs, rank)), strict=True))
 
 
@@ -134,7 +134,7 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
     """Raises `UserError` for a weight that is not rows [O, I] of whole blocks."""
     for each in targets:
         name, shape = each.weight, facts.parameters[each.weight].shape
-        if name in in_nf4 and each.experts:
+        if name in in_nf4 and each.experts > 0:
             raise UserError(
                 f"adapter.quantize: nf4 beside experts ({name}) is not built",
                 fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/adapters.md",

@@ -27,10 +27,12 @@ _PREFIX = "base_model.model."
 _PLAIN: dict[str, Any] = {
     "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
-    "alora_invocation_tokens": (None,), "use_qalora": (False, None), "kasa_config": (None,),
-    # Others (PiSSA, OLoRA, CorDA, LoftQ) are beside a base that they have changed.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "alora_invocation_tokens": (None,), "use_qalora": (False, None), "arrow_config": (None,), "kasa_config": (None,),
+    "use_bdlora": (False, None), "lora_bias": (False, None),
 }  # fmt: skip
+# Ways to begin that leave the model's own weights as they are; `peft` changes them, whenever it loads, with all others
+# (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA).
+_BESIDE_THE_MODEL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def names_in_peft(targets: Sequence[Target]) -> dict[str, str]:
@@ -153,7 +155,17 @@ def _check_config(path: str | Path, config: dict[str, Any], lora: Lora) -> None:
         raise UserError(f"{path} is an adapter of type {config.get('peft_type')}, and lora is built")
     for key, plain in _PLAIN.items():
         if key in config and config[key] not in plain:
-            raise UserError(f"{path}: {key} is {config[key]!r}, which is not built")
+            raise UserError(
+                f"{path}: {key} is {config[key]!r}, which is not built",
+                fix="start from a plain LoRA adapter, or from a model with this one in its weights (merge_and_unload)",
+                more="docs/adapters.md",
+            )
+    if (begun := config.get("init_lora_weights")) not in _BESIDE_THE_MODEL:
+        raise UserError(
+            f"{path}: init_lora_weights is {begun!r}, so it belongs beside weights that peft changes as it loads them",
+            fix="let peft write it as plain LoRA: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+            more="docs/adapters.md",
+        )
     found = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora", False))
     if found != (lora.rank, lora.alpha, lora.rslora):
         rank, alpha, rslora = found
