@@ -71,6 +71,8 @@ class Reference:
             if is_random
             else digest_of_weights(weights_folder(config.model.name_or_path))
         )
+        if config.adapter.quantize != "none":  # other weights than the folder's
+            start = key_of(start, config.adapter.quantize, config.adapter.model_dump(mode="json")["targets"])
         if config.adapter.path:
             start = key_of(start, config.adapter.model_dump(mode="json"), digest_of_weights(Path(config.adapter.path)))
         return cls(None, first, start)
