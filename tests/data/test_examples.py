@@ -335,6 +335,9 @@ def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
     assert len(data.train) + len(data.validation) == 40 and 4 <= len(data.validation) <= 12
 
 
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "pay"}}]}
+
+
 @pytest.mark.parametrize(
     ("record", "source", "said"),
     [
@@ -350,6 +353,11 @@ def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
         ({"messages": TALK[:2]}, {}, "no document has a trained token (1 example)"),
         ({"a": "x"}, {"format": "chat"}, "no chat record; the keys are 'a'"),
         ({"a": "x"}, {"columns": {"messages": "b"}}, "columns.messages: no record has 'b'; they have 'a'"),
+        (
+            {"messages": [*TALK[:2], CALLS]},
+            {},
+            "turn 3 calls the tool 'pay', and the built-in ChatML",
+        ),
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "holds preference records, and objective.name is sft"),
     ],
 )

@@ -43,6 +43,16 @@ def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
     assert len(evaluated) == 2 and evaluated[1] < evaluated[0] < math.log(2)
 
 
+def test_four_bits_are_compared_with_four_bits(tmp_path: Path) -> None:
+    """And not with the numbers of the same model in full, which are in the cache."""
+    for quantize in ("none", "nf4"):
+        tree = tree_of(tmp_path, run__name=quantize, train__max_steps=1)
+        tree["model"]["overrides"] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+        ran = train(tree | {"adapter": {"name": "lora", "quantize": quantize}})
+        assert ran.error is None and "computed now" in ran.screen
+        assert column(tree, "train/loss")[0] == pytest.approx(math.log(2), rel=1e-6)
+
+
 def test_resumed_is_bitwise_the_run_left_alone_and_computes_no_reference(tmp_path: Path) -> None:
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
     alone, stopped = (tree_of(tmp_path, run__name=name, **options) for name in ("alone", "stopped"))

@@ -75,8 +75,10 @@ class Example:
     def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
         try:
             if self.train_on == "all":
-                return template.render(self.turns, tools=self.tools), []
-            text, answers = template.answers(self.turns, tools=self.tools)
+                text, answers = template.render(self.turns, tools=self.tools), dict[int, Span]()
+            else:
+                text, answers = template.answers(self.turns, tools=self.tools)
+            _check_calls(self.turns, text, template.name)
         except UserError as error:
             raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/data.md") from error
         spans = [
@@ -85,6 +87,20 @@ class Example:
             if number >= self.context and self.turns[number].get("weight", 1) != 0
         ]
         return text, spans[-1:] if self.train_on == "last" else spans
+
+
+def _check_calls(turns: Sequence[Turn], text: str, template: str) -> None:
+    """Raises `UserError` where a turn calls a tool that the text does not name: an empty answer would be learnt."""
+    for number, turn in enumerate(turns, start=1):
+        calls = turn.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function: object = call.get("function", call) if isinstance(call, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                raise UserError(
+                    f"turn {number} calls the tool {name!r}, and {template} leaves out tool_calls",
+                    fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
+                )
 
 
 @dataclass(frozen=True)
