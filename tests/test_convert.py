@@ -245,10 +245,10 @@ def test_an_objective_that_is_not_built_is_said(tmp_path: Path) -> None:
         ),
         (
             "model_name_or_path: a/b\ndataset_name: d.jsonl\nuse_peft: true\nlora_target_modules: [k_proj]\n",
-            {"name": "lora", "rank": 16, "alpha": 32, "targets": ["k_proj"]}, set(),
+            {"name": "lora", "rank": 16, "alpha": 32, "targets": ["k_proj"]}, {"lora_dropout"},  # 0.05 unsaid
         ),
         (
-            "base_model: a/b\nadapter: qlora\ndatasets: [{path: d.jsonl, type: alpaca}]\n",
+            "base_model: a/b\nadapter: qlora\nload_in_4bit: true\ndatasets: [{path: d.jsonl, type: alpaca}]\n",
             {"name": "lora", "rank": 8, "alpha": 16, "targets": "auto", "quantize": "nf4"}, set(),
         ),
     ],
@@ -260,6 +260,11 @@ def test_adapters(tmp_path: Path, text: str, section: dict[str, Any], left: set[
     assert found.tree["adapter"] == section and left == set(found.left)
     lora = RunConfig.model_validate(found.tree).adapter.lora
     assert lora is not None and lora.rank == section["rank"]
+
+
+def test_linears_that_peft_would_choose_are_said(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("model_name_or_path: a/b\ndataset_name: d.jsonl\nuse_peft: true\n")
+    assert "lora_target_modules is not said there" in str(convert(tmp_path / "other.yaml"))
 
 
 def test_a_teacher_of_trl(tmp_path: Path) -> None:

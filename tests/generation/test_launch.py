@@ -42,3 +42,10 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path)
     with pytest.raises(UserError, match="neither a run folder") as caught:
         launch.start(GenerateRequest(model=str(tmp_path / "dmeo"), prompt="def "), device="cpu")
     assert caught.value.fix == f"runs in {tmp_path}: demo"
+
+
+def test_an_adapter_without_its_model_is_refused_with_what_to_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a PEFT adapter, without the model") as caught:
+        launch.start(GenerateRequest(model=str(tmp_path), prompt="def "), device="cpu")
+    assert "--merge" in str(caught.value.fix)

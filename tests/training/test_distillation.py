@@ -312,6 +312,16 @@ def test_what_cannot_be_followed(tmp_path: Path, teacher: Path, change: dict[str
     assert isinstance(error, UserError) and said in error.what
 
 
+def test_a_teacher_of_fewer_positions_is_named(tmp_path: Path, teacher: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    config = json.loads((teacher / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    error = train(tree_of(tmp_path, other)).error
+    assert isinstance(error, UserError) and f"objective.teacher {other}" in error.what
+    assert "name another teacher" in str(error.fix)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, teacher: Path) -> None:
     """Two tokens that changed places would be learnt as each other, silently."""
     other = tmp_path / "other"

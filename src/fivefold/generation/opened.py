@@ -25,6 +25,7 @@ from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
 from fivefold.launch.world import World
 from fivefold.models.adapter import Layered
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
+from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
 from fivefold.models.sources import SafetensorsFolder, TensorSource
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.data import PRECISION_OF
@@ -77,6 +78,12 @@ def _locate(name: str, step: int | None, verb: str) -> tuple[Path, Callable[[Pre
             f"{path} is neither a run folder, a model folder nor a hub id",
             fix=runs(path.parent) or runs(Path("runs")) or "train one first: fivefold train",
             more=more,
+        )
+    if (path / PEFT_CONFIG).is_file() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{path} is a PEFT adapter, without the model that it is beside",
+            fix=f"name the run, or the folder of fivefold export RUN {path}-merged --merge",
+            more="docs/adapters.md",
         )
     folder = weights_folder(name)
     return folder, lambda model: SafetensorsFolder(folder, model)

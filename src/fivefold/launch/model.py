@@ -40,12 +40,15 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
         _check_weights(name, path)
 
 
-def check_positions(positions: Any, seq_length: int) -> None:
-    """Raise `UserError` where rows are longer than a model's `positions`, if its config has any."""
+def check_positions(positions: Any, seq_length: int, *, teacher: str | None = None) -> None:
+    """Raise `UserError` where rows are longer than a model's `positions`, if its config has any. `teacher`: the name of
+    another model than the run's."""
     if isinstance(positions, int) and 0 < positions < seq_length:
+        whose = "the model's" if teacher is None else f"those of objective.teacher {teacher}:"
+        instead = "model.overrides.max_position_embeddings" if teacher is None else "name another teacher"
         raise UserError(
-            f"data.seq_length {seq_length} is more than the model's max_position_embeddings {positions}",
-            fix=f"set data.seq_length to {positions} or less, or model.overrides.max_position_embeddings",
+            f"data.seq_length {seq_length} is more than {whose} max_position_embeddings {positions}",
+            fix=f"set data.seq_length to {positions} or less, or {instead}",
             more=READ_MORE,
         )
 

@@ -94,15 +94,18 @@ def adapter(given: Given) -> Keys:
     yield "adapter.name", "lora"
     yield "adapter.rank", rank
     yield "adapter.alpha", given("lora_alpha", 2 * rank if given.trainer == "LLaMA-Factory" else alpha)
-    named = given("lora_target_modules")
-    every = given("lora_target_linear") or named in (None, "all", "all-linear", ["all"], ["all-linear"])
+    named, every_linear = given("lora_target_modules"), given("lora_target_linear")
+    every = every_linear or named in (None, "all", "all-linear", ["all"], ["all-linear"])
     names = named.split(",") if isinstance(named, str) else named or []
     yield "adapter.targets", "auto" if every else [str(name).strip() for name in names]
     if given("use_rslora"):
         yield "adapter.rslora", True
-    if asked == "qlora" or given("load_in_4bit") or str(given("quantization_bit")) == "4":
+    if named is None and not every_linear and given.trainer != "LLaMA-Factory":
+        given.note("lora_target_modules is not said there: peft takes a few linears of each layer by the model's type")
+    in_four_bits = asked == "qlora", given("load_in_4bit"), str(given("quantization_bit")) == "4"
+    if any(in_four_bits):
         yield "adapter.quantize", "nf4"
-    if given("lora_dropout"):
+    if given("lora_dropout", 0.05 if given.trainer == "TRL" else None):
         given.leave("lora_dropout", "nothing is dropped in any run")
     if given("use_dora"):
         given.leave("use_dora", "dora is not built; lora is what it becomes")
