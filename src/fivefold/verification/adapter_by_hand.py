@@ -1,6 +1,6 @@
 """LoRA beside the unmodified model: the reference of what `models/adapter_facts.py` describes.
 
-Beside linears, by hooks. Experts run the model's own loop over them, with W + scale B A in place of W, expert by expert.
+Beside linears, by hooks. Experts run the model's own loop over them, with W + scale B A of each in place of its W.
 """
 
 from collections.abc import Callable, Mapping
