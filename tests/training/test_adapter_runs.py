@@ -25,8 +25,9 @@ from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
 from fivefold.verification.adapter_by_hand import in_nf4
 from tests.commands import fivefold
+from tests.families import TINY
 from tests.pool import run_ranks
-from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
+from tests.training.bodies import MODEL, Stopped, column, run_dir, run_file, same, state, train
 
 peft = pytest.importorskip("peft")
 
@@ -195,6 +196,64 @@ def test_a_run_generates_with_its_adapter(tmp_path: Path, base: str) -> None:
         fivefold(["generate", str(name), *options], tmp_path) for name in (run_dir(tree), tmp_path / "merged", base)
     ]
     assert said[0] == said[1] != said[2]
+
+
+# ---- beside experts --------------------------------------------------------------------------------------------------
+
+OF_EXPERTS = {**LORA, "targets": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+
+
+def with_own_experts(folder: str | Path) -> Any:
+    """The model of a folder. Its own loop over experts takes any size, where a grouped matmul does not."""
+    return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # experts [E, O, I] and [E, I, O]
+def test_a_run_beside_experts(tmp_path: Path, family: str) -> None:
+    """It goes on under another layout; `peft` loads what it leaves, and gives the logits of the merged model; and a run
+    starts from what `peft` has written."""
+    first = run_file(tmp_path, run__name="base", train__max_steps=2, checkpoint__export_hf=True)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**MODEL, "num_hidden_layers": 3, **TINY[family], "architectures": None})
+    )
+    assert train(first).error is None
+    base = str(run_dir(first) / "hf")
+    alone, moved = (
+        tree_of(tmp_path, base, run__name=name, checkpoint__every=2) | {"adapter": OF_EXPERTS}
+        for name in ("alone", "moved")
+    )
+    ran = train(alone)
+    assert ran.error is None
+    (folder,) = (run_dir(alone) / "checkpoints").glob("step-*4")
+    assert all(".lora_" in name for name in Checkpoint.open(folder).source().ordered)
+    assert isinstance(train(moved, stop_at=3).error, Stopped)
+    assert train({**moved, "layout": {"dp_shard": 2, "tp": 2, "ep": 2, "expert_tp": True}}, 4).error is None
+    assert column(moved, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-3)
+
+    export(run_dir(alone), tmp_path / "adapter")
+    export(run_dir(alone), tmp_path / "merged", merge=True, dtype="fp32")
+    plain = with_own_experts(base)
+    right = logits(peft.PeftModel.from_pretrained(with_own_experts(base), tmp_path / "adapter"))
+    torch.testing.assert_close(logits(with_own_experts(tmp_path / "merged")), right, rtol=1e-5, atol=1e-5)
+    assert (right - logits(plain)).abs().max() > 1e-2
+
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj"], init_lora_weights=False,
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    written = peft.get_peft_model(plain, config)
+    written.save_pretrained(tmp_path / "of_peft")
+    again = tree_of(tmp_path, base, run__name="again", train__max_steps=1, optimizer__learning_rate=0.0)
+    again |= {"adapter": {**OF_EXPERTS, "path": str(tmp_path / "of_peft")}, "layout": {"dp_shard": 2, "ep": 2}}
+    assert train(again, 2).error is None
+    export(run_dir(again), tmp_path / "same")
+    kept = peft.PeftModel.from_pretrained(with_own_experts(base), tmp_path / "same")
+    torch.testing.assert_close(logits(kept), logits(written), rtol=0, atol=0)
+
+
+def test_what_is_no_matrix_of_experts_is_refused(tmp_path: Path, base: str) -> None:
+    ran = train(tree_of(tmp_path, base) | {"adapter": OF_EXPERTS})
+    assert isinstance(ran.error, UserError) and "no matrix of experts of LlamaForCausalLM" in ran.error.what
 
 
 # ---- a base in four bits ---------------------------------------------------------------------------------------------

@@ -681,6 +681,11 @@ def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
     if plan.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
+    experts = [each.name for each in plan.facts.experts]
+    beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
+    if plan.has_adapter and beside and plan.layout.fp8 != "none":
+        what = "fp8 with adapter.target_parameters, beside experts, is not built"
+        yield Violation("fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/adapters.md")
 
 
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:

@@ -1,7 +1,12 @@
-"""LoRA beside the unmodified model, by hooks: the reference of what `models/adapter_facts.py` describes."""
+"""LoRA beside the unmodified model: the reference of what `models/adapter_facts.py` describes.
 
-from collections.abc import Mapping
+Beside linears, by hooks. Experts run the model's own loop over them, with W + scale B A of each in place of its W.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +16,7 @@ from fivefold.core.lora import NF4_BLOCK
 from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
+from fivefold.models.hf_internals import is_experts
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource
 from fivefold.ops.nf4 import LEVELS
@@ -25,9 +31,8 @@ class Drawn(TensorSource):
         generator = torch.Generator().manual_seed(case.seed + 1_000_039)
         self.values = dict[str, Tensor]()
         for each in targets_of(facts_of(build_meta(load_model_config(case.folder))), case.adapter):
-            sizes = (case.adapter.rank, each.inputs), (each.outputs, case.adapter.rank)
-            for name, size in zip(each.weights, sizes, strict=True):
-                self.values[name] = torch.randn(size, generator=generator) * size[1] ** -0.5
+            for name, size in each.shapes(case.adapter.rank).items():
+                self.values[name] = torch.randn(size, generator=generator) * size[-1] ** -0.5
         self.shapes = {name: tuple(values.shape) for name, values in self.values.items()}
 
     def read(self, name: str, region: Region) -> Tensor:
@@ -44,17 +49,18 @@ def in_nf4(weight: Tensor) -> Tensor:
     return (levels[nearest] * scales).view_as(weight)
 
 
-class _Matrix(nn.Module):
-    """Holds a parameter under the name that it has in a model, and computes nothing."""
+class _Held(nn.Module):
+    """Holds parameters under the names that they have in a model, and computes nothing."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(values.clone())
+        for name, each in values.items():
+            self.register_parameter(name, nn.Parameter(each.clone()))
 
 
 def put(model: Any, case: ProofCase, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
-    """Put the adapters of a case beside the linears of `model`. All else is frozen, and rests in the type that it
-    computes in."""
+    """Put the adapters of a case beside the linears and the experts of `model`. All else is frozen, and rests in the
+    type that it computes in."""
     assert case.adapter is not None
     scale = case.adapter.scale
     for name in values if case.adapter.quantize == "nf4" else ():
@@ -64,16 +70,30 @@ def put(model: Any, case: ProofCase, values: Mapping[str, Tensor], compute: torc
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(compute).to(parameter.dtype)
-    for name, a in values.items():
-        if not name.endswith(".lora_A.weight"):
-            continue
-        linear = model.get_submodule(name.removesuffix(".lora_A.weight"))
-        dtype = next(linear.parameters()).dtype
-        linear.lora_A, linear.lora_B = (
-            _Matrix(each.to(dtype)) for each in (a, values[name.replace(".lora_A.", ".lora_B.")])
-        )
-        linear.register_forward_hook(
-            lambda module, args, out: (
-                out + scale * F.linear(F.linear(args[0], module.lora_A.weight), module.lora_B.weight)
+    of_module: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for name, each in values.items():
+        module, matrix, leaf = name.rsplit(".", 2)
+        of_module.setdefault(module, {}).setdefault(matrix, {})[leaf] = each
+    for name, matrices in of_module.items():
+        module = model.get_submodule(name)
+        dtype = next(module.parameters()).dtype
+        for matrix, held in matrices.items():
+            module.add_module(matrix, _Held({leaf: each.to(dtype) for leaf, each in held.items()}))
+        if is_experts(module):
+            module.forward = partial(_beside_experts, module, module.forward, scale)
+        else:
+            module.register_forward_hook(
+                lambda module, args, out: (
+                    out + scale * F.linear(F.linear(args[0], module.lora_A.weight), module.lora_B.weight)
+                )
             )
-        )
+
+
+def _beside_experts(module: Any, plain: Callable[..., Tensor], scale: float, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of experts with other weights: of each, W + scale B A."""
+    others = {}
+    for name, a in module.lora_A.named_parameters():
+        more = torch.stack([scale * (b @ a) for a, b in zip(a, module.lora_B.get_parameter(name), strict=True)])
+        others[name] = module.get_parameter(name) + (more.transpose(1, 2) if module.is_transposed else more)
+    with patch.dict(module.__dict__, others):  # which is looked into before the parameters
+        return plain(*args, **kwargs)

@@ -97,9 +97,10 @@ class Observer:
         # Another stage's module is compared where it is.
         here = {name: each for name, each in self._model.named_modules() if not isinstance(each, StageStub)}
         for module in here.values():
-            own = [(leaf, canonical[id(p)]) for leaf, p in module._parameters.items() if p is not None]
-            if own:
-                self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, own)))
+            # A plain `nn.Module` holds parameters and never runs: the adapters of experts, which run with their owner.
+            for holder in (module, *(child for child in module.children() if type(child) is nn.Module)):
+                if own := [(leaf, canonical[id(p)]) for leaf, p in holder._parameters.items() if p is not None]:
+                    self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, holder, own)))
         in_pieces = [name for name in here if is_within(name, self._state.plan.chunked_mlps)]
         self.not_shown |= {f"{name}{what}" for name in in_pieces for what in ("", " input")}
         outputs = [name for name in here if name in self._token_dims and name not in self.not_shown]
@@ -176,10 +177,10 @@ class Observer:
     def _end(self, *_: Any) -> None:
         self._inside = False
 
-    def _watch_parameters(self, own: Sequence[tuple[str, str]], module: nn.Module, _: Any) -> None:
-        """Watch the gradients of a module's parameters as they are when it runs: gathered."""
+    def _watch_parameters(self, holder: nn.Module, own: Sequence[tuple[str, str]], *_: Any) -> None:
+        """Watch the gradients of a holder's parameters as they are when its module runs: gathered."""
         for leaf, name in own:
-            parameter = module._parameters[leaf]
+            parameter = holder._parameters[leaf]
             if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 self._nodes.append(_accumulation(parameter))
