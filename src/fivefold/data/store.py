@@ -44,6 +44,7 @@ from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
+_READING = 2  # raise when the same records are read as other documents
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
@@ -205,7 +206,9 @@ def store_for(
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
     # Records may be examples, which the template writes. Whether they are is known when they are read.
     written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
-    folder = root / "stores" / key_of(_VERSION, content, tokenizer.digest, tokenizer.bos_token_ids, *written)
+    folder = root / "stores" / key_of(
+        _VERSION, _READING, content, tokenizer.digest, tokenizer.bos_token_ids, *written
+    )  # fmt: skip
 
     def build(beside: Path, damage: str) -> None:
         if damage:
