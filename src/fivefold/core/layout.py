@@ -182,7 +182,7 @@ class Layout:
         for part in [] if degrees_text == "single" else degrees_text.split("."):
             match = re.fullmatch(r"([a-z]+)(-1|[0-9]{1,9})", part)
             if not match or match[1] not in DEGREES:
-                raise UserError(f"layout {text!r}: {part!r} is not a degree", fix=_meant_degree(part))
+                raise UserError(f"layout {text!r}: {part!r} is not a degree", fix=_meant_degree(part, text))
             _set_once(values, DEGREES[match[1]], int(match[2]), text)
         for option in options:
             _set_once(values, *_read_option(option, text), text)
@@ -340,11 +340,13 @@ def _read_option(option: str, text: str) -> tuple[str, Any]:
     raise UserError(f"layout {text!r}: +{option} is not an option", fix=fix)
 
 
-def _meant_degree(part: str) -> str:
+def _meant_degree(part: str, text: str) -> str:
     """What a part of a layout that is no degree may have meant: an option, a degree, or how degrees are written."""
+    alone = text.strip().removeprefix("+")
     with suppress(UserError):
-        _read_option(part, part)
-        return f"an option stands behind a +: +{part}"
+        _read_option(part or alone.partition("+")[0], text)
+        behind = f"single+{alone}" if alone.startswith(part) else f"+{part}"
+        return f"an option stands behind degrees and a +: {behind}"
     known = {
         **dict(zip(DEGREES, DEGREES, strict=True)),
         **{long: short for short, long in DEGREES.items()},
