@@ -110,8 +110,8 @@ class CheckpointAdapter:
             raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
         named = names_in_peft(self._targets)
         tensors = {named[name]: to_peft(name, cast(name, source.whole(name), kind)) for name in source.ordered}
-        linears = [each.module for each in self._targets if not each.experts]
-        parameters = [each.weight for each in self._targets if each.experts]
+        linears = [each.module for each in self._targets if not each.of_experts]
+        parameters = [each.weight for each in self._targets if each.of_experts]
         beside = [f"{name}.{leaf}" for name, module in self._experts.items() for leaf, _ in module.named_parameters()]
         about = config_of(
             self.lora, target_names(linears, [*self._linears]), target_names(parameters, beside),
