@@ -244,8 +244,10 @@ def test_an_objective_that_is_not_built_is_said(tmp_path: Path) -> None:
             {"name": "lora", "rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}, {"lora_dropout"},
         ),
         (
-            "model_name_or_path: a/b\ndataset_name: d.jsonl\nuse_peft: true\nlora_target_modules: [k_proj]\n",
-            {"name": "lora", "rank": 16, "alpha": 32, "targets": ["k_proj"]}, {"lora_dropout"},  # 0.05 unsaid
+            "model_name_or_path: a/b\ndataset_name: d.jsonl\nuse_peft: true\nlora_target_modules: [k_proj]\n"
+            "lora_target_parameters: [down_proj]\n",
+            {"name": "lora", "rank": 16, "alpha": 32, "targets": ["k_proj"], "target_parameters": ["down_proj"]},
+            {"lora_dropout"},  # 0.05 unsaid
         ),
         (
             "base_model: a/b\nadapter: qlora\nload_in_4bit: true\ndatasets: [{path: d.jsonl, type: alpaca}]\n",

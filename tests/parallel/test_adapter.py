@@ -195,6 +195,34 @@ def test_lora_beside_experts_equals_peft(layout: str, more: dict[str, Any]) -> N
     check(replace(case, **more))
 
 
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (
+            Case("shard2+mb2", "mixtral", adapter=replace(EXPERTS, quantize="nf4", targets=())),
+            "nf4 beside experts (model.layers.0.mlp.experts.gate_up_proj) is not built",
+        ),
+        (Case("shard2+mb2+fp8", "mixtral", adapter=EXPERTS), "beside experts, is not built"),
+        (
+            Case("tp2+mb2+etp+selective", "mixtral", adapter=EXPERTS),
+            "keeps nothing that the gradient of an adapter needs",
+        ),
+        (
+            Case("single+mb2", "mixtral", adapter=replace(EXPERTS, target_parameters=("gate_proj",))),
+            "no matrix of experts of MixtralForCausalLM is called gate_proj\nname some of down_proj, gate_up_proj",
+        ),
+    ],
+)
+def test_what_is_not_built_beside_experts(case: Case, said: str) -> None:
+    assert all(said in each for each in run_ranks(case.parsed.world, refusal, case))
+
+
+def test_an_expert_that_no_token_reaches_keeps_its_adapter() -> None:
+    """A rank has a gradient of zeros for it, and its moments and weights stay."""
+    case = Case("shard2.ep2+mb1+fp64", "mixtral", adapter=EXPERTS, overrides=(("num_local_experts", 97),))
+    check(replace(case, max_grad_norm=0.02, loss_chunks=2))
+
+
 def test_selective_recompute_of_a_row_is_refused() -> None:
     said = run_ranks(2, refusal, Case("tp2+selective+mb2+fp64", adapter=LORA))
     assert all("keeps nothing that the gradient of an adapter needs" in each for each in said)

@@ -58,7 +58,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
         objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
-        adapter=Lora(rank=3, alpha=7.0, quantize=model.quantize) if model.adapter else None,
+        adapter=_lora(model) if model.adapter else None,
         prompts=int(fp8 not in ("tensorwise", "delayed")), whole_rows=fp8 != "none", capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
@@ -67,6 +67,11 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=like, state_dtype=like.state_dtype)
     subject.save(place / "subject.json")
     return place
+
+
+def _lora(model: Model) -> Lora:
+    experts = ("gate_up_proj", "down_proj") if model.of_experts else ()
+    return Lora(rank=3, alpha=7.0, quantize=model.quantize, target_parameters=experts)
 
 
 @contextmanager

@@ -148,8 +148,8 @@ def write_peft(
 
 def _config(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dict[str, Any]:
     linears = _linears(model)
-    own = [each.module for each in targets if each.experts == 0]
-    parameters = [each.weight for each in targets if each.experts > 0]
+    own = [each.module for each in targets if not each.of_experts]
+    parameters = [each.weight for each in targets if each.of_experts]
     beside = [f"{name}.{leaf}" for name, module in _experts(model).items() for leaf, _ in module.named_parameters()]
     return config_of(
         lora, target_names(own, [*linears]), target_names(parameters, beside), base=base,

@@ -101,8 +101,8 @@ DIFFERENT = {
     "attn_implementation flash_attention use_flash_attention": "leave it out: the attention of fivefold is always used",
     "trust_remote_code": "leave it out: no code from a model folder is ever run",
     "push_to_hub hub_model_id": "leave it out: fivefold export writes the folder to upload",
-    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft peft_config use_peft "
-    "finetuning_type": _LORA,
+    "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters use_lora "
+    "qlora peft peft_config use_peft finetuning_type": _LORA,
     "load_in_4bit quantization quantization_config quantization_bit bnb_config": "set adapter: {name: lora, quantize: "
     "nf4}, which is QLoRA",
     "load_in_8bit": "frozen weights rest in 16 bits, or in four: adapter.quantize: nf4",

@@ -24,7 +24,7 @@ def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
     for target in targets_of(facts, lora):
         linear = model.get_submodule(target.module)
         linear.lora_scale = lora.scale  # type: ignore[assignment]
-        if target.experts > 0:
+        if target.of_experts:
             _attach_to_experts(linear, target, lora.rank)
             continue
         if lora.quantize != "none" and not is_plain_linear(linear):

@@ -35,13 +35,13 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Target:
-    """What has an adapter: a linear, or of a module of `experts` one `parameter`."""
+    """What has an adapter: a linear, or one `parameter` of a module of `of_experts` experts."""
 
     module: str
     inputs: int
     outputs: int
     parameter: str = "weight"
-    experts: int = 0
+    of_experts: int = 0
 
     @property
     def weight(self) -> str:
@@ -55,34 +55,29 @@ class Target:
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Of A and of B, by name."""
-        each = (self.experts,) if self.experts > 0 else ()
+        each = (self.of_experts,) if self.of_experts else ()
         return dict(zip(self.weights, ((*each, rank, self.inputs), (*each, self.outputs, rank)), strict=True))
 
 
 def targets_of(facts: ModelFacts, lora: Lora) -> tuple[Target, ...]:
     """What has one in the model: linears in order, then experts. Raises `UserError` for a name that nothing has."""
-    linears, experts = list(_linears(facts)), list(_experts(facts))
-    named = {each.module: each for each in linears}
-    found = (
-        tuple(linears)
-        if lora.targets == (AUTO,)
-        else _chosen(
-            named, lora.targets, f"adapter.targets: no linear of a layer of {facts.model_class}", "{}, or auto"
-        )
-    )
-    if not lora.target_parameters:
-        return found
-    of_class = f"adapter.target_parameters: no matrix of experts of {facts.model_class}"
-    return found + _chosen({each.weight: each for each in experts}, lora.target_parameters, of_class, "{}")
+    found = tuple(_linears(facts))
+    if lora.targets != (AUTO,):
+        of_class = f"adapter.targets: no linear of a layer of {facts.model_class}"
+        found = _chosen({each.module: each for each in found}, lora.targets, of_class, ", or auto")
+    if lora.target_parameters:
+        of_class = f"adapter.target_parameters: no matrix of experts of {facts.model_class}"
+        found += _chosen({each.weight: each for each in _experts(facts)}, lora.target_parameters, of_class)
+    return found
 
 
-def _chosen(named: Mapping[str, Target], asked: Iterable[str], none_is: str, fix: str) -> tuple[Target, ...]:
+def _chosen(named: Mapping[str, Target], asked: Iterable[str], none_is: str, more: str = "") -> tuple[Target, ...]:
     """Those with one of the names that are `asked` for."""
     for each in asked:
         if not any(_is_called(name, each) for name in named):
             leaves = sorted({name.rpartition(".")[2] for name in named})
-            fixes = f"name some of {fix.format(listed(leaves, 12))}" if named else "leave it out"
-            raise UserError(f"{none_is} is called {each}", fix=fixes)
+            fix = f"name some of {listed(leaves, 12)}{more}" if named else "leave it out"
+            raise UserError(f"{none_is} is called {each}", fix=fix)
     return tuple(target for name, target in named.items() if any(_is_called(name, each) for each in asked))
 
 
@@ -134,7 +129,7 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
     """Raises `UserError` for a weight that is not rows [O, I] of whole blocks."""
     for each in targets:
         name, shape = each.weight, facts.parameters[each.weight].shape
-        if name in in_nf4 and each.experts > 0:
+        if name in in_nf4 and each.of_experts:
             raise UserError(
                 f"adapter.quantize: nf4 beside experts ({name}) is not built",
                 fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/adapters.md",

@@ -24,9 +24,22 @@ class Costs:
         """Of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
         active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
         attention = [shape for cost in facts.layer_costs for shape in cost.attention]
-        adapters = sum(each.size for each in facts.parameters.values() if each.is_trained) if facts.has_adapter else 0
+        adapters = _of_adapters(facts)
         return cls(
             parameters=facts.size,
             per_token=4 * active + 6 * adapters if adapters else 6 * active,
             per_squared_length=sum(3 * shape.query * (shape.key_size + shape.value_size) for shape in attention),
         )
+
+
+def _of_adapters(facts: ModelFacts) -> int:
+    """Numbers of adapters that a token meets: of those of experts, a share."""
+    if not facts.has_adapter:
+        return 0
+    experts = {each.name: each for each in facts.experts}
+    found = 0
+    for name, parameter in facts.parameters.items():
+        of = experts.get(name.rsplit(".", 2)[0])
+        share = parameter.size * of.top_k // of.experts if of else parameter.size
+        found += share if parameter.is_trained else 0
+    return found

@@ -80,13 +80,18 @@ def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
     lora, parameters = job.config.adapter.lora, state_of(job.model).plan.facts.parameters
     if lora is None:
         return
-    trained = [each.size for each in parameters.values() if each.is_trained]
+    trained = {name: each.size for name, each in parameters.items() if each.is_trained}
+    linears = sum(name.endswith(".lora_A.weight") for name in trained)
+    of_experts = len(trained) // 2 - linears
+    beside = [many(linears, "linear")] * bool(linears) + [f"{many(of_experts, 'parameter')} of experts"] * bool(
+        of_experts
+    )
     rest = " and in four bits (NF4)" if lora.quantize == "nf4" else ""
     start = f"from {job.config.adapter.path}" if job.config.adapter.path else "new"
     yield (
         "adapter",
-        f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {many(len(trained) // 2, 'linear')}, {start}: "
-        f"{human(sum(trained))} parameters are trained, the others frozen{rest}",
+        f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {' and '.join(beside)}, {start}: "
+        f"{human(sum(trained.values()))} parameters are trained, the others frozen{rest}",
     )
 
 

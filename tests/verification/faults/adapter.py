@@ -1,5 +1,6 @@
 """Bugs of adapters: of their product and its scale, of what is frozen, of what ranks hold of them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.lora import Lora, nf4_numbers
-from fivefold.models import adapter_facts
+from fivefold.models import adapter_facts, experts
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
 from fivefold.ops import nf4
@@ -171,6 +172,50 @@ def base_not_frozen() -> Any:
                 parameter.requires_grad_(True)
 
     return patch.object(apply, "attach", attach)
+
+
+# ---- beside experts --------------------------------------------------------------------------------------------------
+
+MIXTRAL = Model("mixtral", adapter=True, of_experts=True)
+OF_EXPERTS = [("output", r"mlp\.experts")]
+
+
+def _beside_experts(change: Callable[[linears.GroupedAdapter], linears.GroupedAdapter]) -> Any:
+    """The adapters of experts are changed where they multiply."""
+    plain = experts._adapter
+
+    def adapter(module: Any, name: str) -> Any:
+        found = plain(module, name)
+        return None if found is None else change(found)
+
+    return patch.object(experts, "_adapter", adapter)
+
+
+@fault(
+    "an expert has the A of its neighbour",
+    known="two matrices of all experts, of which one is laid out by experts first and one by experts last",
+    layout="shard2.ep2", expects=OF_EXPERTS, model=MIXTRAL,
+)  # fmt: skip
+def a_of_another_expert() -> Any:
+    return _beside_experts(lambda each: replace(each, a=each.a.roll(1, 0)))
+
+
+@fault(
+    "the adapters of experts are not scaled",
+    known="a scale that a layer of its own applies, left out of a grouped product",
+    layout="single", expects=OF_EXPERTS, model=MIXTRAL,
+)  # fmt: skip
+def scale_lost_for_experts() -> Any:
+    return _beside_experts(lambda each: replace(each, scale=1.0))
+
+
+@fault(
+    "the gradient of an expert's A is that of a tp rank's own features",
+    known="A is whole on every rank of expert tensor parallelism, and treated as replicated",
+    layout="tp2+etp", expects=[("gradient, reduced", r"experts\.lora_A\.gate_up_proj")], model=MIXTRAL,
+)  # fmt: skip
+def gradient_of_an_experts_a_not_summed() -> Any:
+    return _without_sums("experts.lora_A.gate_up_proj")
 
 
 # ---- a base in four bits ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Expected = tuple[str, str]  # patterns of the first failing row: all of its `wha
 class Model:
     """The model in which a fault bites; `family` is a key of `tests.parity.FAMILIES`. `capacity`: the factor of its
     experts. `objective`: on pairs of answers, which is then proved too. `adapter`: it is beside a frozen model,
-    whose linears rest as `quantize` says."""
+    whose linears rest as `quantize` says; `of_experts`: beside the experts too."""
 
     family: str = "llama"
     tied: bool = False
@@ -28,10 +28,12 @@ class Model:
     objective: str = "sft"
     adapter: bool = False
     quantize: str = "none"
+    of_experts: bool = False
 
     def __str__(self) -> str:
         marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
         marks |= {self.objective: self.objective != "sft", "lora": self.adapter, self.quantize: self.quantize != "none"}
+        marks |= {"experts": self.of_experts}
         return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 

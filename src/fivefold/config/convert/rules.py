@@ -98,6 +98,8 @@ def adapter(given: Given) -> Keys:
     every = every_linear or named in (None, "all", "all-linear", ["all"], ["all-linear"])
     names = named.split(",") if isinstance(named, str) else named or []
     yield "adapter.targets", "auto" if every else [str(name).strip() for name in names]
+    if parameters := given("lora_target_parameters"):
+        yield "adapter.target_parameters", [parameters] if isinstance(parameters, str) else list(parameters)
     if given("use_rslora"):
         yield "adapter.rslora", True
     if named is None and not every_linear and given.trainer != "LLaMA-Factory":
