@@ -262,3 +262,17 @@ def test_options_that_do_not_belong_together() -> None:
     ):
         with pytest.raises(UserError, match=message):
             GenerateRequest(model="m", **options)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    assert [record["prompt"].strip() for record, _ in read_records(file)] == ["one", "two"]
+
+
+def test_half_of_a_surrogate_pair_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    """Also in what is only handed on: the answer's line could not be written."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one", "note": "\\ud800"}\n')
+    with pytest.raises(UserError, match="line 1: half of a surrogate pair"):
+        list(read_records(file))

@@ -108,7 +108,7 @@ def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
 
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The record of each line of a file, and its place. Raises `UserError`, `OSError`, `UnicodeDecodeError`."""
-    lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` would end one at other characters, too
+    lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` would end one at other characters, too
     yield from (_records if path.suffix in (".jsonl", ".json", ".ndjson") else _texts)(path, lines)
 
 
@@ -129,6 +129,7 @@ def _records(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any],
             raise UserError(
                 f"{where}: not an object with one of 'prompt' and 'messages'", fix='{"prompt": "..."}', more=_MORE
             )
+        examples.encodable(json.dumps(record, ensure_ascii=False), where)  # all of it is written with the answer
         yield record, where
 
 
