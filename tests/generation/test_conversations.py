@@ -236,6 +236,25 @@ def test_an_answer_ends_before_a_stop_text(folder: Path, plain: Plain, tmp_path:
     assert (row["completion"], row["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 
 
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_a_prompt_ends_where_its_line_does(folder: Path, tmp_path: Path, name: str) -> None:
+    """Not at what else Unicode calls the end of a line; and a byte order mark is none of its text."""
+    file, out, texts = tmp_path / name, tmp_path / "new" / "out.jsonl", ["a\u2028b", "c\x85d"]
+    lines = [json.dumps({"prompt": each}, ensure_ascii=False) if file.suffix == ".jsonl" else each for each in texts]
+    file.write_text("".join(f"{line}\r\n" for line in lines), encoding="utf-8-sig", newline="")
+    start(GenerateRequest(model=str(folder), prompts=str(file), out=str(out), **GREEDY), device="cpu")
+    written = out.read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line)["prompt"] for line in written if line] == texts
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_told(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a", encoding="utf-8")
+    with pytest.raises(UserError, match="cannot write /dev/full"):
+        start(GenerateRequest(model=str(folder), prompts=str(file), out="/dev/full", **GREEDY), device="cpu")
+
+
 def test_what_is_no_prompt_is_named(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     for text, message in (
@@ -243,6 +262,7 @@ def test_what_is_no_prompt_is_named(folder: Path, tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"text": "b"}', "line 2: not an object with one of 'prompt' and 'messages'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the last turn is the assistant's"),
         ('{"messages": [{"role": "wizard", "content": "a"}]}', "line 1, turn 1: there is no role 'wizard'"),
+        ('{"prompt": "a", "id": "\\ud800"}', "line 1: half of a surrogate pair"),
         ("", "has no prompts"),
     ):
         file.write_text(text, encoding="utf-8")

@@ -3,13 +3,14 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fivefold.core.errors import UserError
+from fivefold.core.files import writing
 from fivefold.data import examples
 from fivefold.generation import GenerateRequest
 from fivefold.generation.conversation import asked_ids, endings
@@ -51,8 +52,7 @@ def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
     """Answer the prompts of `request.prompts` over a joined world; every rank calls this, and the first one writes to
     `request.out`, or to standard output. Raises `UserError`, naming the line, before anything is computed."""
     prompts = read_prompts(opened, request)
-    out = open(request.out, "w", encoding="utf-8") if request.out and world.is_first else nullcontext(sys.stdout)  # noqa: SIM115
-    with out as file:
+    with _out(request) if request.out and world.is_first else nullcontext(sys.stdout) as file:
         for first in range(0, len(prompts), request.batch_size):
             batch = prompts[first : first + request.batch_size]
             for prompt, found in zip(batch, answers(opened, batch, request, first=first), strict=True):
@@ -64,6 +64,16 @@ def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
                     file.write(f"{json.dumps(result, ensure_ascii=False)}\n")
             if world.is_first:
                 file.flush()
+
+
+@contextmanager
+def _out(request: GenerateRequest) -> Iterator[TextIO]:
+    """The file of `request.out`, to write. Raises `UserError` where it cannot be written."""
+    path = Path(str(request.out))
+    with writing(path, instead="name another file: --out FILE"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            yield file
 
 
 def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Answer]:
