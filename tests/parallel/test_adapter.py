@@ -22,7 +22,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.optimizers import Weights, rule_of
+from fivefold.training.optimizers import Weights, build_optimizer, rule_of
 from fivefold.verification.adapter_by_hand import in_nf4
 from tests.parity import (
     OPTIONS,
@@ -215,6 +215,29 @@ def test_lora_beside_experts_equals_peft(layout: str, more: dict[str, Any]) -> N
 )
 def test_what_is_not_built_beside_experts(case: Case, said: str) -> None:
     assert all(said in each for each in run_ranks(case.parsed.world, refusal, case))
+
+
+def test_bytes_beside_experts_are_those_of_the_plan() -> None:
+    """Frozen experts have no gradients and no optimizer state, and rest in the compute type."""
+    case = Case("shard2.tp2.ep2+etp+mb1", "mixtral", adapter=EXPERTS)
+    for planned, found, experts in run_ranks(4, _planned_and_found, case):
+        assert planned == found
+        assert experts == {"gate_up_proj": (torch.bfloat16, False), "lora_A.gate_up_proj": (torch.float32, True)}
+
+
+def _planned_and_found(case: Case) -> Any:
+    model = build(case)
+    optimizer = build_optimizer(model, case.options)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    training_step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    planned = state_of(model).plan.bytes(shape)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    moments = [local(each) for p in trained for name, each in optimizer.state[p].items() if name != "step"]
+    sizes = [sum(local(each).nbytes for each in some) for some in (model.parameters(), trained, moments)]
+    held = dict(model.get_submodule("model.layers.0.mlp.experts").named_parameters())
+    kinds = {name: (held[name].dtype, held[name].requires_grad) for name in ("gate_up_proj", "lora_A.gate_up_proj")}
+    return [planned.parameters, planned.gradients, planned.optimizer], sizes, kinds
 
 
 def test_an_expert_that_no_token_reaches_keeps_its_adapter() -> None:
