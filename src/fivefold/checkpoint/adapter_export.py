@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,10 +17,9 @@ from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.merge_check import MergeCheck, check_merged
-from fivefold.checkpoint.model_folder import json_text
+from fivefold.checkpoint.model_folder import beside, json_text
 from fivefold.config import RunConfig, parse_config
-from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
 from fivefold.models import hf_internals
 from fivefold.models.adapter import InNf4, Merged
@@ -122,10 +120,7 @@ def write_peft(
     targets = targets_of(facts_of(model), lora)
     named = names_in_peft(targets)
     tensors = {named[name]: to_peft(name, cast(name, source.whole(name), dtype)) for name in source.ordered}
-    temporary = out.with_name(f".tmp-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with beside(out) as temporary:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         (temporary / CONFIG).write_bytes(json_text(_config(lora, targets, model, base)))
         if card is not None:
@@ -136,13 +131,6 @@ def write_peft(
         else:
             shutil.rmtree(out, ignore_errors=True)
             os.rename(temporary, out)
-    except (OSError, SafetensorError) as error:
-        said = of_system(error)
-        if said and is_users(said):
-            raise cannot_write(out, said, instead="name another folder") from error
-        raise RunFailed(f"{out} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return sum(each.nbytes for each in tensors.values())
 
 
@@ -150,9 +138,9 @@ def _config(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dic
     linears = _linears(model)
     own = [each.module for each in targets if not each.of_experts]
     parameters = [each.weight for each in targets if each.of_experts]
-    beside = [f"{name}.{leaf}" for name, module in _experts(model).items() for leaf, _ in module.named_parameters()]
+    there = [f"{name}.{leaf}" for name, module in _experts(model).items() for leaf, _ in module.named_parameters()]
     return config_of(
-        lora, target_names(own, [*linears]), target_names(parameters, beside), base=base,
+        lora, target_names(own, [*linears]), target_names(parameters, there), base=base,
         is_transposed=any(linears[each] for each in own),
     )  # fmt: skip
 

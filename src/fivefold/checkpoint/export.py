@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.merge_check import MergeCheck
-from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -117,20 +115,10 @@ def write_folder(
     into = into and out.is_dir()
     if not into:
         _check_free(out, force)
-    temporary = out.with_name(f".tmp-{out.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
+    with model_folder.beside(out) as temporary:
         _write_model_files(files, temporary, dtype)
         size = _write_weights(source, temporary, dtype, file_bytes, known)
         (_publish_into if into else _publish)(temporary, out)
-    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
-        said = of_system(error)
-        if said and is_users(said):
-            raise cannot_write(out, said, instead="name another folder") from error
-        raise RunFailed(f"{out} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return size
 
 

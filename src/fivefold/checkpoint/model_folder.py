@@ -5,12 +5,17 @@ files, copied: a checkpoint does not need the folder that its run started from.
 """
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from fivefold.core import strict_json
-from fivefold.core.errors import UserError
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_users, of_system
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -44,6 +49,24 @@ def model_files(
         if tokenizer is not None and (tokenizer / name).is_file():
             files[name] = (tokenizer / name).read_bytes()
     return files
+
+
+@contextmanager
+def beside(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, to be filled and put in its place, and removed if it is still there at the end. Raises
+    `RunFailed` for what goes wrong while it is written, or `UserError` where the folder is at fault."""
+    temporary = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        said = of_system(error)
+        if said and is_users(said):
+            raise cannot_write(out, said, instead="name another folder") from error
+        raise RunFailed(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

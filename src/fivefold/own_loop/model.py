@@ -195,7 +195,8 @@ def parallelize(
     _check_same_everywhere(model, values=source is None)
     lora = adapter if adapter is None or isinstance(adapter, Lora) else lora_of(adapter)
     if isinstance(adapter, str | Path):
-        source = _beside(model, adapter, source, seed)
+        assert lora is not None
+        source = _beside(model, adapter, lora, source, seed)
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
         compile_blocks=compile_blocks, offload_to=offload_to, step=_padded(step, layout),
@@ -218,9 +219,8 @@ def parallelize(
     return model
 
 
-def _beside(model: nn.Module, folder: str | Path, source: TensorSource | None, seed: int) -> TensorSource:
+def _beside(model: nn.Module, folder: str | Path, lora: Lora, source: TensorSource | None, seed: int) -> TensorSource:
     """The values of a PEFT adapter, and of the model that it is beside."""
-    lora = lora_of(folder)
     on_meta = next(model.parameters()).is_meta
     use_our_attention(model)
     base = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))

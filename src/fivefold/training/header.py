@@ -83,9 +83,8 @@ def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
     trained = {name: each.size for name, each in parameters.items() if each.is_trained}
     linears = sum(name.endswith(".lora_A.weight") for name in trained)
     of_experts = len(trained) // 2 - linears
-    beside = [many(linears, "linear")] * bool(linears) + [f"{many(of_experts, 'parameter')} of experts"] * bool(
-        of_experts
-    )
+    named = {many(linears, "linear"): linears, f"{many(of_experts, 'parameter')} of experts": of_experts}
+    beside = [text for text, count in named.items() if count]
     rest = " and in four bits (NF4)" if lora.quantize == "nf4" else ""
     start = f"from {job.config.adapter.path}" if job.config.adapter.path else "new"
     yield (

@@ -137,8 +137,9 @@ class Trainer:
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log)
-        job = cls(config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher)
-        job.attention = attention
+        job = cls(
+            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, attention
+        )
         stack.callback(keeper.close)
         resumed = keeper.resume(config)
         job.step = job.start = resumed.step
