@@ -20,6 +20,7 @@ from fivefold.models import hf_internals, kernels, masks
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.masks import Mask
 from fivefold.models.packed import packed_attention
+from fivefold.ops import cpu_attention
 
 NAME = "fivefold"
 CONTEXT = "context_parallel"  # attribute of an attention module: the fold that attends in place of this file
@@ -101,7 +102,7 @@ def _attend_here(
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
     window = rule.window if rule.window is not None and rule.window < keys else None
-    if not packed and window is None and rule.softcap is None and sinks is None:
+    if not (packed or window or rule.softcap or sinks is not None or (keys == length and cpu_attention.serves(query))):
         return _plain_rows(query, key, value, rule.scale)
     if _is_padded_cache(query, key, cu_seqlens):
         return _last_tokens(query, key, value, cu_seqlens, rule.scale, window)

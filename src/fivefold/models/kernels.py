@@ -4,16 +4,13 @@ Operators cannot call autograd, so each kernel is a pair of functions that hand 
 
 | kernel | where | window | soft-capping | memory |
 |---|---|---|---|---|
-| `cpu` | any type on the CPU: the fused kernel of PyTorch | no | no | linear in L |
-| `varlen_*` | 16-bit types on CUDA: one variable-length flash call for all documents | yes | no | linear in T |
+| `compiled` | fp32 and bf16 on the CPU, of documents of any lengths: `ops/cpu_attention.c` | yes | yes | linear in T |
+| `cpu` | any other type on the CPU, or no C compiler: the fused kernel of PyTorch | no | no | linear in L |
+| `flash_*`, of documents | 16-bit types on CUDA: one variable-length flash call | yes | no | linear in T |
 | `flash_*` | 16-bit types on CUDA, context parallel: queries that see all of the keys | no | no | linear in L |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
-One row of 32,768 tokens, 8 heads of 64 (2 for keys), window 256, forward and backward on one CPU core: 2.3 s in
-fp32 and 2.1 s in bf16 by the blockwise kernel, with 0.48 and 0.24 GB more than before it, results and gradients
-included. Plain causal attention by the fused one: 51 s and 44 s, in the same memory.
-
-Attention sinks need no kernel of their own: `join_sinks` puts them into the output and log-sum-exp of any of the four.
+Attention sinks need no kernel of their own: `join_sinks` puts them into the output and log-sum-exp of any of them.
 
 Legend: N documents of L tokens, or one row of M tokens of all documents; H query heads, G key/value heads (R = H / G
 query heads share one), D head size. In a block: L queries, S keys, and X = R * L queries of the heads that share keys.
@@ -28,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError, first_line
+from fivefold.ops import cpu_attention
 from fivefold.torch_internals import (
     cpu_attention_backward,
     cpu_attention_forward,
@@ -56,15 +54,17 @@ FA3_MODULE = "flash_attn_interface"  # of the package flash_attn_3
 
 
 def choose(asked: str, device: torch.device) -> str:
-    """Which FlashAttention serves 16-bit types on a GPU from here on: `fa2` or `fa3`; "" on another device. `asked`:
-    `train.attention`. Raises `UserError` where fa3 is asked for and cannot be."""
+    """Which kernels serve from here on. On a GPU, for 16-bit types: `fa2` or `fa3`. On a CPU: `compiled`, or "" for
+    PyTorch's own, which are asked for as `fa2`. `asked`: `train.attention`. Raises `UserError` where fa3 is asked for
+    and cannot be."""
     why = _no_fa3(device)
     if asked == "fa3" and why:
         raise UserError(
             f"train.attention: fa3 cannot be used: {why}", fix="train.attention: auto", more="docs/machine.md"
         )
     if device.type != "cuda":
-        return ""
+        cpu_attention.use(asked != "fa2")
+        return "compiled" if asked != "fa2" and not cpu_attention.lacks() else ""
     which: Literal["fa2", "fa3"] = "fa2" if asked == "fa2" or why else "fa3"
     try:
         use_flash_attention(which)
@@ -97,6 +97,8 @@ def forward(
     key to the last query that could see it.
     """
     kernel = serving(q_NHLD, rule, farthest, ahead)
+    if kernel == "compiled":
+        return cpu_attention.forward(q_NHLD, k_NGSD, v_NGSD, _compiled(rule, q_NHLD, k_NGSD, ahead))
     if kernel == "cpu":
         out, lse = cpu_attention_forward(q_NHLD, k_NGSD, v_NGSD, 0.0, ahead is None, scale=rule.scale)
         return out, lse
@@ -111,6 +113,9 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """Gradients of q, k, v, by the kernel of `forward`; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
     kernel = serving(q, rule, farthest, ahead)
+    if kernel == "compiled":
+        dq, dk, dv = cpu_attention.backward(grad, q, k, v, out, lse, _compiled(rule, q, k, ahead))
+        return dq, dk, dv
     if kernel == "cpu":
         dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, ahead is None, scale=rule.scale)
         return dq, dk, dv
@@ -121,11 +126,18 @@ def backward(
 
 def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | None = None) -> str:
     """Which kernel of the table serves a batch: see `forward`."""
+    if cpu_attention.serves(q_NHLD):
+        return "compiled"
     if rule.softcap is not None or (rule.window is not None and farthest >= rule.window):
         return "blockwise"
     if q_NHLD.device.type == "cpu":
         return "cpu"
     return "flash" if ahead is not None and takes_flash(q_NHLD) else "blockwise"
+
+
+def takes_documents(query: Tensor, rule: AttentionParams) -> bool:
+    """Whether one call serves all documents, of whatever lengths: `varlen_forward`."""
+    return cpu_attention.serves(query) or (rule.softcap is None and takes_flash(query))
 
 
 def takes_flash(query: Tensor) -> bool:
@@ -172,6 +184,10 @@ def varlen_forward(
     q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
+    if q_MHD.device.type == "cpu":
+        return cpu_attention.varlen_forward(
+            q_MHD, k_MGD, v_MGD, cu_seqlens, cpu_attention.Rule(rule.scale, rule.window, rule.softcap)
+        )
     out, lse, *_ = flash_attention_forward(
         q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
         scale=rule.scale, **_flash_window(rule),
@@ -191,6 +207,11 @@ def varlen_backward(
     rule: AttentionParams,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
+    if q.device.type == "cpu":
+        dq, dk, dv = cpu_attention.varlen_backward(
+            grad, q, k, v, out, lse, cu_seqlens, cpu_attention.Rule(rule.scale, rule.window, rule.softcap)
+        )
+        return dq, dk, dv
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     dq, dk, dv = flash_attention_backward(
@@ -198,6 +219,12 @@ def varlen_backward(
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _compiled(rule: AttentionParams, q_NHLD: Tensor, k_NGSD: Tensor, ahead: int | None) -> cpu_attention.Rule:
+    return cpu_attention.Rule(
+        rule.scale, rule.window, rule.softcap, k_NGSD.shape[2] - q_NHLD.shape[2] if ahead is None else ahead
+    )
 
 
 def _flash_window(rule: AttentionParams) -> dict[str, int]:

@@ -56,7 +56,7 @@ def _fill(
 ) -> None:
     out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
-    if _is_varlen(query, rule):
+    if kernels.takes_documents(query, rule):
         edges = _on_device(cu_seqlens, query.device)
         out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule)
         out_MHD.copy_(out)
@@ -88,7 +88,7 @@ def packed_attention_backward(
     wholes = [_tokens(tensor) for tensor in grads]
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
-    if _is_varlen(query, rule):
+    if kernels.takes_documents(query, rule):
         edges, lse_HM = _on_device(cu_seqlens, query.device), lse_MH.T.contiguous()
         pieces = kernels.varlen_backward(
             grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule
@@ -168,11 +168,6 @@ def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU on `device`. The host does not wait for the kernels before it: CUDA takes what it is to copy
     from pageable memory before it returns."""
     return tensor.to(device, non_blocking=True)
-
-
-def _is_varlen(query: Tensor, rule: kernels.AttentionParams) -> bool:
-    """Whether one call serves all documents, of whatever lengths."""
-    return rule.softcap is None and kernels.takes_flash(query)
 
 
 def _tokens(tensor_BHTD: Tensor) -> Tensor:

@@ -8,17 +8,17 @@ generated as a function that returns 0: those names differ between versions of t
 import importlib.util
 import os
 import re
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from runpy import run_path
 
+from fivefold.core.c_library import INSTALL as INSTALL_COMPILER
+from fivefold.core.c_library import compile_library, compiler
 from fivefold.core.cache import cache_root, entry, key_of
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import UserError
 from fivefold.core.integrity import file_checksum
 from fivefold.core.units import GIB
 from fivefold.launch.world import set_for_cuda
@@ -30,7 +30,6 @@ LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the d
 MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library, which is the same file here
 CHECKSUM = "checksum"  # of the file, beside it
 INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
-_COMPILERS = ("cc", "gcc", "clang")
 # Libraries of torch that call CUDA, and the names that they take from it. cuDNN's computing routines are not called.
 _LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
 _TAKEN = re.compile(r"(__cuda|cuda|nccl|cublas|cu[A-Z]|cudnn(Create|Destroy|SetStream|GetVersion)$)\w*")
@@ -93,18 +92,13 @@ def lacking() -> list[Lack]:
     elif not torch.includes:
         lacks.append(Lack("the headers of CUDA are missing", "pip install nvidia-cuda-runtime"))
     if compiler() is None:
-        lacks.append(Lack("there is no C compiler", "install gcc (Debian, Ubuntu: apt install gcc)"))
+        lacks.append(Lack("there is no C compiler", INSTALL_COMPILER))
     return lacks
 
 
 def stands_for(chip: Chip) -> bool:
     """Whether this can stand for `chip`: a CUDA device whose kernels torch brings. AMD numbers its chips otherwise."""
     return tuple(chip.capability) in SHARED and not chip.name.startswith("MI")
-
-
-def compiler() -> str | None:
-    """A C compiler of this machine."""
-    return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 def library() -> Path:
@@ -131,22 +125,11 @@ def _build(torch: Torch, folder: Path) -> None:
     others.write_text(rest(torch, SOURCE.read_text(encoding="utf-8")), encoding="utf-8")
     sources = [str(SOURCE), str(others)]
     defined = [f"-DCUDART={_number(torch.cuda or '', 1000, 10)}", f"-DNCCL={_nccl(torch)}"]
-    compile_library(
-        sources,
-        folder / LIBRARY,
-        [*(f"-I{each}" for each in torch.includes), *defined, f"-Wl,-soname,{LIBRARY}", "-ldl"],
-    )
+    options = ["-O1", "-w", "-fno-builtin", *(f"-I{each}" for each in torch.includes), *defined]
+    options += [f"-Wl,-soname,{LIBRARY}", "-ldl", "-lpthread"]
+    compile_library(sources, folder / LIBRARY, options)
     (folder / MONITOR).symlink_to(LIBRARY)
     (folder / CHECKSUM).write_text(file_checksum(folder / LIBRARY), encoding="ascii")
-
-
-def compile_library(sources: Iterable[str], out: Path, options: Iterable[str] = ()) -> None:
-    """Compile C sources to the shared library `out`. Raises `RunFailed` with the compiler's first error."""
-    command = [compiler() or "cc", "-shared", "-fPIC", "-O1", "-w", "-fno-builtin", *sources, "-o", str(out), *options]
-    done = subprocess.run([*command, "-lpthread"], capture_output=True, text=True)
-    if done.returncode:
-        error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-        raise RunFailed(f"the stand-in for the CUDA driver does not compile: {error}", fix="see docs/rehearse.md")
 
 
 def rest(torch: Torch, source: str) -> str:

@@ -1,0 +1,197 @@
+"""Causal attention on a CPU by `cpu_attention.c`, which is compiled for this machine's instructions at first use.
+
+Milliseconds of forward + backward, fp32, two cores of an AMD EPYC 9005; between them lie no tables of scores:
+
+| documents, heads, tokens, size of a head | PyTorch | this |
+|---|---|---|
+TABLE
+
+Without a C compiler that knows OpenMP nothing is compiled, and PyTorch's kernels serve.
+
+Legend: M tokens in documents one after the other, or N rows of L queries and S keys; H query heads, G key/value heads,
+D head size.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.core.c_library import compile_library, compiler
+from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.errors import UserError, first_line
+from fivefold.core.integrity import file_checksum
+
+SOURCE = Path(__file__).with_name("cpu_attention.c")
+LIBRARY, CHECKSUM = "cpu_attention.so", "checksum"
+_OPTIONS = ("-O3", "-fopenmp", "-lm")
+_MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: whatever the compiler takes this machine to be
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class _Choice:
+    is_wanted: bool = True
+
+
+_choice = _Choice()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Scores q k' * `scale`, soft-capped by tanh where `softcap`, over the last `window` keys; queries begin `offset`
+    positions after the first key."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    offset: int = 0
+
+
+_SIZES = ("documents", "heads", "shared", "queries", "keys", "size", "offset", "window")
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("row", "head", "token"))]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        ("bounds", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+    ]
+
+
+def use(is_wanted: bool) -> None:
+    """Whether it serves in this process from here on, where it can."""
+    _choice.is_wanted = is_wanted
+
+
+def serves(query: Tensor) -> bool:
+    """Whether it computes attention of queries like these: fp32 or bf16 on a CPU."""
+    return query.device.type == "cpu" and query.dtype in _TYPES and _is_used()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_used() -> bool:
+    return _choice.is_wanted and not lacks()
+
+
+def lacks() -> str:
+    """Why there is no such kernel on this machine; "" where there is one. The first call may compile it (1 s)."""
+    found = _library()
+    return found if isinstance(found, str) else ""
+
+
+def forward(q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32."""
+    rows, heads, length, size = q_NHLD.shape
+    out_NHLD = q_NHLD.new_empty(rows, length, heads, size).transpose(1, 2)
+    lse_NHL = torch.empty(rows, heads, length, dtype=torch.float32)
+    shape = _shape(q_NHLD, k_NGSD, rule, None)
+    _call("attention_forward", shape, q_NHLD, k_NGSD, v_NGSD, out_NHLD, lse_NHL.unsqueeze(-1))
+    return out_NHLD, lse_NHL
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
+    grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    shape = _shape(q, k, rule, None)
+    _call("attention_backward", shape, grad, q, k, v, out, lse.unsqueeze(-1), *grads)
+    return tuple(grads)
+
+
+def varlen_forward(
+    q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """Output [M,H,D] and log-sum-exp [H,M] of documents between `cu_seqlens` (int32 [N+1], on the CPU)."""
+    out_MHD, lse_HM = torch.empty_like(q_MHD), torch.empty(q_MHD.shape[1], len(q_MHD), dtype=torch.float32)
+    tensors = [_one_row(tensor) for tensor in (q_MHD, k_MGD, v_MGD, out_MHD, lse_HM.T.unsqueeze(-1))]
+    _call("attention_forward", _shape(tensors[0], tensors[1], rule, cu_seqlens), *tensors)
+    return out_MHD, lse_HM
+
+
+def varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, rule: Rule
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
+    grads = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
+    tensors = [_one_row(tensor) for tensor in (grad, q, k, v, out, lse.T.unsqueeze(-1), *grads)]
+    _call("attention_backward", _shape(tensors[1], tensors[2], rule, cu_seqlens), *tensors)
+    return grads
+
+
+def _one_row(tensor_MHD: Tensor) -> Tensor:
+    """As [1,H,M,D]."""
+    return tensor_MHD.transpose(0, 1).unsqueeze(0)
+
+
+def _shape(q_NHLD: Tensor, k_NGSD: Tensor, rule: Rule, cu_seqlens: Tensor | None) -> _Shape:
+    rows, heads, queries, size = q_NHLD.shape
+    shared, keys = k_NGSD.shape[1:3]
+    assert heads % shared == 0, f"{heads} query heads do not share {shared} key/value heads"
+    bounds = None
+    if cu_seqlens is not None:
+        assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous(), "bounds: int32, one after the other"
+        rows, bounds = len(cu_seqlens) - 1, cu_seqlens.data_ptr()
+    return _Shape(
+        bounds, rows, heads, shared, queries, keys, size, rule.offset, rule.window or 0,
+        rule.scale, rule.softcap or 0.0, q_NHLD.dtype == torch.bfloat16, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
+    library = _library()
+    assert isinstance(library, ctypes.CDLL), library
+    held = [tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous() for tensor in tensors]
+    passed = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in held]
+    function: Callable[..., int] = getattr(library, name)
+    if function(ctypes.byref(shape), *map(ctypes.byref, passed)):
+        raise MemoryError(f"no memory for attention over {shape.queries:,} queries in {shape.heads} heads")
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled kernel, or why there is none."""
+    if compiler() is None:
+        return "there is no C compiler"
+    key = key_of(SOURCE.read_text(encoding="utf-8"), compiler(), _OPTIONS, _machine(), os.name)
+    try:
+        return entry(cache_root() / "kernels" / key, read=_load, build=lambda folder, _: _build(folder))
+    except (UserError, OSError, ValueError) as error:
+        return first_line(error)
+
+
+def _machine() -> str:
+    """The instructions of this machine's CPU: a home folder may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    named = [line for line in lines if line.partition("\t")[0].rstrip(" :") in ("flags", "Features", "model name")]
+    return f"{platform.machine()} {sorted(set(named))}"
+
+
+def _build(folder: Path) -> None:
+    for machine in _MACHINES:
+        try:
+            compile_library([str(SOURCE)], folder / LIBRARY, [machine, *_OPTIONS])
+            break
+        except UserError:
+            if machine == _MACHINES[-1]:
+                raise
+    (folder / CHECKSUM).write_text(file_checksum(folder / LIBRARY), encoding="ascii")
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    if (folder / CHECKSUM).read_text(encoding="ascii") != file_checksum(folder / LIBRARY):
+        raise ValueError("it is not whole")
+    return ctypes.CDLL(str(folder / LIBRARY))

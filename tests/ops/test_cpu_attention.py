@@ -1,0 +1,196 @@
+"""The compiled attention of a CPU against the blockwise one in fp64: every rule, shape and type; how it is built."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.core.c_library import compiler
+from fivefold.core.errors import RunFailed
+from fivefold.models import kernels
+from fivefold.models.attention import attention_forward
+from fivefold.ops import cpu_attention
+from tests.plain_attention import reference_attention
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
+
+# Relative to the largest value of each result: a few roundings of sums of 257 terms, and of the result's own type.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3}
+# Rows, query heads, key/value heads, queries, keys, size of a head: primes, no whole vector, no whole block.
+SHAPES = {
+    "several blocks": (2, 4, 2, 257, 257, 16),
+    "no whole vector": (1, 3, 1, 131, 131, 23),
+    "wide heads": (1, 6, 2, 67, 67, 200),
+    "five tokens": (3, 2, 2, 5, 5, 64),
+    "one query": (2, 2, 1, 1, 77, 32),
+}
+RULES = {
+    "plain": {},
+    "window of 1": {"window": 1},
+    "window of 37": {"window": 37},
+    "capped": {"softcap": 1.3},
+    "both": {"window": 50, "softcap": 2.0},
+}
+
+
+def inputs(rows, heads, shared, queries, keys, size, dtype):
+    """q, k, v and a gradient of the output; in memory, heads lie between tokens in some and around them in others."""
+    torch.manual_seed(0)
+    q = torch.randn(rows, queries, heads, size).transpose(1, 2)
+    k = torch.randn(rows, keys, shared, size).transpose(1, 2)
+    v, grad = torch.randn(rows, shared, keys, size), torch.randn(rows, heads, queries, size)
+    return [tensor.to(dtype) for tensor in (q, k, v, grad)]
+
+
+def check(q, k, v, grad, rule, ahead=None, roundings=1.0):
+    exact = [tensor.double() for tensor in (q, k, v, grad)]
+    out64, lse64 = kernels.blockwise_forward(*exact[:3], rule, ahead=ahead)
+    grads64 = kernels.blockwise_backward(exact[3], *exact[:3], out64, lse64, rule, ahead=ahead)
+    assert kernels.serving(q, rule, q.shape[2] - 1, ahead) == "compiled"
+    out, lse = kernels.forward(q, k, v, rule, q.shape[2] - 1, ahead=ahead)
+    grads = kernels.backward(grad, q, k, v, out, lse, rule, q.shape[2] - 1, ahead=ahead)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    assert (lse.double() - lse64).abs().max() <= 1e-6 * lse64.abs().max()
+    for ours, theirs in zip((out, *grads), (out64, *grads64), strict=True):
+        # A query that sees itself alone gives q and k no gradient: what is left is the rounding of terms of sqrt(D).
+        largest = max(q.shape[3] ** 0.5, theirs.abs().max())
+        assert (ours.double() - theirs).abs().max() <= roundings * TOLERANCE[q.dtype] * largest
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(shape, rule, dtype):
+    check(*inputs(*SHAPES[shape], dtype), kernels.AttentionParams(0.4, **RULES[rule]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("ahead", "window"), [(200, None), (230, None), (230, 150), (205, 9)])
+def test_queries_ahead_of_their_keys(ahead, window, dtype):
+    """As a rank of a ring meets them: 70 queries, 200 keys before them, or under a window the last of these."""
+    queries = 70 if window != 9 else 3
+    check(*inputs(1, 4, 2, queries, 200, 32, dtype), kernels.AttentionParams(0.3, window), ahead=ahead)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_one_head_on_many_threads(threads):
+    """Fewer heads than threads: several lanes add up one gradient of q, in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tensors = inputs(1, 1, 1, 1031, 1031, 16, torch.float32)
+        check(*tensors, kernels.AttentionParams(0.4))
+        q, k, v, grad = tensors
+        rule = cpu_attention.Rule(0.4)
+        out, lse = cpu_attention.forward(q, k, v, rule)
+        first, second = (cpu_attention.backward(grad, q, k, v, out, lse, rule) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scores_beyond_what_an_exponential_holds():
+    """Scores of -300 in the first block of keys, of 90 in the last: e^-390 is 0, and no weight is infinite or NaN."""
+    q, k, v, grad = inputs(1, 2, 2, 300, 300, 16, torch.float32)
+    q[:, :, :, 0], k[:, :, :200, 0], k[:, :, 200:, 0] = 30.0, -10.0, 3.0
+    check(q, k, v, grad, kernels.AttentionParams(1.0), roundings=300.0)
+
+
+def test_a_nan_is_not_hidden():
+    q, k, v, _ = inputs(1, 1, 1, 9, 9, 16, torch.float32)
+    q[0, 0, 4, 3] = float("nan")
+    out, _ = cpu_attention.forward(q, k, v, cpu_attention.Rule(0.4))
+    assert out[0, 0, 4].isnan().any() and not out[0, 0, [0, 1, 2, 3, 5, 6, 7, 8]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "rule", [{}, {"sliding_window": 5, "softcap": 0.8, "s_aux": torch.linspace(-3, 3, 6)}], ids=str
+)
+def test_the_models_attention_takes_documents_of_any_lengths_at_once(dtype, rule, monkeypatch):
+    """Documents of 1 to 130 tokens over two rows, their gradients too; nothing is padded."""
+    monkeypatch.setattr(kernels, "forward", None)
+    monkeypatch.setattr(kernels, "backward", None)
+    torch.manual_seed(0)
+    edges = torch.tensor([0, 1, 131, 149, 150, 157, 160, 300], dtype=torch.int32)
+    q, k, v = (torch.randn(2, 150, heads, 24).to(dtype).transpose(1, 2).requires_grad_() for heads in (6, 2, 2))
+    module = type("Attention", (torch.nn.Module,), {"is_causal": True})()
+    ours, _ = attention_forward(module, q, k, v, None, scaling=0.4, cu_seqlens=edges, **rule)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    twin = reference_attention(*exact, edges, 0.4, **rule)
+    weight = torch.randn_like(twin)
+    grads = torch.autograd.grad((ours * weight.to(dtype)).sum(), (q, k, v))
+    grads64 = torch.autograd.grad((twin * weight.to(dtype).double()).sum(), exact)
+    for mine, theirs in zip((ours, *grads), (twin, *grads64), strict=True):
+        assert (mine.double() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
+
+
+# ---- how it is built -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anew(monkeypatch, tmp_path):
+    """An empty cache, and nothing loaded."""
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path))
+    cpu_attention._library.cache_clear()
+    yield tmp_path
+    monkeypatch.undo()
+    cpu_attention._library.cache_clear()
+
+
+def test_without_a_compiler_pytorch_serves(anew, monkeypatch):
+    monkeypatch.setattr(cpu_attention, "compiler", lambda: None)
+    q = torch.randn(1, 2, 9, 8)
+    assert cpu_attention.lacks() == "there is no C compiler"
+    assert kernels.serving(q, kernels.AttentionParams(0.3), 8) == "cpu"
+    assert kernels.choose("auto", torch.device("cpu")) == ""
+
+
+def test_a_compiler_that_fails_is_said(anew, monkeypatch):
+    def fails(*_):
+        raise RunFailed("it does not compile: no OpenMP")
+
+    monkeypatch.setattr(cpu_attention, "compile_library", fails)
+    assert "no OpenMP" in cpu_attention.lacks()
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "file"))
+    cpu_attention._library.cache_clear()
+    assert "cache" in cpu_attention.lacks()
+    cpu_attention._library.cache_clear()
+
+
+def test_a_damaged_library_is_built_anew(anew):
+    assert not cpu_attention.lacks()
+    (library,) = anew.glob("kernels/*/cpu_attention.so")
+    library.unlink()  # the loaded one keeps its bytes
+    library.write_bytes(b"damaged")
+    ask = "from fivefold.ops import cpu_attention; print(repr(cpu_attention.lacks()))"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    assert asked.stdout == "''\n" and library.stat().st_size > 1000
+
+
+def test_another_machine_has_a_library_of_its_own(anew, monkeypatch):
+    """A home folder that a laptop shares with a server whose instructions it lacks."""
+    for machine in ("one", "another"):
+        monkeypatch.setattr(cpu_attention, "_machine", lambda machine=machine: machine)
+        cpu_attention._library.cache_clear()
+        assert not cpu_attention.lacks()
+    assert len(list(anew.glob("kernels/*/cpu_attention.so"))) == 2
+
+
+def test_the_source_is_part_of_the_package():
+    assert cpu_attention.SOURCE.is_file() and cpu_attention.SOURCE.parent == Path(cpu_attention.__file__).parent
+
+
+def test_it_can_be_left_out(monkeypatch):
+    """`train.attention: fa2` asks for PyTorch's own kernels."""
+    monkeypatch.setattr(cpu_attention, "_choice", cpu_attention._Choice())
+    q = torch.randn(1, 2, 9, 8)
+    assert kernels.choose("fa2", torch.device("cpu")) == "" and not cpu_attention.serves(q)
+    assert kernels.choose("auto", torch.device("cpu")) == "compiled" and cpu_attention.serves(q)
+    assert not cpu_attention.serves(q.double())
