@@ -18,6 +18,7 @@ anything runs.
 
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,58 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply every tensor in place, in few kernels (`torch._foreach_mul_`)."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+_LEAST_OF_ONEDNN = 2**20  # multiplications: fewer take less time than the way through Python, 10 us
+_overrides: list[torch.library.Library] = []  # they hold as long as these live
+
+
+def multiply_by_onednn() -> None:
+    """Let oneDNN compute fp32 `mm` and `addmm` on the CPU from here on, forward and backward, in the whole process.
+
+    PyTorch leaves them to MKL, and oneDNN the 16-bit types alone; `mkldnn._linear_pointwise` takes both.
+    """
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if _overrides or not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    replace: Callable[..., None] = library.impl
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+        )
+        replace("mm", _mm, "CPU")
+        replace("mm.out", lambda a, b, *, out: _put(out, _mm(a, b)), "CPU")
+        replace("addmm", _addmm, "CPU")
+    _overrides.append(library)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if _takes_onednn(a, b):
+        return _by_onednn(a, b, None)
+    return torch.addmm(a.new_empty(()), a, b, beta=0, out=a.new_empty(0))
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta == alpha == 1 and bias.shape == b.shape[1:] and bias.dtype is torch.float32 and _takes_onednn(a, b):
+        return _by_onednn(a, b, bias)
+    return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
+
+
+def _takes_onednn(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not torch.float32 or b.dtype is not torch.float32 or a.dim() != 2 or b.dim() != 2:
+        return False
+    (rows, inner), columns = a.shape, b.shape[1]
+    return inner == b.shape[0] and rows * inner * columns >= _LEAST_OF_ONEDNN
+
+
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+    return product
+
+
+def _put(out: Tensor, result: Tensor) -> Tensor:
+    return out.resize_(result.shape).copy_(result)
 
 
 def import_compiler() -> None:
@@ -437,6 +490,7 @@ def surfaces() -> Iterator[Surface]:
     ):
         yield Surface(name)
     yield Surface("nn.functional.grouped_mm", is_optional=True)
+    yield Surface("ops.mkldnn._linear_pointwise", is_optional=True)
     yield Surface("_scaled_grouped_mm", is_optional=True)
     yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))
     yield Surface("nn.init._calculate_fan_in_and_fan_out")

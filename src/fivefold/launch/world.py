@@ -151,8 +151,6 @@ def join(world: World) -> Iterator[World]:
     import torch
 
     torch.set_num_threads(threads_per_worker(world.local_size))
-    if world.device == "cpu":
-        _keep_freed_memory()
     # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     is_ours = open_world(world)
@@ -184,18 +182,6 @@ def set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc reuse freed tensors instead of giving each back to the system, which would zero it page by page.
-
-    As malloc comes, a step of a 15M model takes 300,000 page faults, a third of its time on a virtual machine
-    (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). Elsewhere than on glibc nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        mallopt(-4, 0)  # no allocation is a mapping of its own
-        mallopt(-1, 2**31 - 1)  # up to 2 GiB at the top of the heap stay
-
-
 def open_world(world: World | None = None) -> bool:
     """Choose the device and make `torch.distributed` ready where nobody has yet; whether this was to do.
 
@@ -204,10 +190,15 @@ def open_world(world: World | None = None) -> bool:
     import torch
     import torch.distributed as dist
 
+    from fivefold.launch.cpu import tune
+
     if world is None and dist.is_initialized():
+        tune()
         return False
     set_for_cuda()
     world = world or find_world() or alone()
+    if world.device == "cpu":
+        tune()
     if world.device != "cpu":
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
