@@ -213,8 +213,8 @@ class TrainSection(Section):
     )
     attention: Literal["auto", "fa2", "fa3"] = Field(
         default="auto",
-        description="kernels on a GPU: fa2 are PyTorch's own; fa3 is FlashAttention 3, for compute capability 9.0 "
-        "(H100), a package of its own; auto takes fa3 where it is installed",
+        description="kernels: fa2 are PyTorch's own; fa3 is FlashAttention 3, for GPUs of compute capability 9.0 "
+        "(H100), a package of its own; auto takes fa3 where it is installed, and on a CPU the kernel of fivefold",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
     collective_timeout: Number = Field(

@@ -10,11 +10,13 @@ import platform
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fivefold.core.c_library import INSTALL
 from fivefold.core.errors import first_line
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
@@ -23,6 +25,7 @@ from fivefold.report.table import Report
 
 State = Literal["ok", "help", "missing"]
 MIN_PYTHON = (3, 11)
+SLOW_IMPORT = 10.0  # seconds; 1 to 3 from a disk of its own, once read
 OPTIONAL = {
     "pyarrow": "parquet files",
     "datasets": "data of the Hugging Face hub",
@@ -98,11 +101,18 @@ def _devices() -> Iterator[Finding]:
     not whether that loads, sees a GPU, was built with gloo and has the interfaces that are read."""
     if not importlib.util.find_spec("torch"):
         return
+    is_first, began = "torch" not in sys.modules, time.perf_counter()
     try:
         import torch
     except (ImportError, OSError) as error:  # of a library that it was built with
         yield Finding("torch", "missing", f"does not load: {first_line(error)}", "pip install -c constraints.txt torch")
         return
+    if is_first:
+        took = time.perf_counter() - began
+        advice = (
+            "" if took < SLOW_IMPORT else "each command waits for it: a disk of this machine is faster than a network's"
+        )
+        yield Finding("import torch", "help" if advice else "ok", f"{took:.1f} s", advice)
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no usable GPU"
         yield Finding("gpu", "ok", f"none ({built}): training runs on the CPU")
@@ -159,6 +169,21 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("compiler", "help", "none", "install g++ to let train.compile speed up the CPU")
 
 
+def _kernels() -> Iterator[Finding]:
+    """What serves products and attention on the CPU."""
+    try:
+        from fivefold.launch.cpu import mkl_is_slow
+        from fivefold.ops import cpu_attention
+    except (ImportError, OSError):  # `_devices` has said so
+        return
+    if mkl_is_slow():
+        yield Finding("fp32 on the cpu", "ok", "products by oneDNN: MKL does not use this CPU's AVX-512")
+    if lacks := cpu_attention.lacks():
+        yield Finding("attention on the cpu", "help", f"by PyTorch: {lacks}", f"{INSTALL}: 2 to 4 times as fast")
+    else:
+        yield Finding("attention on the cpu", "ok", "by a kernel compiled for this CPU")
+
+
 def _rehearsal() -> Iterator[Finding]:
     """What `fivefold rehearse` needs to see memory, kernels and waiting as well."""
     from fivefold.rehearsal.stand_in import lacking
@@ -189,4 +214,4 @@ def _extras() -> Iterator[Finding]:
             yield Finding(module, "help", "not installed", f"pip install {module}, for {use}")
 
 
-LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _rehearsal, _cache, _extras)
+LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _kernels, _rehearsal, _cache, _extras)

@@ -72,7 +72,8 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
 
 def _attention(job: "Trainer") -> str:
     """By which kernels, where there is a choice."""
-    return {"fa3": ", attention by FlashAttention 3", "fa2": ", attention by FlashAttention 2"}.get(job.attention, "")
+    kernels = {"fa3": "FlashAttention 3", "fa2": "FlashAttention 2", "compiled": "a kernel for this CPU"}
+    return f", attention by {kernels[job.attention]}" if job.attention in kernels else ""
 
 
 def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
