@@ -181,8 +181,9 @@ def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum over the world, in place."""
-    dist.all_reduce(tensor)
+    """Sum over the world, in place; of one rank it is there."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
     return tensor
 
 
