@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from fivefold.generation.decode import Seen
+from fivefold.core.errors import UserError
+from fivefold.generation.decode import Seen, decode
 from fivefold.generation.sampling import Sampling
 from tests.generation.ranks import (
     PROMPT,
@@ -214,3 +216,18 @@ def test_a_history_that_was_changed_is_computed_again_from_there() -> None:
     assert (seen.reuse([1, 2, 9, 4, 5]), seen.ids, seen.length) == (2, [1, 2], 2)
     assert seen.cache.get_seq_length() == 2
     assert (seen.reuse([1, 2]), seen.ids) == (1, [1])  # one is computed, or nothing would come
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 300])
+def test_a_prompt_that_leaves_no_position_is_refused(tokens: int) -> None:
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=64,
+    ))  # fmt: skip
+    steps = decode(model, torch.ones(1, tokens, dtype=torch.int64), max_new_tokens=1)
+    if tokens < 64:
+        with pytest.raises(AttributeError, match="fivefold"):  # it goes on, to a model that was not laid out
+            next(steps)
+        return
+    with pytest.raises(UserError, match=f"{tokens} tokens, and the model has 64 positions"):
+        next(steps)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
+from fivefold.core.errors import UserError
 from fivefold.generation.sampling import Sampling
 from fivefold.parallel import passes
 from fivefold.parallel.data import COMPUTE_DTYPES
@@ -92,6 +93,7 @@ def decode_rows(
     same on every rank. A text that is over takes no more room. `seeds`: of each text. `seen`: of a single text.
     Otherwise as `decode`.
     """
+    _check_positions(model, rows)
     seen, device = seen or Seen(), next(model.parameters()).device
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     past = seen.reuse(rows[0]) if len(rows) == 1 else 0
@@ -113,6 +115,16 @@ def decode_rows(
             seen.cache.batch_select_indices(torch.tensor(left, device=device))
             alive, padding = [alive[place] for place in left], [padding[place] for place in left]
         ids_BT = torch.tensor([[tokens[place]] for place in left])
+
+
+def _check_positions(model: Any, rows: Sequence[Sequence[int]]) -> None:
+    """Raise `UserError` for a text that leaves no position for another token."""
+    positions, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), max(map(len, rows))
+    if positions and longest >= positions:
+        raise UserError(
+            f"a prompt of {longest:,} tokens, and the model has {positions:,} positions (max_position_embeddings)",
+            fix="shorten the prompt", more="docs/generate.md",
+        )  # fmt: skip
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
