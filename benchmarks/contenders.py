@@ -1,7 +1,7 @@
 """One contender, in a process of its own: `python benchmarks/contenders.py REQUEST OUT` (started by training_speed.py).
 
-REQUEST is JSON: `kind`, `shape` (a name of `SHAPES`), `precision`, `packed`, `warmup`, `steps`; for fivefold `layout`,
-for the Trainer `fsdp`: `off`, `asked`, or `forced` (see `shards_on_cpu`).
+REQUEST is JSON: `kind`, `shape` (a name of `SHAPES`), `precision`, `packed`, `warmup`, `steps`; for fivefold `layout`
+and `compiled`, for the Trainer `fsdp`: `off`, `asked`, or `forced` (see `shards_on_cpu`).
 Every contender reads the same rows, starts from the same weights, uses AdamW on fp32 masters and clips at 1. Its
 peak memory is the peak resident set less what was resident before the model was built, with every import done.
 """
@@ -22,6 +22,7 @@ import compact_loop
 import plain_loop
 from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, micro_batch, plain_model
 from fivefold.core.layout import Layout
+from fivefold.launch.cpu import tune
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
@@ -39,7 +40,9 @@ SQUARE = 4096
 
 
 def matmul(ask: dict[str, Any]) -> dict[str, Any]:
-    """What matmuls alone reach on all cores, GFLOP/s: a large square one, and the model's own linears forward."""
+    """What matmuls alone reach on all cores, GFLOP/s: a large square one, and the model's own linears forward. By the
+    faster of PyTorch's two libraries for them."""
+    tune()
     torch.set_num_threads(threads_per_worker(1))
     shape, dtype = SHAPES[ask["shape"]], DTYPES[ask["precision"]]
     side = SQUARE if ask["shape"] != "tiny" else 256
@@ -64,7 +67,9 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
         rows = shape.rows // text.data_ranks
         layout = Layout.parse(f"{ask['layout']}+mb{rows}" + ("+fp32" if ask["precision"] == "fp32" else ""))
         memory = PeakMemory(CPU)
-        model = parallelize(build_meta(shape.hf_config()), layout, device=CPU, seed=SEED)
+        model = parallelize(
+            build_meta(shape.hf_config()), layout, device=CPU, seed=SEED, compile_blocks=ask["compiled"]
+        )
         optimizer = build_optimizer(model, OPTIONS)
         place = {"data_rank": state_of(model).plan.data_rank, "data_ranks": layout.data_ranks}
         clock.tick()

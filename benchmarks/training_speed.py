@@ -27,7 +27,7 @@ from common import PRECISIONS, RESULTS, SHAPES, RankFailed, isa_limit_gflops, ma
 
 SCRIPT = Path(__file__).parent / "contenders.py"
 YARDSTICK = "plain loop"
-WARMUP = 1
+WARMUP = 2  # what is compiled is by then
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class Contender:
     ranks: int = 1
     layout: str = "single"
     fsdp: str = "off"
+    compiled: bool = False
 
 
 CONTENDERS = {
     YARDSTICK: Contender("plain"),
     "compact loop": Contender("compact"),
     "fivefold": Contender("fivefold"),
+    "fivefold compiled": Contender("fivefold", compiled=True),
     "Trainer": Contender("trainer"),
     "fivefold shard2": Contender("fivefold", 2, layout="shard2"),
     "Trainer FSDP2 forced": Contender("trainer", 2, fsdp="forced"),
@@ -127,7 +129,11 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
 def run_one(seen: Measured, cell: Cell, name: str, ask: dict[str, Any]) -> str:
     """One run of one contender, its ranks taken as one; a line about it."""
     contender = CONTENDERS[name]
-    request = {**ask, "kind": contender.kind, "layout": contender.layout, "fsdp": contender.fsdp}
+    request = {
+        **ask,
+        "kind": contender.kind,
+        **{name: getattr(contender, name) for name in ("layout", "fsdp", "compiled")},
+    }
     runs = seen.runs.setdefault((cell, name), [])
     try:
         ranks = run_ranks(SCRIPT, request, ranks=contender.ranks)
