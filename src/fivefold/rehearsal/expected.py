@@ -163,7 +163,7 @@ class ExpectedStep:
         return (
             mfu,
             f"{words[self.longer]}: {ms(self.device_seconds)} ms against a launch floor of {ms(self.launch_floor)} ms. "
-            f"This machine's CPU took {ms(self.counted.seconds)} ms for the step, watched.",
+            f"This machine's CPU took {ms(self.counted.seconds)} ms for the step.",
         )
 
     def to_json(self) -> dict[str, Any]:

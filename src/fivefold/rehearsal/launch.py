@@ -111,6 +111,7 @@ def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
         f"run.dir={folder}", "run.name=rehearsal", f"eval.every={steps}", "sample.every=0", "checkpoint.every=0",
         "checkpoint.remote=null", "checkpoint.export_hf=false", 'log.to=["jsonl"]', "log.every=1",
         "memory.trial=false",  # its phases are those of the run
+        "train.check_every=0",  # the standing checks compare values, and are of one step in a hundred
         f"train.device={'cuda' if is_full else 'cpu'}", *([] if is_full else ["train.compile=false"]),
     ]  # fmt: skip
 
