@@ -33,7 +33,7 @@ campaign: $(STAMP)
 # names another environment that has it.
 rehearsal: $(REHEARSAL)/.installed
 	@$(REHEARSAL)/bin/python -m fivefold.rehearsal.stand_in
-	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/rehearsed/test_cells.py
+	$(REHEARSAL)/bin/python -m pytest -m rehearsal tests/rehearsed tests/benchmarks/test_commands.py
 
 $(REHEARSAL)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(REHEARSAL)

@@ -139,7 +139,7 @@ def rehearse(
 
     `all_kinds`: of the first, a middle and the last rank of a pipeline. `synthetic`: random documents in place of the
     run file's text. The result's `.ok` says whether it fits and sends what its plan declares; `.seen` has each rank's
-    memory, syncs and collectives. Raises `UserError` and `RunFailed`.
+    memory, syncs and collectives; `.expected` estimates the step's seconds and MFU. Raises `UserError` and `RunFailed`.
     """
     from fivefold.rehearsal.launch import rehearse as run
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from fivefold.planner.estimate import Workload
+from fivefold.planner.plan import estimate
+from fivefold.rehearsal.stand_in import Lack, lacking
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -127,6 +132,78 @@ def test_what_runs_beside_compute_is_told_from_a_trace(monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
+def test_where_the_time_of_a_step_goes_is_told_from_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first launch, at 0, to the end of the last kernel, at 520: all of it is in some item, once."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    overlap = importlib.import_module("overlap")
+
+    def event(name: str, start: float, length: float, cat: str = "kernel", **said: str) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "args": said}
+
+    group = {"Process Group Name": "7"}
+    events = [
+        event("cudaLaunchKernelExC", 0, 5, "cuda_runtime"), event("cuLaunchKernel", 8, 5, "cuda_driver"),
+        event("cudaStreamSynchronize", 400, 9, "cuda_runtime"), event("cudaEventRecord", 9, 1, "cuda_runtime"),
+        event("nvjet_tst_128x256", 10, 100), event("void flash::flash_fwd_kernel<cutlass>", 100, 60),
+        event("triton_red_fused_mm_native_layer_norm_0", 160, 40), event("ncclDevKernel_AllGather", 150, 100, **group),
+        event("Memcpy DtoH", 300, 20, "gpu_memcpy"), event("multi_tensor_apply_kernel<FusedAdam>", 500, 20),
+    ]  # fmt: skip
+    step = overlap.of_step(events, {"7": "tp"}.get)
+    assert step.milliseconds == pytest.approx(
+        {"matmuls": 0.1, "attention": 0.05, "element-wise": 0.06, "optimizer": 0.02, "exposed tp": 0.05, "idle": 0.24}
+    )
+    assert (step.launches, step.syncs, len(step.collectives)) == (2, 1, 1)
+    assert overlap.of_step(events[:4], {}.get) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "item"),
+    [
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>", "attention"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmuls"),
+        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", "matmuls"),
+        ("triton_tem_fused_mm_3", "matmuls"),
+        ("triton_poi_fused_mul_silu_flash_attention_2", "element-wise"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "element-wise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+    ],
+)
+def test_what_a_kernel_does_is_told_from_its_name(kernel: str, item: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    assert importlib.import_module("overlap").item_of(kernel) == item
+
+
+def test_the_estimated_step_and_the_profiled_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No item of either is left out: both columns add up."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    expected = importlib.import_module("gpu_expected")
+    seconds = estimate("mixtral-8x7b", "8x8xH100", Workload(8192, 256), "pp2.shard8.cp2.tp2.ep4").seconds
+    axes = ("tp", "cp", "cp_ring", "ep", "dp_shard", "dp_replicate", "world", "pp", "ep_shard")
+    profile = {"matmuls": 1.0, "attention": 2.0, "element-wise": 4.0, "optimizer": 8.0, "idle": 16.0}
+    profile |= {f"exposed {axis}": 32.0 * 2**at for at, axis in enumerate(axes)}
+    rows = list(expected.compared(seconds, profile))
+    assert sum(row[1] for row in rows) == pytest.approx(1e3 * sum(seconds.values()))
+    assert sum(row[2] for row in rows) == pytest.approx(sum(profile.values()))
+    assert (
+        dict((item, spent) for item, _, spent in rows)["exposed, cp"]
+        == profile["exposed cp"] + profile["exposed cp_ring"]
+    )
+
+
+def test_a_measured_step_stands_beside_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("gpu_expected")
+    step = estimate("llama-3.2-1b", "8xH100", Workload(8192, 8), "shard8")
+    profile = {"milliseconds": {"matmuls": 99.5, "idle": 3.0}, "launches": 1026, "syncs": 6, "collectives": []}
+    result = {"device": "NVIDIA H100", "profile": profile, "estimate": module.of_estimate(step), "no_estimate": ""}
+    said = "\n".join(module.beside(result))
+    assert f"estimated: MFU {100 * step.mfu:.1f}%" in said and "1,026 launches, 6 host syncs" in said
+    assert re.search(rf"matmuls +{1e3 * step.seconds['matmuls']:.1f} +99.5", said)
+    blind = module.beside({**result, "profile": None, "estimate": None, "no_estimate": "nobody knows this chip"})
+    assert [line.partition(":")[0] for line in blind][1] == "no estimate to compare with"
+
+
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """`refused(name, *arguments)`: what a benchmark says that is refused, in this process: one of its own imports torch
@@ -150,6 +227,64 @@ def test_gpu_train_refuses_a_layout() -> None:
 
 def test_gpu_train_refuses_a_cpu(refused: Callable[..., str]) -> None:
     assert "--device cpu only goes with --tiny" in refused("gpu_train", "--device", "cpu")
+
+
+@pytest.fixture
+def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`dry_run(*arguments)`: what the GPU benchmark says of itself on a machine without a CUDA build of torch."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        monkeypatch.setattr(sys, "argv", ["gpu_train", *arguments])
+        module = importlib.import_module("gpu_train")
+        monkeypatch.setattr(
+            module.stand_in, "lacking", lambda: [Lack("this torch is built without CUDA", "install one")]
+        )
+        assert module.main() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_gpu_train_says_what_to_compare_with(dry_run: Callable[..., str], tmp_path: Path) -> None:
+    """The planner's estimate of the very step, of two micro batches of two rows."""
+    target = tmp_path / "dry.json"
+    options = ("--layout", "shard4.tp2", "--rows", "2", "--accumulation", "2", "--json", str(target))
+    said = dry_run("--dry-run", "8xH100", *options)
+    for words in ("not run: this torch is built without CUDA", "nothing is measured", "estimated MFU, not measured"):
+        assert words in said
+    step = estimate("llama-3.2-1b", "8xH100", Workload(8192, 16), "shard4.tp2+mb2")
+    result = json.loads(target.read_text())
+    assert result["is_dry_run"] and result["estimate"]["seconds"] == pytest.approx(step.seconds)
+    assert result["estimate"]["mfu"] == pytest.approx(step.mfu) and "launches" not in result
+
+
+def test_gpu_train_refuses_a_dry_run(refused: Callable[..., str]) -> None:
+    assert "tp 3" in refused("gpu_train", "--dry-run", "8xH100", "--layout", "tp3")
+    assert "X9" in refused("gpu_train", "--dry-run", "8xX9")
+    assert "leave --device out" in refused("gpu_train", "--dry-run", "8xH100", "--device", "cpu", "--tiny")
+
+
+@pytest.mark.rehearsal
+@pytest.mark.skipif(bool(lacking()), reason="it needs a CUDA build of torch, and a C compiler")
+@pytest.mark.parametrize(("cluster", "layout"), [("1xH100", "single"), ("8xH100", "shard4.tp2"), ("8xH100", "pp2.cp4")])
+def test_gpu_train_runs_on_a_stand_in(cluster: str, layout: str, tmp_path: Path) -> None:
+    target = tmp_path / "dry.json"
+    done = run("gpu_train", "--dry-run", cluster, "--layout", layout, "--tiny", "--json", str(target))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(target.read_text())
+    assert result["launches"] > 100 and result["syncs"] > 0 and result["peak_gib"] > 0
+    assert result["estimate"]["launches"] == result["launches"]
+
+
+def test_every_command_that_gpu_train_names_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("gpu_train")
+    commands = re.findall(r"gpu_train\.py(.*)", module.__doc__ or "")
+    assert len(commands) == 5
+    for command in commands:
+        monkeypatch.setattr(sys, "argv", ["gpu_train.py", *command.split("   ")[0].split()])
+        module.arguments()
 
 
 def test_gpu_train_needs_a_gpu(refused: Callable[..., str]) -> None:

@@ -85,13 +85,13 @@ def rows() -> Iterator[Callable[[Cell], Row]]:
 
 def _row(folder: Path, play: Callable[[Request], Seen], cell: Cell) -> Row:
     try:
-        request = _request(cell, folder, f"{time.monotonic_ns()}")
+        asked = request(cell, folder, f"{time.monotonic_ns()}")
     except UserError as refusal:
         return {"refused": refusal.what.replace(str(folder / cell.family), cell.family)}
-    return numbers(play(request))
+    return numbers(play(asked))
 
 
-def _request(cell: Cell, folder: Path, name: str) -> Request:
+def request(cell: Cell, folder: Path, name: str) -> Request:
     """Rows of 2,048 tokens, blocks compiled, random documents."""
     layout = Layout.parse(cell.layout)
     model, run = folder / cell.family, folder / f"{name}.yaml"

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from fivefold.rehearsal import stand_in
+from fivefold.rehearsal.launch import scratch, stage
 from fivefold.rehearsal.stand_in import lacking
-from tests.rehearsed.cells import CELLS, Cell, Row, more, rows, table
+from tests.rehearsed.cells import CELLS, CLUSTER, Cell, Row, more, request, rows, table
 
 NEAR = 0.03
 # In which a segment grows. Each stream has one, and Python's collector may free a tensor a little earlier or later:
@@ -36,3 +38,13 @@ def test_a_cell(cell: Cell, row_of: Callable[[Cell], Row]) -> None:
     for what, least in (("allocated", 0), ("reserved", 3 * STEP)):
         if what in measured:
             assert measured[what] == pytest.approx(expected[what], rel=NEAR, abs=least), what
+
+
+def test_fsdp_gathers_and_reduces_beside_compute() -> None:
+    """In the order of the streams a kernel stands between the beginning of a collective and who waits for it. In each
+    of the four micro batches, one gather and two reductions of a model whose embedding is not tied have none."""
+    environment = stand_in.environment(CLUSTER.chip, CLUSTER.devices_per_node)
+    with scratch() as folder, stage(environment, folder) as play:
+        found = play(request(Cell("llama", "shard8"), folder, "prefetch"))
+    exposed = {each.kind: (each.exposed, each.count) for each in found.sent if each.kind != "all_reduce"}
+    assert exposed == {"all_gather": (4, 44), "reduce_scatter": (8, 24)}

@@ -71,6 +71,7 @@ def test_a_rank_on_the_cpu(file: str, tmp_path: Path, capsys: Any) -> None:
     assert rank["coordinates"] == {"pp": 1, "dp_shard": 1, "tp": 1}
     assert {each["axis"] for each in rank["sent"]} >= {"pp", "tp", "dp_shard", "world"}
     assert all(each["count"] == each["declared"] for each in rank["sent"])
+    assert 0 < seen["estimate"]["mfu"] < 1 and seen["estimate"]["launches"] is None
     assert "Not a full rehearsal: this torch is built without CUDA; install another." in capsys.readouterr().out
     assert "not seen" in html.read_text()
     assert not (tmp_path / "runs").exists()

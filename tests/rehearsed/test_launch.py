@@ -10,6 +10,7 @@ import pytest
 
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped, sigterm_raises
+from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import launch
 from fivefold.rehearsal.request import Request
 
@@ -35,6 +36,12 @@ def test_a_rank_that_ends_without_a_word(told: str, message: str, fix: str, tmp_
     with launch.stage(os.environ, tmp_path) as play, pytest.raises(RunFailed, match=message) as failed:
         play(request(tmp_path, told))
     assert fix in str(failed.value.fix)
+
+
+def test_a_rehearsed_step_is_one_without_standing_checks(tmp_path: Path) -> None:
+    """They hash every parameter, in one step of a hundred: as many launches as the step has without them."""
+    config, _ = launch.resolved(None, launch.changes(tmp_path, 2, is_full=False), Cluster.parse("2xH100"))
+    assert config.train.check_every == 0
 
 
 def test_a_compiler_does_not_outlive_its_rank(tmp_path: Path) -> None:

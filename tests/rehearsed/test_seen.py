@@ -201,7 +201,7 @@ def test_a_rank_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     told.show(Console(width=80))
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 80
-    for word in ("host syncs", "collectives", "compiled again", "largest", "nothing of speed", "context of CUDA"):
+    for word in ("host syncs", "collectives", "compiled again", "largest", "no time was measured", "context of CUDA"):
         assert word in screen
     values = json.loads(told.to_json())
     assert values["ok"] and values["rows"][2]["reserved"] == "40.00" and values["ranks"][0]["rank"] == 3

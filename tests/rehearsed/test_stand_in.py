@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -183,3 +184,30 @@ def test_what_is_changed_is_there(change: changes.Change) -> None:
     """A function that has moved is found here, and not in a rehearsal that changes nothing."""
     owner, name = changes.place_of(change)
     assert callable(getattr(owner, name)) and change.why
+
+
+GRAPH = """
+import torch
+from fivefold.rehearsal.counts import Driver
+
+x, graph, driver = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph(), Driver()
+counts = [driver.counts().launches]
+with torch.cuda.graph(graph):
+    y = (x + 1) * 2
+counts.append(driver.counts().launches)
+for _ in range(3):
+    graph.replay()
+counts.append(driver.counts().launches)
+x + 1
+counts.append(driver.counts().launches)
+print([count - counts[0] for count in counts])
+"""
+
+
+@pytest.mark.rehearsal
+@pytest.mark.skipif(bool(stand_in.lacking()), reason="it needs a CUDA build of torch, and a C compiler")
+def test_a_cuda_graph_is_one_launch() -> None:
+    """What is captured is not launched; afterwards kernels are launches again."""
+    environment = stand_in.environment(Cluster.parse("1xH100").chip, 1)
+    done = subprocess.run([sys.executable, "-c", GRAPH], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "[0, 0, 3, 4]", done.stdout + done.stderr

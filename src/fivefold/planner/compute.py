@@ -65,6 +65,11 @@ def traffic_seconds(chip: Chip, size: float) -> float:
     return size / chip.memory_bytes_per_second
 
 
+def traffic_bytes(chip: Chip, seconds: float) -> float:
+    """What element-wise work reads and writes in so many seconds."""
+    return seconds * chip.memory_bytes_per_second
+
+
 def host_seconds(chip: Chip, size: Any) -> Any:
     """To copy so many bytes, or each of an array of them, to host memory, or back; both ways at once take as long."""
     return size / (chip.host_gbs * 1e9)

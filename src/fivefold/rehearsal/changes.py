@@ -235,7 +235,6 @@ CHANGES = (
     Change("fivefold.parallel.balance.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
     Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
     Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
-    Change("fivefold.training.run.Trainer._check", "the standing checks compare values", _nothing),
     Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
     Change(
         "fivefold.parallel.host_memory.allocate",

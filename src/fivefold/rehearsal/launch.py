@@ -20,8 +20,11 @@ from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder
 from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.ranks import RankGrid
-from fivefold.planner.auto import chosen
+from fivefold.planner.auto import chosen, facts_of_run, workload_of
 from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Estimate, estimate
+from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.report import Rehearsal
 from fivefold.rehearsal.request import Request, Seen
@@ -54,8 +57,7 @@ def rehearse(
             if lacks
             else stand_in.environment(place.chip, place.devices_per_node)
         )
-        if not synthetic:
-            _prepare(config)
+        vocabulary = None if synthetic else _prepare(config)
         requests = [
             Request(
                 config=config.to_yaml(), folder=f"{folder}/{each}", rank=each, world=place.world,
@@ -65,7 +67,13 @@ def rehearse(
         ]  # fmt: skip
         with stage(environment, folder, quiet=quiet) as play:
             seen = [play(request) for request in requests]
-    return Rehearsal(config.model.name_or_path, str(layout), place, steps, tuple(seen), tuple(lacks))
+    if config.train.compile is False and not lacks:
+        planned, unplanned = None, "the planner prices compiled blocks, and train.compile is false"
+    else:
+        planned, unplanned = _planned(config, layout, place, vocabulary, synthetic=synthetic)
+    return Rehearsal(
+        config.model.name_or_path, str(layout), place, steps, tuple(seen), tuple(lacks), planned, unplanned
+    )
 
 
 @contextmanager
@@ -103,6 +111,7 @@ def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
         f"run.dir={folder}", "run.name=rehearsal", f"eval.every={steps}", "sample.every=0", "checkpoint.every=0",
         "checkpoint.remote=null", "checkpoint.export_hf=false", 'log.to=["jsonl"]', "log.every=1",
         "memory.trial=false",  # its phases are those of the run
+        "train.check_every=0",  # the standing checks compare values, and are of one step in a hundred
         f"train.device={'cuda' if is_full else 'cpu'}", *([] if is_full else ["train.compile=false"]),
     ]  # fmt: skip
 
@@ -118,11 +127,25 @@ def _short_evaluation(config: RunConfig, layout: Layout) -> RunConfig:
     return config.model_copy(update={"eval": section})
 
 
-def _prepare(config: RunConfig) -> None:
-    """Tokenise the text here, where a missing file is said in words; a rank finds it in the cache."""
+def _prepare(config: RunConfig) -> int:
+    """Tokenise the text here, where a missing file is said in words; a rank finds it in the cache. Gives the tokens of
+    its vocabulary."""
     from fivefold.data import prepare
 
-    prepare(config)
+    return prepare(config).tokenizer.vocab_size
+
+
+def _planned(
+    config: RunConfig, layout: Layout, place: Cluster, vocabulary: int | None, *, synthetic: bool
+) -> tuple[Estimate | None, str]:
+    """The planner's estimate of what is rehearsed; or None, and why it has none."""
+    if synthetic:  # the model keeps the vocabulary of its own config
+        config = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"name_or_path": "auto"})})
+    try:
+        prices = PriceList(facts_of_run(config, vocabulary), place, ENGINES["fivefold"])
+        return estimate(prices, layout, workload_of(config)), ""
+    except UserError as error:
+        return None, error.what
 
 
 @contextmanager

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.units import GIB, human_bytes, many
 from fivefold.planner.cluster import Cluster
+from fivefold.planner.estimate import Estimate
+from fivefold.rehearsal.expected import ExpectedStep, TimeRow
 from fivefold.rehearsal.request import Item, Phase, Seen
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.report.table import Report
@@ -20,7 +23,7 @@ CURES = (
     "shards."
 )
 NOTES = (
-    "No kernel ran: nothing is said of values, and nothing of speed.",
+    "No kernel ran: nothing is said of values, and no time was measured.",
     "Tokens go evenly to experts; a run's busiest expert has more, and its rank more memory.",
     "A block that several streams use is free at once here; a GPU gives it back when the streams are done.",
 )
@@ -82,7 +85,8 @@ class CompileRow:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All that was seen. `lacks`: what was missing for a full rehearsal."""
+    """All that was seen. `lacks`: what was missing for a full rehearsal. `planned`: the planner's estimate of the same
+    layout; None where it has none, `unplanned` says why."""
 
     model: str
     layout: str
@@ -90,6 +94,8 @@ class Rehearsal:
     steps: int
     seen: tuple[Seen, ...]
     lacks: tuple[Lack, ...] = ()
+    planned: Estimate | None = None
+    unplanned: str = ""
 
     @property
     def ok(self) -> bool:
@@ -101,6 +107,11 @@ class Rehearsal:
         """The rank and the phase that reserve most; None where memory is not seen."""
         phases = [(seen, each) for seen in self.seen for each in seen.phases if each.reserved is not None]
         return max(phases, key=lambda one: one[1].reserved or 0, default=None)
+
+    @cached_property
+    def expected(self) -> ExpectedStep | None:
+        """The estimated time of a step, and its MFU; None where a rank did not come through its last step."""
+        return ExpectedStep.of(self.planned, self.seen, f"step {self.steps}") if self.planned else None
 
     @property
     def title(self) -> str:
@@ -148,6 +159,13 @@ class Rehearsal:
         is_short = any(each.out_of_memory for each in self.seen)
         return (*((CURES,) if is_short else ()), beside, *NOTES)
 
+    @property
+    def speed(self) -> tuple[str, ...]:
+        """Sentences about the estimated step."""
+        if self.unplanned:
+            return (f"No estimate of MFU: {self.unplanned}.",)
+        return self.expected.verdict if self.expected else ()
+
     # ---- tables ------------------------------------------------------------------------------------------------------
 
     def phases(self) -> Report[PhaseRow]:
@@ -189,6 +207,13 @@ class Rehearsal:
         rows = tuple(CompileRow(each.count, each.what, each.why) for each in seen.recompiles[:SHOWN])
         return Report(title=f"compiled again, and graph breaks, on rank {seen.rank}", rows=rows, ok=True)
 
+    def times(self) -> Report[TimeRow]:
+        """The estimated step, item by item."""
+        found = self.expected
+        of_rank = f", counted on rank {found.seen.rank}" if found and found.counted else ""
+        title = f"estimated time of a step, not measured{of_rank}"
+        return Report(title=title, rows=tuple(found.rows()) if found else (), ok=True)
+
     def tables(self) -> Iterator[Report[Any]]:
         """All tables with a row, in order."""
         yield self.phases()
@@ -196,13 +221,15 @@ class Rehearsal:
             for table in (self.items(seen), self.syncs(seen), self.sent(seen), self.recompiles(seen)):
                 if table.rows:
                     yield table
+        if (times := self.times()).rows:
+            yield times
 
     def show(self, console: "Console") -> None:
         """The tables and the sentences, for people."""
         for table in self.tables():
             table.show(console)
             console.print()
-        for line in (self.verdict, *self.notes):
+        for line in (self.verdict, *self.speed, *self.notes):
             console.print(line, highlight=False, markup=False)
 
     def to_json(self) -> str:
@@ -211,6 +238,7 @@ class Rehearsal:
             "model": self.model, "layout": self.layout, "cluster": self.cluster.text, "steps": self.steps,
             "memory_bytes": self.cluster.chip.memory_bytes, "verdict": self.verdict, "notes": list(self.notes),
             "lacks": [asdict(each) for each in self.lacks], "ranks": [each.to_json() for each in self.seen],
+            "estimate": self.expected and self.expected.to_json(), "no_estimate": self.unplanned,
         }  # fmt: skip
         table = self.phases()
         return Report(title=table.title, rows=table.rows, ok=self.ok, details=details).to_json()

@@ -274,7 +274,12 @@ static void note(int what, int kind, handle stream, handle object, int64_t bytes
   pthread_mutex_unlock(&lock);
 }
 
+/* While a CUDA graph is captured, kernels become its nodes; to launch the graph is one launch. */
+static handle capture; /* the one under way; 0: none. Other threads do not launch meanwhile. */
+static size_t captured;
+
 static int launch(handle stream) {
+  if (capture) return captured++, OK;
   __sync_fetch_and_add(&launched, 1);
   note(LAUNCH, 0, stream, 0, 0, 0);
   return OK;
@@ -318,9 +323,37 @@ int cudaEventRecordWithFlags(handle event, handle stream) { return cudaEventReco
 int cudaStreamWaitEvent(handle stream, handle event) { return note(WAIT, 0, stream, event, 0, 0), OK; }
 int cudaEventElapsedTime(float *milliseconds) { return *milliseconds = 1, OK; }
 int cudaEventElapsedTime_v2(float *milliseconds) { return *milliseconds = 1, OK; }
-int cudaStreamIsCapturing(handle stream, int *out) { return *out = 0, OK; }
-int cudaStreamGetCaptureInfo(handle stream, int *out) { return out ? *out = 0 : 0, OK; }
-int cudaStreamGetCaptureInfo_v2(handle stream, int *out) { return cudaStreamGetCaptureInfo(stream, out); }
+
+/* ---- CUDA graphs ------------------------------------------------------------------------------------------------- */
+
+int cudaStreamBeginCapture(void) { return captured = 0, capture = fresh(), OK; }
+int cudaStreamEndCapture(handle stream, handle *graph) { return *graph = capture, capture = 0, OK; }
+int cudaStreamIsCapturing(handle stream, int *out) { return *out = !!capture, OK; }
+static int capture_info(int *status, unsigned long long *id, handle *graph, size_t *count) {
+  if (status) *status = !!capture;
+  if (id) *id = capture;
+  if (graph) *graph = capture;
+  if (count) *count = 0;
+  return OK;
+}
+#if CUDART >= 13000
+int cudaStreamGetCaptureInfo(
+    handle stream, int *status, unsigned long long *id, handle *graph, const void **from, const void **edges,
+    size_t *count) {
+  return capture_info(status, id, graph, count);
+}
+#else
+int cudaStreamGetCaptureInfo(handle stream, int *status, unsigned long long *id) {
+  return capture_info(status, id, 0, 0);
+}
+#endif
+int cudaStreamGetCaptureInfo_v2(
+    handle stream, int *status, unsigned long long *id, handle *graph, const void **from, size_t *count) {
+  return capture_info(status, id, graph, count);
+}
+int cudaGraphGetNodes(handle graph, void *nodes, size_t *count) { return *count = captured, OK; }
+int cudaGraphInstantiateWithFlags(handle *out, handle graph) { return *out = graph, OK; }
+int cudaGraphLaunch(handle graph, handle stream) { return launch(stream); }
 
 /* ---- kernels ----------------------------------------------------------------------------------------------------- */
 

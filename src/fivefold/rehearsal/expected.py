@@ -1,0 +1,193 @@
+"""What a step may take: the planner's estimate of the rehearsed layout, beside what the rehearsal counted of the step.
+
+An estimate, not a measurement. How long the issued work takes is the planner's roofline (`planner/estimate.py`), item
+by item. How many kernels the step launches, how often the host waits and which collectives nothing hides was counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.planner.compute import traffic_bytes
+from fivefold.planner.doubt import Interval
+from fivefold.planner.estimate import Estimate, Item
+from fivefold.rehearsal.request import Phase, Seen
+
+TRAFFIC = "element-wise"  # the planner's item that is memory traffic alone
+IDLE = ("host", "bubble")  # its items in which the device waits for Python, and for other stages
+SMALL = 5e-4  # of a step: items below it are 0.0 % of it, and left out on the screen
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """Of the step's time in milliseconds; -: counted, with no time of its own. `of`: what it is made of."""
+
+    item: str
+    ms: str
+    share: str
+    of: str
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """A step as planned and as counted. `counted`: the last step of the rank that launches most; None where kernels
+    were not seen (on the CPU). Seconds are of the whole step, and estimates all."""
+
+    planned: Estimate
+    seen: Seen
+    counted: Phase | None
+
+    @classmethod
+    def of(cls, planned: Estimate, seen: tuple[Seen, ...], step: str) -> "ExpectedStep | None":
+        """Of what the ranks have seen in the phase `step`; None where one of them did not come through it."""
+        steps = [(each, phase) for each in seen for phase in each.phases if phase.name == step]
+        if len(steps) < len(seen) or any(each.failed or each.out_of_memory for each in seen):
+            return None
+        rank, most = max(steps, key=lambda one: one[1].launches or 0)
+        return cls(planned, rank, None if most.launches is None else most)
+
+    # ---- seconds -----------------------------------------------------------------------------------------------------
+
+    @property
+    def launch_seconds(self) -> float:
+        """Of the host, for one kernel: the chip's constant, no measurement."""
+        chip = self.planned.cluster.chip
+        return chip.launch_us * 1e-6 * chip.host_scale
+
+    @property
+    def device_seconds(self) -> float:
+        """What the device needs, by the roofline of the issued work: the planner's items but those it is idle in."""
+        return sum(amount for item, amount in self.planned.seconds.items() if item not in IDLE)
+
+    @property
+    def launch_floor(self) -> float:
+        """What the host needs at least: no kernel starts before it is launched."""
+        return (self.counted.launches or 0) * self.launch_seconds if self.counted else 0.0
+
+    @property
+    def sync_seconds(self) -> float:
+        """What host syncs cost at least: behind each the device has nothing to do until the next launch."""
+        return (self.counted.syncs or 0) * self.launch_seconds if self.counted else 0.0
+
+    @property
+    def floor_beyond(self) -> float:
+        """By how much the launch floor outlasts the planned step."""
+        return max(0.0, self.launch_floor - self.planned.step_seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """The planned step, and what was counted beyond it."""
+        return self.planned.step_seconds + self.floor_beyond + self.sync_seconds
+
+    @property
+    def step_interval(self) -> Interval:
+        """Between these the seconds lie in 80 % of cases, by the planner's doubt of its own items."""
+        low, high = (each / self.planned.step_seconds for each in self.planned.step_interval)
+        return self.step_seconds * low, self.step_seconds * high
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs, with causal attention halved and no recompute, over the peak: 0.4 is 40 %."""
+        return self._mfu(self.step_seconds)
+
+    @property
+    def mfu_interval(self) -> Interval:
+        """Between these it lies in 80 % of cases."""
+        low, high = self.step_interval
+        return self._mfu(high), self._mfu(low)
+
+    def _mfu(self, seconds: float) -> float:
+        return self.planned.mfu * self.planned.step_seconds / seconds
+
+    @property
+    def longer(self) -> str:
+        """What sets the pace: `device` or `launches`."""
+        return "launches" if self.launch_floor > self.device_seconds else "device"
+
+    # ---- what is told ------------------------------------------------------------------------------------------------
+
+    def rows(self) -> Iterator[TimeRow]:
+        """The planner's items, the longest first; then what was counted."""
+        for item in sorted(self._items(), key=lambda item: -item.amount):
+            if abs(item.amount) >= SMALL * self.step_seconds:
+                yield self._row(item.item, item.amount, self._made_of(item))
+        if self.counted is None:
+            return
+        each = f"{self.launch_seconds * 1e6:.3g} us"
+        floor = f"counted {self.counted.launches:,} x {each} = {ms(self.launch_floor)} ms"
+        beyond = "what outlasts the above" if self.floor_beyond else "beside the above"
+        yield self._row("launches", self.floor_beyond, f"{floor}, {beyond}")
+        yield self._row("host syncs", self.sync_seconds, f"counted {self.counted.syncs:,} x {each}, at least")
+        for axis, (exposed, issued) in self.exposed.items():
+            yield TimeRow(f"{axis} collectives", "-", "-", f"counted {exposed:,} of {issued:,} exposed; timed above")
+
+    def _items(self) -> list[Item]:
+        return [row for row in self.planned.rows if row.part == "time"]
+
+    def _row(self, item: str, seconds: float, of: str) -> TimeRow:
+        return TimeRow(item, ms(seconds), f"{100 * seconds / self.step_seconds:.1f} %", of)
+
+    def _made_of(self, item: Item) -> str:
+        if item.item == "matmuls":
+            return f"{item.why}; with attention {self.flops * 1e-12:,.3g} model TFLOPs"
+        if item.item == TRAFFIC:
+            rate = self.planned.cluster.chip.memory_bytes_per_second
+            return f"{self.traffic * 1e-9:,.3g} GB of memory traffic at {rate * 1e-9:,.0f} GB/s"
+        return item.why
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that element-wise work reads and writes on the device."""
+        return traffic_bytes(self.planned.cluster.chip, self.planned.seconds.get(TRAFFIC, 0.0))
+
+    @property
+    def exposed(self) -> dict[str, tuple[int, int]]:
+        """By mesh axis: collectives that no kernel could hide, and all of them."""
+        found: dict[str, tuple[int, int]] = {}
+        for sent in self.seen.sent:
+            exposed, issued = found.get(sent.axis, (0, 0))
+            found[sent.axis] = exposed + (sent.exposed or 0), issued + sent.count
+        return found
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """Sentences: the MFU, and which is longer, the device's time or the launch floor."""
+        low, high = (100 * each for each in self.mfu_interval)
+        mfu = (
+            f"estimated MFU, not measured: {100 * self.mfu:.0f} % ({low:.0f} to {high:.0f} % in 80 % of cases), "
+            f"{ms(self.step_seconds)} ms a step"
+        )
+        if self.counted is None:
+            return mfu, "Kernels were not seen: the planner's estimate alone, without the launch floor."
+        words = {"device": "The device's time is longer", "launches": "The launches take longer than the device's work"}
+        return (
+            mfu,
+            f"{words[self.longer]}: {ms(self.device_seconds)} ms against a launch floor of {ms(self.launch_floor)} ms. "
+            f"This machine's CPU took {ms(self.counted.seconds)} ms for the step.",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds of a step, shares from 0 to 1; counts are of one rank's last step."""
+        counted = self.counted
+        return {
+            "is_estimate": True, "rank": self.seen.rank, "mfu": self.mfu, "mfu_interval": self.mfu_interval,
+            "step_seconds": self.step_seconds, "step_seconds_interval": self.step_interval,
+            "planned_seconds": self.planned.seconds, "model_flops_per_device": self.flops,
+            "element_wise_bytes": self.traffic, "device_seconds": self.device_seconds,
+            "launches": counted and counted.launches, "launch_seconds": self.launch_seconds,
+            "launch_floor_seconds": self.launch_floor if counted else None, "longer": self.longer if counted else None,
+            "floor_beyond_seconds": self.floor_beyond, "syncs": counted and counted.syncs,
+            "sync_seconds": self.sync_seconds, "cpu_seconds_here": counted and counted.seconds,
+            "exposed": {axis: {"exposed": some, "issued": all_} for axis, (some, all_) in self.exposed.items()},
+        }  # fmt: skip
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of a step on a device."""
+        return self.planned.flops / self.planned.layout.world
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds in three digits, whole above."""
+    amount = 1e3 * seconds
+    return f"{amount:,.0f}" if abs(amount) >= 99.95 else f"{amount:.3g}"
