@@ -8,11 +8,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.experts import expert_mlp, routed, sort_by_expert
+from fivefold.models.experts import EAGER, RowKernels, expert_mlp, routed, sort_by_expert
 from fivefold.ops.linear import PLAIN
+from fivefold.parallel.expert import by_expert
 from fivefold.parallel.state import state_of
 from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
 from tests.pool import run_ranks
@@ -180,3 +183,71 @@ def test_ep_must_divide_the_ranks_that_it_is_taken_from() -> None:
     with pytest.raises(UserError, match=said) as raised:
         Layout.parse("dp2.shard3.tp2.ep6+etp").resolve(12)
     assert raised.value.fix == "try ep 1, 3"
+
+
+# ---- what rows cost on their way -------------------------------------------------------------------------------------
+
+TOKENS, PICKS, SIZE, EXPERTS = 6, 3, 8, 5
+
+
+def inputs(weights: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    """Hidden states in bf16, picks, and their weights."""
+    torch.manual_seed(0)
+    index = torch.stack([torch.randperm(EXPERTS)[:PICKS] for _ in range(TOKENS)])
+    hidden = torch.randn(TOKENS, SIZE, dtype=torch.bfloat16, requires_grad=True)
+    return hidden, index, torch.rand(TOKENS, PICKS, dtype=weights, requires_grad=True)
+
+
+def doubled(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return rows * 2
+
+
+def test_the_host_reads_no_number_of_the_device() -> None:
+    """Fake tensors have no numbers: whatever asks for one fails."""
+    with FakeTensorMode():
+        hidden, index, weights = inputs()
+        routed(hidden, index, weights, EXPERTS, doubled).sum().backward()
+        order, counts = by_expert(torch.ones(2, 3, dtype=torch.int64), 7)
+    assert hidden.grad is not None and weights.grad is not None
+    assert (order.shape, counts.shape) == ((7,), (3,))
+
+
+class Made(TorchDispatchMode):
+    """`precise`: numbers of the largest tensor in fp32 that an operator gives. `copies`: gathers of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.precise, self.copies = 0, 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.precise = max(self.precise, out.numel() * (out.dtype == torch.float32))
+            self.copies += out.shape == (TOKENS * PICKS, SIZE) and operator is torch.ops.aten.index.Tensor
+        return out
+
+
+def test_rows_are_gathered_once_and_weighted_without_a_product_in_fp32() -> None:
+    hidden, index, weights = inputs()
+    with Made() as forward:
+        out = routed(hidden, index, weights, EXPERTS, doubled)
+    with Made() as backward:
+        out.sum().backward()
+    assert (forward.copies, backward.copies) == (1, 1)
+    assert forward.precise == backward.precise == TOKENS * SIZE
+
+
+def test_compiled_sums_of_rows_are_the_same() -> None:
+    """And every gradient, in fp64 to the last rounding."""
+    kernels = RowKernels().compiled(lambda name, function: torch.compile(function, backend="aot_eager"))
+    results = []
+    for each in (EAGER, kernels):
+        hidden, index, weights = inputs(torch.float64)
+        hidden = hidden.detach().double().requires_grad_()
+        out = routed(hidden, index, weights, EXPERTS, doubled, each)
+        out.square().sum().backward()
+        results.append((out, hidden.grad, weights.grad))
+    expected = 2 * hidden * weights.sum(1, keepdim=True)
+    assert torch.allclose(results[0][0], expected, rtol=1e-14)
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.allclose(plain, compiled, rtol=1e-14)

@@ -91,12 +91,13 @@ def test_compiled_layers_send_what_the_plan_says(layout: str) -> None:
 
 
 def test_layers_with_experts_are_compiled_in_the_same_pieces() -> None:
-    """Between the router and the experts, which are not compiled; twelve layers as two."""
+    """Between the router and the experts, which are not compiled; twelve layers as two. Besides, the loss has three,
+    and the rows of experts have three."""
     two, twelve = (
         rehearse(Rehearsal("shard2.ep2", 0, "mixtral", (("num_hidden_layers", layers),), compiled=True, steps=4))
         for layers in (2, 12)
     )
-    assert twelve.graphs == two.graphs <= 6 + 3 and not twelve.late_graphs
+    assert twelve.graphs == two.graphs <= 6 + 3 + 3 and not twelve.late_graphs
     assert sum(twelve.breaks.values()) == sum(two.breaks.values())
 
 

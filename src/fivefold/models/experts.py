@@ -9,6 +9,7 @@ outputs of an expert's matmul (`ops/linear.py`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ NAME = "fivefold"
 
 Compute = Callable[
     [Tensor, Tensor], Tensor
-]  # rows [S, D] sorted by expert, counts [E] -> what the experts make of them
+]  # rows [S, D] sorted by expert, counts [E] -> what the experts make of those that are counted
 
 
 def register() -> None:
@@ -37,29 +38,30 @@ def experts_forward(module: nn.Module, hidden_ND: Tensor, index_NK: Tensor, weig
     return routed(hidden_ND, index_NK, weights_NK, number_of_experts(module), lambda x, c: expert_mlp(module, x, c))
 
 
-def routed(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int, compute: Compute) -> Tensor:
-    """Send each token to its K experts and sum their results, weighted. Experts are 0 to E - 1. A pick of E is a
-    dropped one: it adds nothing to the output and nothing to any gradient."""
-    count, top_k = index_NK.shape
+def routed(
+    hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, experts: int, compute: Compute,
+    kernels: "RowKernels | None" = None,
+) -> Tensor:  # fmt: skip
+    """Send each token to its K experts and sum their results, weighted: [N, D]. Experts are 0 to E - 1.
+
+    A pick of E is a dropped one: it adds nothing to the output and nothing to any gradient. Rows of dropped picks stand
+    last, and `compute` leaves them out. `kernels`: None for operator by operator.
+    """
     order_S, counts_E = sort_by_expert(index_NK, experts)
+    back_NK, kernels = inverse(order_S).view_as(index_NK), kernels or EAGER
     # Rows are K times the hidden states: no name holds them longer than something needs them.
-    rows_SD = Permute.apply(hidden_ND.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1), order_S)  # type: ignore[no-untyped-call]
-    if len(counts_E) > experts:  # those that are dropped stand last
-        dropped = int(counts_E[experts])
-        made_SD = F.pad(compute(rows_SD[: len(rows_SD) - dropped], counts_E[:experts]), (0, 0, 0, dropped))
-    else:
-        made_SD = compute(rows_SD, counts_E)
-    del rows_SD
-    back_NKD = Permute.apply(made_SD, inverse(order_S)).unflatten(0, (count, top_k))  # type: ignore[no-untyped-call]
-    del made_SD
-    return (back_NKD * weights_NK.unsqueeze(-1)).sum(1).to(hidden_ND.dtype)  # type: ignore[no-any-return]
+    made_SD = compute(_Spread.apply(hidden_ND, order_S, back_NK, kernels), counts_E)  # type: ignore[no-untyped-call]
+    if dropped := len(order_S) - len(made_SD):
+        made_SD = F.pad(made_SD, (0, 0, 0, dropped))
+    return _Weighted.apply(made_SD, weights_NK, order_S, back_NK, hidden_ND.dtype, kernels)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Which of the N * K rows stands at each place once they are sorted by expert, int64 [S]; rows per expert [E],
-    and, where picks are dropped, one number more: how many."""
-    flat = index_NK.reshape(-1)
-    return flat.argsort(stable=True), torch.bincount(flat, minlength=experts)
+    """Which of the N * K rows stands at each place once they are sorted by expert, int64 [S]; rows per expert, int64
+    [E]. Dropped picks stand last, and no expert counts them. The host does not wait for the device."""
+    sorted_S, order_S = index_NK.reshape(-1).sort(stable=True)
+    firsts = torch.searchsorted(sorted_S, torch.arange(experts + 1, dtype=sorted_S.dtype, device=sorted_S.device))
+    return order_S, firsts.diff()
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -70,16 +72,93 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Permute(torch.autograd.Function):
-    """Rows in another order; backward puts them back, without adding anything up."""
+    """Rows in another order; `back`, its inverse, puts their gradients back, without adding anything up."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SD: Tensor, order_S: Tensor) -> Tensor:
-        ctx.back = inverse(order_S)
+    def forward(ctx: Any, rows_SD: Tensor, order_S: Tensor, back_S: Tensor) -> Tensor:
+        ctx.back = back_S
         return rows_SD[order_S]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][ctx.back], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0][ctx.back], None, None
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [N, D] -> a row for each of their picks, sorted by expert [S, D]; gradients are summed by token."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, order_S: Tensor, back_NK: Tensor, kernels: "RowKernels") -> Tensor:
+        ctx.back, ctx.kernels = back_NK, kernels
+        return hidden_ND[order_S // back_NK.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.kernels.sum_picks(grads[0], ctx.back), None, None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """Rows sorted by expert [S, D], times the weights of their picks, summed by token [N, D]. In the type of the
+    weights; no product of all rows exists in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made_SD: Tensor, weights_NK: Tensor, order_S: Tensor, back_NK: Tensor, dtype: torch.dtype,
+        kernels: "RowKernels",
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(made_SD, weights_NK)
+        ctx.places, ctx.kernels = (order_S, back_NK), kernels
+        return kernels.sum_weighted(made_SD.detach(), weights_NK.detach(), back_NK, dtype)  # one graph, also for none
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        made_SD, weights_NK = ctx.saved_tensors
+        return (*ctx.kernels.weighted_gradients(grads[0], made_SD, weights_NK, *ctx.places), None, None, None, None)
+
+
+# ---- what is computed of rows on their way ---------------------------------------------------------------------------
+
+
+def _sum_picks(rows_SD: Tensor, back_NK: Tensor) -> Tensor:
+    """[N, D]: the sum of the K rows of each token."""
+    return rows_SD[back_NK].sum(1)
+
+
+def _sum_weighted(made_SD: Tensor, weights_NK: Tensor, back_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, D] of `dtype`: the weighted sum of the K rows of each token, pick by pick."""
+    first, *others = zip(back_NK.unbind(1), weights_NK.unsqueeze(-1).unbind(1), strict=True)
+    total_ND = made_SD[first[0]] * first[1]
+    for back_N, weights_N1 in others:
+        total_ND += made_SD[back_N] * weights_N1
+    return total_ND.to(dtype)
+
+
+def _weighted_gradients(
+    grad_ND: Tensor, made_SD: Tensor, weights_NK: Tensor, order_S: Tensor, back_NK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of `_sum_weighted`: the gradients of the rows [S, D] and of the weights [N, K]."""
+    precise_ND = grad_ND.to(weights_NK.dtype)
+    of_weights = torch.stack([(precise_ND * made_SD[back_N]).sum(-1) for back_N in back_NK.unbind(1)], 1)
+    of_rows = grad_ND.to(made_SD.dtype)[order_S // back_NK.shape[1]]
+    return of_rows.mul_(weights_NK.flatten()[order_S].unsqueeze(-1)), of_weights  # multiplied in the wider type
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """The sums over picks of a token, and their gradients: operator by operator, or compiled, which reads every row
+    once."""
+
+    sum_picks: Callable[..., Tensor] = _sum_picks
+    sum_weighted: Callable[..., Tensor] = _sum_weighted
+    weighted_gradients: Callable[..., tuple[Tensor, Tensor]] = _weighted_gradients
+
+    def compiled(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> "RowKernels":
+        """The same, each compiled by `compiled(name, function)`."""
+        own = (self.sum_picks, self.sum_weighted, self.weighted_gradients)
+        return RowKernels(*(compiled("rows of experts", each) for each in own))
+
+
+EAGER = RowKernels()
 
 
 # ---- what an expert computes -----------------------------------------------------------------------------------------

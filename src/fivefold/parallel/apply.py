@@ -29,6 +29,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.attention import KEEPS
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
+from fivefold.models.experts import RowKernels
 from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
@@ -119,15 +120,16 @@ def parallelize(
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
     chunk_mlps(model, plan, tp.enter)
     cp = context.apply_context_parallel(model, plan, mesh)
-    experts = expert.apply_expert_parallel(model, plan, tp, mesh.groups.get("ep"), linears)
-    expert.route_in_fp32(model, plan.fp32_routers)
+    compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
+    rows = RowKernels().compiled(compiled.block) if compiled else RowKernels()
     balance = balancing.watch_routers(model, plan, tp, cp, device)
+    experts = expert.apply_expert_parallel(model, plan, tp, mesh.groups.get("ep"), balance.drops, linears, rows)
+    expert.route_in_fp32(model, plan.fp32_routers)
     hand_on_cu_seqlens(model, facts.forgetful)
     if facts.padding is not None:
         count_behind_padding(model.get_submodule(facts.anatomy.base), facts.padding)
     dtype = data.COMPUTE_DTYPES[layout.precision]
     staged = install(model, plan, tp, cp, dtype=dtype)
-    compiled, recompute = Compiled() if compile_blocks else None, plan.recompute
     if compiled:
         cp.combine = compiled.block("attention over cp", cp.combine)
     offload = offload_of(layout, offload_to, device)

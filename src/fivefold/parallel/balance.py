@@ -107,14 +107,19 @@ class Balance:
         """Whether a step is under way: only then are routers watched."""
         return self._scale > 0
 
+    def drops(self) -> bool:
+        """Whether routers may drop picks now."""
+        return self.is_begun and self.options.capacity_factor is not None
+
     def begin_step(self, rows: int) -> None:
         """`rows`: of the global batch."""
         self._scale = 1.0 / (max(rows, 1) * max(len(self.modules), 1))
         self._seen, self._summed = {}, {}
 
     def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:
-        """`tokens_B`: real tokens of each row; None: all. `again`: a forward that is recomputed in backward, whose
-        tokens are already counted. Only pipelines pass it: there, other micro batches run in between."""
+        """`tokens_B`: real tokens of each row, int64 [B] on the device; None: no rows. `again`: a forward that is
+        recomputed in backward, whose tokens are already counted. Only pipelines pass it: there, other micro batches run
+        in between."""
         for name, each in self._seen.items():
             self._summed[name] = self._summed[name] + each if name in self._summed else each
         self._seen, self._tokens_B, self._is_again = {}, tokens_B, again
@@ -224,7 +229,6 @@ class Balance:
         assert tokens_B is not None, "a micro batch is begun before it runs"
         blocks = self._shares(logits.numel() // logits.shape[-1] // len(tokens_B)).own
         positions_T = torch.cat([torch.arange(*block, device=logits.device) for block in blocks])
-        tokens_B = tokens_B.to(logits.device)
         return positions_T < tokens_B.unsqueeze(-1), tokens_B
 
     def _shares(self, length: int) -> Shares:

@@ -15,6 +15,12 @@ import torch
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
+# A graph waits for a collective where its result is first read: kernels that do not read it run beside it. In backward
+# these are the products behind a gather or a sum over tp.
+LATE_WAITS: dict[str, Any] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+}
 
 
 @dataclass
@@ -27,7 +33,7 @@ class Compiled:
     def block(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` of block `name`, compiled."""
         compiled_versions(at_least=VERSIONS)
-        compiled = torch.compile(forward)
+        compiled = torch.compile(forward, options=LATE_WAITS)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with heard_from_dynamo(partial(self._given_up, name)):

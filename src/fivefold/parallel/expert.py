@@ -16,9 +16,10 @@ results are gathered. With one expert rank, nothing is sent.
 Legend: N tokens of this rank, K experts per token, S = N * K rows, D hidden size, E experts, n expert ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.models.experts import Permute, expert_mlp, inverse, routed
+from fivefold.models.experts import EAGER, Permute, RowKernels, expert_mlp, inverse, routed
 from fivefold.models.facts import Experts
 from fivefold.ops.keep import kept
 from fivefold.ops.linear import PLAIN, Linears
@@ -41,8 +42,8 @@ from fivefold.parallel.tensor import TensorParallel
 @dataclass(frozen=True)
 class ExpertParallel:
     """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. With `expert_tp`
-    this rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1.
-    `names`: of modules."""
+    this rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1. `drops`: whether
+    routers may drop picks now. `names`: of modules."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
@@ -50,7 +51,9 @@ class ExpertParallel:
     tensor: TensorParallel
     part: int
     parts: int
+    drops: Callable[[], bool]
     linears: Linears = PLAIN
+    kernels: RowKernels = EAGER
     names: dict[nn.Module, str] = field(default_factory=dict)
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
@@ -62,39 +65,46 @@ class ExpertParallel:
             return self._add_up(module, experts, hidden_ND, index_NK, weights_NK)
         if self.tensor.is_replicated:
             return self._share(module, experts, hidden_ND, index_NK, weights_NK)
-        return routed(hidden_ND, index_NK, weights_NK, experts, partial(self.compute, module))
+        return self._routed(module, experts, hidden_ND, index_NK, weights_NK)
+
+    def _routed(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return routed(hidden, index, weights, experts, partial(self.compute, module), self.kernels)
 
     def _add_up(self, module: nn.Module, experts: int, *given: Tensor) -> Tensor:
         """All tp ranks see all tokens, and each makes its part of their results."""
-        hidden, index, weights = map(self.tensor.enter, given)
-        out = routed(hidden, index, weights, experts, partial(self.compute, module))
+        out = self._routed(module, experts, *map(self.tensor.enter, given))
         return self.tensor.leave(out).clone()  # FSDP cannot hook a view
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """All tp ranks have all tokens: each sends its share of them."""
         group, blocks = self.tensor.group, split_even(len(hidden), self.tensor.size)
-        hidden, index, weights = (take_share(each, group, blocks) for each in (hidden, index, weights))
-        return join_shares(routed(hidden, index, weights, experts, partial(self.compute, module)), group, blocks)
+        own = (take_share(each, group, blocks) for each in (hidden, index, weights))
+        return join_shares(self._routed(module, experts, *own), group, blocks)
 
     def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
-        """What the experts make of rows that are sorted by expert."""
+        """What the experts make of rows that are sorted by expert. Rows that no expert counts stand last; nothing is
+        made of them."""
         if self.group is None:
-            return self._made(module, rows_SD, counts_E)
-        size = dist.get_world_size(self.group)
-        held = [stop - start for start, stop in split_even(len(counts_E), size)]
+            taken = int(counts_E.sum()) if self.drops() else len(rows_SD)
+            return self._made(module, _first(rows_SD, taken), counts_E)
         # How many rows come for this rank's experts, by who sends, and how many go to each rank.
-        counts_nE, sent, received = kept(lambda: self._counts(counts_E, held))
-        order, counts = by_expert(counts_nE)
+        counts_nE, sent, received = kept(lambda: self._counts(counts_E))
+        order, counts = by_expert(counts_nE, sum(received))
+        back = inverse(order)
         # As in `routed`, rows in an order that is no longer needed are held by no name.
-        rows = Permute.apply(all_to_all(rows_SD, received, sent, self.group), order)  # type: ignore[no-untyped-call]
-        back = Permute.apply(self._made(module, rows, counts), inverse(order))  # type: ignore[no-untyped-call]
-        return all_to_all(back, sent, received, self.group)
+        rows = _permuted(all_to_all(_first(rows_SD, sum(sent)), received, sent, self.group), order, back)
+        return all_to_all(_permuted(self._made(module, rows, counts), back, order), sent, received, self.group)
 
-    def _counts(self, counts_E: Tensor, held: list[int]) -> tuple[Tensor, list[int], list[int]]:
+    def _counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Rows from each rank to each of this rank's experts, int64 [n, experts held here]; rows to each rank, and from
+        each."""
         assert self.group is not None, "rows stay here"
+        held = [stop - start for start, stop in split_even(len(counts_E), dist.get_world_size(self.group))]
         counts_nE = exchange_counts(counts_E, held, self.rank, self.group)
-        sent = [int(part.sum()) for part in torch.split(counts_E.cpu(), held)]
-        return counts_nE, sent, counts_nE.sum(1).tolist()
+        own, come = on_host(counts_E, counts_nE)
+        ends = list(accumulate(held))
+        sent = [sum(own[end - size : end]) for size, end in zip(held, ends, strict=True)]
+        return counts_nE, sent, [sum(row) for row in come]
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
         """What this rank's part of its experts makes of their rows."""
@@ -107,14 +117,17 @@ def apply_expert_parallel(
     plan: ParallelPlan,
     tensor: TensorParallel,
     group: dist.ProcessGroup | None,
+    drops: Callable[[], bool],
     linears: Linears = PLAIN,
+    kernels: RowKernels = EAGER,
 ) -> ExpertParallel:
     """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward.
 
-    `group`: the ranks that they are dealt to. `linears`: how they multiply.
+    `group`: the ranks that they are dealt to. `drops`: whether routers may drop picks now. `linears`: how experts
+    multiply. `kernels`: what is computed of their rows.
     """
     cut, parts = plan.grid.shard_index(plan.rank, "ep").part, plan.layout.etp
-    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, linears)
+    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
     for each in plan.facts.experts:
         module = model.get_submodule(each.name)
         fold.names[module] = each.name
@@ -145,12 +158,28 @@ def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: dis
     return received.view(len(held), mine)
 
 
-def by_expert(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
+def on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
+    """The counts of rows that go and that come, for the host to read: one copy, for which it waits."""
+    flat = torch.cat([counts_E, counts_nE.flatten()]).tolist()
+    own, experts = len(counts_E), counts_nE.shape[1]
+    return flat[:own], [flat[own + at * experts :][:experts] for at in range(len(counts_nE))]
+
+
+def by_expert(counts_nE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Received rows are sorted by sender, then by expert. Returns the order that sorts them by expert, then by sender,
-    and the rows of each expert. Example: 2 senders and 2 experts with counts [[1, 2], [1, 0]] give the order
-    [0, 3, 1, 2] and the rows [2, 2]."""
+    and the rows of each expert. `rows`: their number, which the host knows. Example: 2 senders and 2 experts with
+    counts [[1, 2], [1, 0]] give the order [0, 3, 1, 2] and the rows [2, 2]."""
     experts = torch.arange(counts_nE.shape[1], device=counts_nE.device).repeat(len(counts_nE))
-    return experts.repeat_interleave(counts_nE.flatten()).argsort(stable=True), counts_nE.sum(0)
+    return experts.repeat_interleave(counts_nE.flatten(), output_size=rows).argsort(stable=True), counts_nE.sum(0)
+
+
+def _first(rows_SD: Tensor, count: int) -> Tensor:
+    """The first `count` rows. All of them as they are: the gradient of a part is copied into one of the whole."""
+    return rows_SD if count == len(rows_SD) else rows_SD[:count]
+
+
+def _permuted(rows_SD: Tensor, order_S: Tensor, back_S: Tensor) -> Tensor:
+    return Permute.apply(rows_SD, order_S, back_S)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:

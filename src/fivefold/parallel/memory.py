@@ -449,16 +449,15 @@ def _of_head(plan: "ParallelPlan", shape: StepShape) -> int:
 
 def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
-    tensor and of what it was made of, and of the hidden states. Experts: the gradient of what they have made, and of
-    the same weighted, which is in fp32. An MLP in pieces has that of a piece, and all that its forward makes again.
+    tensor and of what it was made of, and of the hidden states; of experts, of all their rows. An MLP in pieces has
+    that of a piece, and all that its forward makes again.
 
     Compiled, a layer that is one graph has the gradients of gate, up and their product at once, and that of what it
     gave. One whose graph ends at attention over cp frees the product before gate and up have gradients."""
     matmuls = [each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.chunked_linears]
     widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
     experts = max((each.times for each in matmuls), default=1)
-    weighted = shape.hidden * experts * max(4, shape.compute_bytes) / shape.compute_bytes if experts > 1 else 0
-    made, hidden = widest + max(widest, weighted), 2 * shape.hidden
+    made, hidden = 2 * widest, 2 * shape.hidden
     if shape.compiled and experts == 1 and plan.layout.fp8 == "none":
         ends_inside = plan.grid.size("cp") > 1 or bool(plan.chunked_linears)
         made, hidden = widest * (1 if ends_inside else 3), shape.hidden

@@ -58,7 +58,9 @@ class LossInputs:
         self.cu_seqlens, self.scale, self.weights = cu_seqlens, scale, weights
         self.answers, self.of_answers, self.judge = answers, of_answers, judge
         self.soft, self.top_k, self.vocabulary = soft, top_k, vocabulary
-        self.row_tokens = row_tokens if row_tokens is not None else torch.full((len(input_ids),), input_ids.shape[1])
+        if row_tokens is None:
+            row_tokens = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
+        self.row_tokens = row_tokens
 
 
 # ---- of a step, of a micro batch -------------------------------------------------------------------------------------

@@ -124,12 +124,8 @@ def even(total: int, parts: int) -> list[int]:
 
 def _sorted(plain: Any) -> Any:
     def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-        if not index_NK.is_cuda:
-            return plain(index_NK, experts)  # type: ignore[no-any-return]
-        flat = index_NK.reshape(-1)
-        order_S = flat.argsort(stable=True)
-        flat.min().item(), flat.max().item()  # as `bincount` does, whose result is as long as its largest number
-        return order_S, put(torch.empty_like(order_S[:experts]), even(len(flat), experts))
+        order_S, counts_E = plain(index_NK, experts)
+        return order_S, put(counts_E, even(len(order_S), experts)) if counts_E.is_cuda else counts_E
 
     return sort_by_expert
 
@@ -137,32 +133,39 @@ def _sorted(plain: Any) -> Any:
 def _exchanged(plain: Any) -> Any:
     def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: Any) -> Tensor:
         received = plain(counts_E, held, rank, group)
-        rows = int(sum(counts_E.tolist())) if not counts_E.is_cuda else None
-        if rows is not None:
-            return torch.tensor(even(rows, received.numel())).view_as(received).to(received)
-        # On the CPU, where its sums are right; what the host reads of it is read here.
-        received.sum(1).tolist()
-        return torch.tensor(even(_total(counts_E), received.numel())).view(received.shape)
+        rows = int(sum(counts_E.tolist()))
+        return torch.tensor(even(rows, received.numel())).view_as(received).to(received)
 
     return exchange_counts
 
 
-def _total(counts_E: Tensor) -> int:
-    """The sum of a tensor that `put` has written, read as it was written."""
+def _on_host(plain: Any) -> Any:
+    def on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
+        own, come = plain(counts_E, counts_nE)
+        if not counts_E.is_cuda:
+            return own, come
+        rows, (ranks, experts) = read(counts_E), counts_nE.shape
+        shares = even(sum(rows), ranks * experts)
+        return rows, [shares[at * experts :][:experts] for at in range(ranks)]
+
+    return on_host
+
+
+def read(tensor: Tensor) -> list[int]:
+    """A tensor that `put` has written, as it was written."""
     import ctypes
 
-    return sum((ctypes.c_int64 * counts_E.numel()).from_address(counts_E.data_ptr()))
+    return list((ctypes.c_int64 * tensor.numel()).from_address(tensor.data_ptr()))
 
 
 def _by_expert(plain: Any) -> Any:
-    def by_expert(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return plain(counts_nE)  # type: ignore[no-any-return]
-        rows, counts = int(counts_nE.sum()), torch.empty(counts_nE.shape[1], dtype=torch.int64, device="cuda")
-        experts = torch.arange(counts_nE.shape[1], device="cuda").repeat(len(counts_nE))
-        experts.cumsum(0)[-1].item()  # as `repeat_interleave` does, whose result is as long as that
-        counts = put(counts, counts_nE.sum(0).tolist())
-        return torch.empty(rows, dtype=torch.int64, device="cuda").argsort(stable=True), counts
+    def by_expert(counts_nE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        order, counts_E = plain(counts_nE, rows)
+        if not counts_nE.is_cuda:
+            return order, counts_E
+        ranks, experts = counts_nE.shape
+        shares = even(rows, ranks * experts)
+        return order, put(counts_E, [sum(shares[each::experts]) for each in range(experts)])
 
     return by_expert
 
@@ -230,7 +233,8 @@ CHANGES = (
     Change("fivefold.checkpoint.on_first_rank", "the first rank would say what it has done", _first),
     Change("fivefold.training.checkpoints.CheckpointManager.resume", "there is nothing to go on from", _afresh),
     Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, "stand-in"),
-    Change("fivefold.parallel.expert.exchange_counts", "the other ranks would send as many rows", _exchanged),
+    Change("fivefold.parallel.expert.exchange_counts", "the other ranks would send as many rows", _exchanged, "cpu"),
+    Change("fivefold.parallel.expert.on_host", "the other ranks would send as many rows", _on_host, "stand-in"),
     Change("fivefold.parallel.expert.by_expert", "its sizes are counts that no kernel made", _by_expert, "stand-in"),
     Change("fivefold.parallel.balance.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
     Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),

@@ -26,7 +26,7 @@ def to_device(
     )
     rows = batch.input_ids.shape[0]
     cu_seqlens = None if len(batch.cu_seqlens) == rows + 1 else torch.from_numpy(batch.cu_seqlens)
-    row_tokens = None if batch.row_tokens is None else torch.from_numpy(batch.row_tokens)
+    row_tokens = None if batch.row_tokens is None else torch.from_numpy(batch.row_tokens).to(device, non_blocking=True)
     weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device, non_blocking=True)
     answers, of_answers = None, 0
     if by_answer or judge is not None:

@@ -85,8 +85,8 @@ def experts_sorted_as_text() -> Any:
     expects=OF_EXPERTS,
 )
 def arrivals_not_sorted() -> Any:
-    def as_they_come(counts_nE: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.arange(int(counts_nE.sum())), counts_nE.sum(0)
+    def as_they_come(counts_nE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(rows), counts_nE.sum(0)
 
     return patch.object(expert, "by_expert", as_they_come)
 
@@ -145,11 +145,11 @@ def weights_applied_twice() -> Any:
 def rows_dropped() -> Any:
     plain = expert.routed
 
-    def routed(hidden: Tensor, index: Tensor, weights: Tensor, number: int, compute: Any) -> Tensor:
+    def routed(hidden: Tensor, index: Tensor, weights: Tensor, number: int, *rest: Any) -> Tensor:
         order, counts = experts.sort_by_expert(index, number)
         place = torch.cat([torch.arange(count) for count in counts.tolist()])
         kept = torch.empty_like(order).scatter_(0, order, (place < 2 * index.numel() // number).long())
-        return plain(hidden, index, weights * kept.view_as(index), number, compute)
+        return plain(hidden, index, weights * kept.view_as(index), number, *rest)
 
     return patch.object(expert, "routed", routed)
 
