@@ -13,8 +13,8 @@ Milliseconds of forward + backward on two cores of an AMD EPYC 9005, medians of 
 | 1, 8, 4096, 128 | fp32 | 196 + 515 | 150 + 386 | 1.3 |
 | 1, 8, 4096, 128 | bf16 | 197 + 287 | 152 + 431 | 0.8 |
 
-At the sixth, 290 GFLOP/s forward and 390 backward, where large fp32 matmuls reach 490. The last has the bf16 products of
-PyTorch against fp32 ones here.
+The fifth runs at 290 GFLOP/s forward and 390 backward, where large fp32 matmuls reach 490. In the last, PyTorch has
+bf16 products against the fp32 ones here.
 
 Without a C compiler that knows OpenMP nothing is compiled, and PyTorch's kernels serve.
 
