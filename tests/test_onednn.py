@@ -45,6 +45,7 @@ def test_products_are_those_of_fp64() -> None:
                 out = torch.empty(0)
                 assert torch.mm(a, b, out=out) is out
                 close(out, a.double() @ b.double())
+                close(torch.mm(a, b, out=torch.empty(sizes[2], sizes[0]).t()), a.double() @ b.double())
                 close(torch.addmm(bias, a, b), torch.addmm(bias.double(), a.double(), b.double()))
                 close(torch.addmm(bias, a, b, beta=0.5, alpha=3), 0.5 * bias.double() + 3 * (a.double() @ b.double()))
                 full = torch.randn(sizes[0], sizes[2])
@@ -77,6 +78,17 @@ def test_wrong_operands_are_refused_and_nan_stays() -> None:
                 continue
             raise SystemExit("taken")
         a = torch.ones(200, 200)
+        for dtype in (torch.float64, torch.float16, torch.int64):  # nothing is rounded in silence
+            try:
+                torch.mm(a, a, out=torch.empty(200, 200, dtype=dtype))
+            except RuntimeError as error:
+                assert "Expected out tensor to have dtype float" in str(error)
+                continue
+            raise SystemExit("taken")
+        try:
+            torch.mm(a, a, out=torch.empty(3, 3))
+        except UserWarning as warning:
+            assert "was resized" in str(warning)
         a[3, 5] = float("nan")
         assert (a @ torch.ones(200, 200)).isnan().sum() == 200
     """)

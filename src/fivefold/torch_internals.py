@@ -99,7 +99,7 @@ def multiply_by_onednn() -> None:
             "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
         )
         replace("mm", _mm, "CPU")
-        replace("mm.out", lambda a, b, *, out: _put(out, _mm(a, b)), "CPU")
+        replace("mm.out", _mm_out, "CPU")
         replace("addmm", _addmm, "CPU")
     _overrides.append(library)
 
@@ -108,6 +108,12 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     if _takes_onednn(a, b):
         return _by_onednn(a, b, None)
     return torch.addmm(a.new_empty(()), a, b, beta=0, out=a.new_empty(0))
+
+
+def _mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    if out.dtype is torch.float32 and _takes_onednn(a, b) and out.shape == (len(a), b.shape[1]):
+        return out.copy_(_by_onednn(a, b, None))
+    return torch.addmm(a.new_empty(()), a, b, beta=0, out=out)  # which refuses another type, and warns of another shape
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -126,10 +132,6 @@ def _takes_onednn(a: Tensor, b: Tensor) -> bool:
 def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
     return product
-
-
-def _put(out: Tensor, result: Tensor) -> Tensor:
-    return out.resize_(result.shape).copy_(result)
 
 
 def import_compiler() -> None:
