@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fivefold.core import c_library
 from fivefold.core.c_library import compiler
 from fivefold.core.errors import RunFailed
 from fivefold.models import kernels
@@ -154,6 +155,59 @@ def test_a_compiler_that_fails_is_said(anew, monkeypatch):
 
     monkeypatch.setattr(cpu_attention, "compile_library", fails)
     assert "no OpenMP" in cpu_attention.lacks()
+
+
+@pytest.fixture
+def instead(monkeypatch, tmp_path):
+    """Puts a script in the place of the compiler; `$out` is the library, `$real` the compiler."""
+    real = compiler()
+
+    def put(lines):
+        script = tmp_path / "bin" / "cc"
+        script.parent.mkdir(exist_ok=True)
+        find_out = 'for each in "$@"; do [ "$before" = -o ] && out=$each; before=$each; done'
+        script.write_text(f"#!/bin/sh\nreal={real}\n{find_out}\n{lines}\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(cpu_attention, "compiler", lambda: str(script))
+        monkeypatch.setattr(c_library, "compiler", lambda: str(script))
+
+    return put
+
+
+ELSEWHERE = "int attention_tried(void) { __builtin_trap(); }"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (f"echo '{ELSEWHERE}' | $real -shared -fPIC -x c - -o $out", "does not run on this CPU (SIG"),
+        ("echo 'int other;' | $real -shared -fPIC -x c - -o $out", "undefined symbol"),
+        ("echo rubbish > $out", "cannot be used: OSError"),
+        ("exit 3", "ended with 3 and no word"),
+        ("cat; exit 1", "ended with 1"),  # nobody is asked
+    ],
+)
+def test_what_an_odd_compiler_makes_is_not_called(anew, instead, lines, said):
+    instead(lines)
+    assert said in cpu_attention.lacks()
+
+
+def test_instructions_of_another_machine_are_not_taken(anew, instead):
+    """`-march=native` by a compiler that hands its work on: without it the library serves."""
+    instead(f"""case "$*" in
+        *native*) echo '{ELSEWHERE}' | $real -shared -fPIC -x c - -o $out;;
+        *) exec $real "$@";;
+    esac""")
+    assert not cpu_attention.lacks()
+    check(*inputs(*SHAPES["no whole vector"], torch.float32), kernels.AttentionParams(0.4))
+
+
+def test_a_compiler_that_hangs_is_ended_with_what_it_started(anew, instead, monkeypatch):
+    monkeypatch.setattr(c_library, "LONGEST", 0.3)
+    instead(f"sleep 1000 & echo $! > {anew}/sleeper; wait")
+    assert "has not compiled cpu_attention.c" in cpu_attention.lacks()
+    status = Path(f"/proc/{(anew / 'sleeper').read_text().strip()}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path):

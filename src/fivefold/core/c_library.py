@@ -1,6 +1,8 @@
 """C compiled on this machine: which compiler, and a shared library of sources. No torch here."""
 
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,7 +10,12 @@ from pathlib import Path
 from fivefold.core.errors import RunFailed
 
 INSTALL = "install gcc (Debian, Ubuntu: apt install gcc)"
+LONGEST = 120.0  # seconds of one compiler: it takes 1 to 3, on a machine that others keep busy ten times that
 _COMPILERS = ("cc", "gcc", "clang")
+
+
+class NoUse(RunFailed):
+    """Other options would come to the same."""
 
 
 def compiler() -> str | None:
@@ -17,12 +24,28 @@ def compiler() -> str | None:
 
 
 def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = ()) -> None:
-    """Compile C sources to the shared library `out`. Raises `RunFailed` with the compiler's first error."""
+    """Compile C sources to the shared library `out`.
+
+    Raises `RunFailed` with the compiler's first error, `NoUse` where it does not start or end.
+    """
     command = [compiler() or "cc", "-shared", "-fPIC", *sources, "-o", str(out), *options]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            errors="replace", start_new_session=True,
+        ) as started:  # fmt: skip
+            try:
+                _, said = started.communicate(timeout=LONGEST)
+            except BaseException:  # with what it has started, which holds its output open
+                os.killpg(started.pid, signal.SIGKILL)
+                raise
+    except subprocess.TimeoutExpired:
+        raise NoUse(
+            f"{command[0]} has not compiled {Path(sources[0]).name} in {LONGEST:.0f} s", fix="try another C compiler"
+        ) from None
     except OSError as error:
-        raise RunFailed(f"{command[0]} does not start: {error}", fix=INSTALL) from error
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise NoUse(f"{command[0]} does not start: {error}", fix=INSTALL) from error
+    if started.returncode:
+        first = next((line for line in said.splitlines() if "error" in line), said.strip())
+        first = first or f"{command[0]} ended with {started.returncode} and no word"
         raise RunFailed(f"{Path(sources[0]).name} does not compile: {first}", fix="try another C compiler")

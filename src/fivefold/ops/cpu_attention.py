@@ -25,6 +25,9 @@ D head size.
 import ctypes
 import os
 import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -33,15 +36,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.core.c_library import compile_library, compiler
+from fivefold.core.c_library import NoUse, compile_library, compiler
 from fivefold.core.cache import cache_root, entry, key_of
-from fivefold.core.errors import UserError, first_line
+from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.integrity import file_checksum
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
 LIBRARY, CHECKSUM = "cpu_attention.so", "checksum"
 _OPTIONS = ("-O3", "-fopenmp", "-lm")
 _MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: whatever the compiler takes this machine to be
+_TRIAL = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).attention_tried())"
 _TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -194,11 +198,28 @@ def _build(folder: Path) -> None:
     for machine in _MACHINES:
         try:
             compile_library([str(SOURCE)], folder / LIBRARY, [machine, *_OPTIONS])
+            _try(folder / LIBRARY)
             break
+        except NoUse:
+            raise
         except UserError:
             if machine == _MACHINES[-1]:
                 raise
     (folder / CHECKSUM).write_text(file_checksum(folder / LIBRARY), encoding="ascii")
+
+
+def _try(library: Path) -> None:
+    """Raises `RunFailed` where it cannot be loaded or run here. A compiler that hands its work to another machine takes
+    that one's instructions, which would end this process: the trial is another one."""
+    command = [sys.executable, "-S", "-c", _TRIAL, str(library)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise RunFailed(f"what {compiler()} compiled does not run on this CPU ({name})")
+    if done.returncode:
+        raise NoUse(
+            f"what {compiler()} compiled cannot be used: {(done.stderr.strip() or 'no memory').splitlines()[-1]}"
+        )
 
 
 def _load(folder: Path) -> ctypes.CDLL:
