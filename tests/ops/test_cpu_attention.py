@@ -241,6 +241,40 @@ def test_the_source_is_part_of_the_package():
     assert cpu_attention.SOURCE.is_file() and cpu_attention.SOURCE.parent == Path(cpu_attention.__file__).parent
 
 
+SHORT_OF_MEMORY = r"""
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+static void *scarce(size_t size) { /* the first thread gets none; the others come late */
+    if (omp_in_parallel() && !omp_get_thread_num()) return NULL;
+    for (volatile int i = 0; omp_in_parallel() && i < 10000000; i++);
+    return malloc(size);
+}
+#define malloc scarce
+#include "cpu_attention.c"
+int main(void) {
+    enum { L = 300, D = 8 };
+    static float x[9][L * D], lse[L];
+    Shape s = {NULL, 1, 1, 1, L, L, D, 0, 0, 1.0f, 0, 0, 4};
+    Tensor t[9], of_lse = {lse, L, L, 1};
+    for (int i = 0; i < 9; i++) t[i] = (Tensor){x[i], L * D, L * D, D};
+    for (int i = 0; i < 5; i++) {
+        if (!attention_forward(&s, t, t + 1, t + 2, t + 3, &of_lse)) return 1;
+        if (!attention_backward(&s, t + 4, t, t + 1, t + 2, t + 3, &of_lse, t + 5, t + 6, t + 7)) return 2;
+    }
+    return 0;
+}
+"""
+
+
+def test_one_thread_without_memory_does_not_leave_the_others_waiting(tmp_path):
+    """They met at other barriers than a thread that came after the failure, for ever."""
+    (tmp_path / "short.c").write_text(SHORT_OF_MEMORY)
+    options = ["-O1", "-fopenmp", f"-I{cpu_attention.SOURCE.parent}"]
+    subprocess.run([compiler(), *options, tmp_path / "short.c", "-o", tmp_path / "short", "-lm"], check=True)
+    assert subprocess.run([tmp_path / "short"], timeout=60).returncode == 0
+
+
 def test_it_can_be_left_out(monkeypatch):
     """`train.attention: fa2` asks for PyTorch's own kernels."""
     monkeypatch.setattr(cpu_attention, "_choice", cpu_attention._Choice())
