@@ -87,6 +87,7 @@ def test_one_head_on_many_threads(threads):
         check(*tensors, kernels.AttentionParams(0.4))
         q, k, v, grad = tensors
         rule = cpu_attention.Rule(0.4)
+        assert cpu_attention._shape(q, k, rule, None).threads == threads
         out, lse = cpu_attention.forward(q, k, v, rule)
         first, second = (cpu_attention.backward(grad, q, k, v, out, lse, rule) for _ in range(2))
         assert all(map(torch.equal, first, second))
@@ -146,8 +147,10 @@ def test_what_an_earlier_call_left_in_memory_does_not_matter():
     tensors = inputs(1, 2, 1, 257, 257, 20, torch.float32)
     q, k, v, grad = (torch.full_like(tensor, float("nan")) for tensor in tensors)
     rule = cpu_attention.Rule(0.4)
-    out, lse = cpu_attention.forward(q, k, v, rule)
-    cpu_attention.backward(grad, q, k, v, out, lse, rule)
+    for _ in range(2):  # the second time nothing comes fresh from the system
+        out, lse = cpu_attention.forward(q, k, v, rule)
+        cpu_attention.backward(grad, q, k, v, out, lse, rule)
+    check(*(tensor[:, :, :5] for tensor in tensors), PLAIN)
     check(*tensors, PLAIN)
 
 
@@ -271,6 +274,29 @@ def test_another_machine_has_a_library_of_its_own(anew, monkeypatch):
         cpu_attention._library.cache_clear()
         assert not cpu_attention.lacks()
     assert len(list(anew.glob("kernels/*/cpu_attention.so"))) == 2
+
+
+def test_each_source_compiler_and_set_of_options_has_a_library_of_its_own(anew, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(cpu_attention, "entry", lambda folder, **_: asked.append(folder) or "none")
+    (tmp_path / "other.c").write_text("/* another version */")
+    others = {"SOURCE": tmp_path / "other.c", "compiler": lambda: "/another/cc", "_OPTIONS": ("-O1",)}
+    for name, other in ({"_TYPES": cpu_attention._TYPES} | others).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_attention, name, other)
+            cpu_attention._library.cache_clear()
+            assert cpu_attention.lacks() == "none"
+    assert len(set(asked)) == len(asked) == 4
+
+
+def test_a_machine_is_named_by_what_its_cpu_knows(monkeypatch, tmp_path):
+    """Not by its clock, which changes."""
+    named = []
+    for flags, clock in (("fma avx2", 1), ("fma avx2", 2), ("fma avx2 avx512f", 1)):
+        (tmp_path / "cpuinfo").write_text(f"model name\t: a CPU\ncpu MHz\t\t: {clock}\nflags\t\t: {flags}\n")
+        monkeypatch.setattr(cpu_attention, "Path", lambda _: tmp_path / "cpuinfo")
+        named.append(cpu_attention._machine())
+    assert named[0] == named[1] != named[2]
 
 
 def test_the_source_is_part_of_the_package():
