@@ -47,7 +47,11 @@ def test_products_are_those_of_fp64() -> None:
                 close(out, a.double() @ b.double())
                 close(torch.mm(a, b, out=torch.empty(sizes[2], sizes[0]).t()), a.double() @ b.double())
                 close(torch.addmm(bias, a, b), torch.addmm(bias.double(), a.double(), b.double()))
-                close(torch.addmm(bias, a, b, beta=0.5, alpha=3), 0.5 * bias.double() + 3 * (a.double() @ b.double()))
+                for beta, alpha in ((0.5, 3), (0.5, 1), (1, 3)):
+                    exact = beta * bias.double() + alpha * (a.double() @ b.double())
+                    close(torch.addmm(bias, a, b, beta=beta, alpha=alpha), exact)
+                for apart in (bias[:1].expand(sizes[2]), torch.randn(2 * sizes[2])[::2]):
+                    close(torch.addmm(apart, a, b), apart.double() + a.double() @ b.double())
                 full = torch.randn(sizes[0], sizes[2])
                 close(torch.addmm(full, a, b), full.double() + a.double() @ b.double())
         ones = torch.ones(200, 200, dtype=torch.int64)

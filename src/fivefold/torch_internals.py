@@ -118,7 +118,7 @@ def _mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if beta == alpha == 1 and bias.shape == b.shape[1:] and bias.dtype is torch.float32 and _takes_onednn(a, b):
-        return _by_onednn(a, b, bias)
+        return _by_onednn(a, b, bias.contiguous())  # it reads a bias as if its elements were side by side
     return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
 
 

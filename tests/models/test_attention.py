@@ -219,9 +219,10 @@ def test_the_fused_kernel_serves_what_it_can(rule, longest, kernel):
     assert kernels.serving(torch.empty(1, 6, 9, 8, dtype=torch.float64), rule, longest - 1) == kernel
 
 
-@pytest.mark.parametrize("edges", [[0, 13], [0, 5, 26], [1, 13, 26]])
-def test_bounds_that_are_no_documents_are_a_bug(edges):
-    tensors = inputs(2, 13, 4, 4)
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("edges", [[0, 13], [0, 5, 26], [1, 13, 26], [0, 13, 27], [0, 20, 13, 26]])
+def test_bounds_that_are_no_documents_are_a_bug(edges, dtype):
+    tensors = inputs(2, 13, 4, 4, dtype=dtype)
     with pytest.raises(AssertionError):
         packed.packed_attention(*tensors, torch.tensor(edges, dtype=torch.int32), 1.0)
 

@@ -26,14 +26,17 @@ SHAPES = {
     "wide heads": (1, 6, 2, 67, 67, 200),
     "five tokens": (3, 2, 2, 5, 5, 64),
     "one query": (2, 2, 1, 1, 77, 32),
+    "queries after a cache": (1, 2, 1, 131, 200, 16),
 }
 RULES = {
     "plain": {},
     "window of 1": {"window": 1},
     "window of 37": {"window": 37},
     "capped": {"softcap": 1.3},
+    "capped far off": {"softcap": 3000.0},
     "both": {"window": 50, "softcap": 2.0},
 }
+PLAIN = kernels.AttentionParams(0.4)
 
 
 def inputs(rows, heads, shared, queries, keys, size, dtype):
@@ -85,6 +88,7 @@ def test_one_head_on_many_threads(threads):
         check(*tensors, kernels.AttentionParams(0.4))
         q, k, v, grad = tensors
         rule = cpu_attention.Rule(0.4)
+        assert cpu_attention._shape(q, k, rule, None).threads == threads
         out, lse = cpu_attention.forward(q, k, v, rule)
         first, second = (cpu_attention.backward(grad, q, k, v, out, lse, rule) for _ in range(2))
         assert all(map(torch.equal, first, second))
@@ -99,11 +103,100 @@ def test_scores_beyond_what_an_exponential_holds():
     check(q, k, v, grad, kernels.AttentionParams(1.0), roundings=300.0)
 
 
+def test_scores_0_to_199_below_the_largest():
+    """e^-88 and less have no exponent in fp32: they are 0, not what the bits beside it mean."""
+    _, _, v, grad = inputs(1, 1, 1, 1, 200, 1, torch.float32)
+    check(torch.ones(1, 1, 1, 1), -torch.arange(200.0).view(1, 1, 200, 1), v, grad, kernels.AttentionParams(1.0))
+
+
 def test_a_nan_is_not_hidden():
     q, k, v, _ = inputs(1, 1, 1, 9, 9, 16, torch.float32)
     q[0, 0, 4, 3] = float("nan")
     out, _ = cpu_attention.forward(q, k, v, cpu_attention.Rule(0.4))
     assert out[0, 0, 4].isnan().any() and not out[0, 0, [0, 1, 2, 3, 5, 6, 7, 8]].isnan().any()
+
+
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("keys", [range(4, 5), range(64, 192)], ids=str)
+def test_a_nan_in_some_keys_reaches_what_sees_them(keys, softcap):
+    """In the output, and no other; and in every gradient. NaN: one key among others, and a block of keys and more."""
+    rule = cpu_attention.Rule(0.4, 150, softcap)
+    q, k, v, grad = inputs(1, 2, 1, 300, 300, 16, torch.float32)
+    k[0, 0, keys.start : keys.stop, 3] = float("nan")
+    sees = [any(keys.start <= key < keys.stop for key in range(max(0, at - 149), at + 1)) for at in range(300)]
+    out, lse = cpu_attention.forward(q, k, v, rule)
+    dq, dk, dv = cpu_attention.backward(grad, q, k, v, out, lse, rule)
+    assert out.isnan().any(-1)[0].tolist() == [sees, sees]
+    assert dq[:, :, torch.tensor(sees)].isnan().any(-1).all()  # and where it is times 0, near these
+    assert dk.isnan().any(-1)[0, 0, keys.start : keys.stop].all() and dv.isnan().any()
+
+
+def test_heads_whose_elements_lie_apart():
+    """As a product leaves them that computes a transposed result."""
+    check(*(tensor.mT.contiguous().mT for tensor in inputs(2, 4, 2, 37, 37, 16, torch.float32)), PLAIN)
+    apart = [tensor.mT.contiguous().mT[0].transpose(0, 1) for tensor in inputs(1, 4, 2, 37, 37, 16, torch.float32)]
+    edges, rule = torch.tensor([0, 20, 37], dtype=torch.int32), cpu_attention.Rule(0.4)
+    results = []
+    for q, k, v, grad in (apart, [tensor.contiguous() for tensor in apart]):
+        out, lse = cpu_attention.varlen_forward(q, k, v, edges, rule)
+        results.append([out, lse, *cpu_attention.varlen_backward(grad, q, k, v, out, lse, edges, rule)])
+    assert all(map(torch.equal, *results))
+
+
+def test_what_an_earlier_call_left_in_memory_does_not_matter():
+    """The allocator hands the same memory out again: full of NaN here."""
+    tensors = inputs(1, 2, 1, 257, 257, 20, torch.float32)
+    q, k, v, grad = (torch.full_like(tensor, float("nan")) for tensor in tensors)
+    rule = cpu_attention.Rule(0.4)
+    for _ in range(2):  # the second time nothing comes fresh from the system
+        out, lse = cpu_attention.forward(q, k, v, rule)
+        cpu_attention.backward(grad, q, k, v, out, lse, rule)
+    check(*(tensor[:, :, :5] for tensor in tensors), PLAIN)
+    check(*tensors, PLAIN)
+
+
+def test_bf16_rounds_a_tie_to_the_even_neighbour():
+    """Of two keys with equal weights the output is the mean of two neighbours."""
+    q, k = torch.zeros(1, 1, 2, 2).bfloat16(), torch.ones(1, 1, 2, 2).bfloat16()
+    v = torch.tensor([[1.0, 1 + 2**-7], [1 + 2**-7, 1 + 2**-6]]).bfloat16()[None, None]
+    out, _ = cpu_attention.forward(q, k, v, cpu_attention.Rule(1.0))
+    assert out[0, 0, 1].tolist() == [1.0, 1 + 2**-6]
+
+
+@pytest.mark.parametrize("size", [1, 257])
+def test_narrow_and_wide_heads(size):
+    check(*inputs(1, 2, 1, 37, 37, size, torch.float32), PLAIN)
+
+
+def test_no_rows_no_tokens_and_no_keys():
+    """Nothing is divided by their number; a query without keys has no output."""
+    rule = cpu_attention.Rule(0.4)
+    for rows, queries, keys in ((0, 5, 5), (2, 0, 0), (1, 5, 0)):
+        q, k, v, grad = inputs(rows, 4, 2, queries, keys, 16, torch.float32)
+        out, lse = cpu_attention.forward(q, k, v, rule)
+        dq, dk, dv = cpu_attention.backward(grad, q, k, v, out, lse, rule)
+        assert out.isnan().all() and (lse == float("-inf")).all() and not dq.any()
+        assert dk.shape == k.shape and dv.shape == v.shape
+
+
+def test_documents_without_tokens_change_nothing():
+    rule = cpu_attention.Rule(0.4)
+    q, k, v, grad = (tensor[0].transpose(0, 1) for tensor in inputs(1, 4, 2, 40, 40, 16, torch.float32))
+    results = []
+    for edges in ([0, 0, 33, 33, 40, 40], [0, 33, 40]):
+        bounds = torch.tensor(edges, dtype=torch.int32)
+        out, lse = cpu_attention.varlen_forward(q, k, v, bounds, rule)
+        results.append([out, lse, *cpu_attention.varlen_backward(grad, q, k, v, out, lse, bounds, rule)])
+    assert all(map(torch.equal, *results))
+
+
+def test_tensors_of_two_types_are_a_bug():
+    """They would be read as one type, beyond their ends."""
+    q, k, v, _ = inputs(1, 2, 1, 9, 9, 16, torch.float32)
+    with pytest.raises(AssertionError, match="one type"):
+        cpu_attention.forward(q, k, v.bfloat16(), cpu_attention.Rule(0.4))
+    with pytest.raises(AssertionError, match="one type"):
+        cpu_attention.forward(q.bfloat16(), k.bfloat16(), v, cpu_attention.Rule(0.4))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -235,6 +328,29 @@ def test_another_machine_has_a_library_of_its_own(anew, monkeypatch):
         cpu_attention._library.cache_clear()
         assert not cpu_attention.lacks()
     assert len(list(anew.glob("kernels/*/cpu_attention.so"))) == 2
+
+
+def test_each_source_compiler_and_set_of_options_has_a_library_of_its_own(anew, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(cpu_attention, "entry", lambda folder, **_: asked.append(folder) or "none")
+    (tmp_path / "other.c").write_text("/* another version */")
+    others = {"SOURCE": tmp_path / "other.c", "compiler": lambda: "/another/cc", "_OPTIONS": ("-O1",)}
+    for name, other in ({"_TYPES": cpu_attention._TYPES} | others).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_attention, name, other)
+            cpu_attention._library.cache_clear()
+            assert cpu_attention.lacks() == "none"
+    assert len(set(asked)) == len(asked) == 4
+
+
+def test_a_machine_is_named_by_what_its_cpu_knows(monkeypatch, tmp_path):
+    """Not by its clock, which changes."""
+    named = []
+    for flags, clock in (("fma avx2", 1), ("fma avx2", 2), ("fma avx2 avx512f", 1)):
+        (tmp_path / "cpuinfo").write_text(f"model name\t: a CPU\ncpu MHz\t\t: {clock}\nflags\t\t: {flags}\n")
+        monkeypatch.setattr(cpu_attention, "Path", lambda _: tmp_path / "cpuinfo")
+        named.append(cpu_attention._machine())
+    assert named[0] == named[1] != named[2]
 
 
 def test_the_source_is_part_of_the_package():

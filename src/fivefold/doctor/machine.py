@@ -174,11 +174,13 @@ def _kernels() -> Iterator[Finding]:
     try:
         from fivefold.launch.cpu import mkl_is_slow
         from fivefold.ops import cpu_attention
+
+        is_slow, lacks = mkl_is_slow(), cpu_attention.lacks()
     except (ImportError, OSError):  # `_devices` has said so
         return
-    if mkl_is_slow():
+    if is_slow:
         yield Finding("fp32 on the cpu", "ok", "products by oneDNN: MKL does not use this CPU's AVX-512")
-    if lacks := cpu_attention.lacks():
+    if lacks:
         yield Finding("attention on the cpu", "help", f"by PyTorch: {lacks}", f"{INSTALL}: 2 to 4 times as fast")
     else:
         yield Finding("attention on the cpu", "ok", "by a kernel compiled for this CPU")

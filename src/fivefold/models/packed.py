@@ -57,6 +57,8 @@ def _fill(
     out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     if kernels.takes_documents(query, rule):
+        if query.device.type == "cpu":  # its kernel would read and write beyond the tokens
+            documents(cu_seqlens, query.shape[0], query.shape[2])
         edges = _on_device(cu_seqlens, query.device)
         out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule)
         out_MHD.copy_(out)
@@ -133,14 +135,21 @@ class Group:
 
 def groups(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
     """The documents between `cu_seqlens`, those of similar length together, each padded to `padded_length`."""
-    edges: list[int] = cu_seqlens.tolist()
-    assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
     by_length: dict[int, list[tuple[int, int]]] = {}
-    for start, stop in pairwise(edges):
-        assert 0 < stop - start <= length - start % length, f"document {start}..{stop} crosses a row of {length} tokens"
+    for start, stop in documents(cu_seqlens, rows, length):
         size = length if stop - start == length else padded_length(stop - start)
         by_length.setdefault(size, []).append((start, stop))
     return [_group(places, size, device) for size, places in by_length.items()]
+
+
+def documents(cu_seqlens: Tensor, rows: int, length: int) -> list[tuple[int, int]]:
+    """The first token of each document and the one after its last. Bounds of anything else are a bug."""
+    edges: list[int] = cu_seqlens.tolist()
+    assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
+    found = list(pairwise(edges))
+    for start, stop in found:
+        assert 0 < stop - start <= length - start % length, f"document {start}..{stop} crosses a row of {length} tokens"
+    return found
 
 
 def padded_length(length: int) -> int:

@@ -55,12 +55,12 @@ INLINE float sum_of(vec x) {
 }
 
 INLINE float max_of(vec x) {
-    float max = x[0];
-    for (int i = 1; i < LANES; i++) max = x[i] > max ? x[i] : max;
+    float max = -INFINITY; /* a NaN is passed over */
+    for (int i = 0; i < LANES; i++) max = x[i] > max ? x[i] : max;
     return max;
 }
 
-/* e^x for x <= 88 within 2 units of the last place; 0 below -87. x = n ln 2 + r, and a polynomial of r. */
+/* e^x for x <= 88 within 2 units of the last place; 0 from -87 down, NaN of NaN. x = n ln 2 + r, and a polynomial of r. */
 INLINE vec exponential(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
     vec t = x * 1.44269504f + magic;
@@ -75,7 +75,7 @@ INLINE vec exponential(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     vec result = (vec)((ints)p + (((ints)t - (ints)magic) << 23));
-    return (vec)((x > -87.0f) & (ints)result);
+    return (vec)(~(x <= -87.0f) & (ints)result);
 }
 
 INLINE vec tangent(vec x) { /* tanh */
@@ -291,10 +291,16 @@ static void forward_block(const Forward *f, Job job, float *scratch) {
                     if (s->softcap) x = tangent(x / s->softcap) * s->softcap;
                     if (!is_whole) x = pick(are_seen(from + j, first, last), x, splat(-INFINITY));
                     store(row + j, x);
-                    top = larger(top, x);
+                    top = larger(x, top); /* a NaN is passed over, and comes into the sum */
                 }
                 float before = largest[group + i], now = fmaxf(before, max_of(top));
-                if (now == -INFINITY) { /* it sees none of these keys, nor one before them */
+                if (now == -INFINITY) { /* it sees none of these keys, nor one before them; or their scores are NaN */
+                    vec lost = {0};
+                    for (int64_t j = 0; j < span; j += LANES) {
+                        vec x = load(row + j);
+                        lost += (vec)((x != x) & (ints)x);
+                    }
+                    total[group + i] += sum_of(lost);
                     memset(row, 0, sizeof(float) * span);
                     continue;
                 }
@@ -450,7 +456,9 @@ int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, cons
     int64_t width = up(s->size, LANES), pairs = s->documents * s->shared, parts = 0, key_parts, query_parts;
     int64_t *place = places(s, MQ, 0), padded = place ? place[s->documents] : 0;
     for (int64_t n = 0; n < s->documents; n++) parts = most(parts, up(document(s, n).keys, BK) / BK);
-    int64_t lanes = pairs >= 8 * s->threads || pairs == s->threads ? 1 : least(parts, least(8, 4 * s->threads / pairs + 1));
+    int64_t lanes = 1;
+    if (pairs && pairs < 8 * s->threads && pairs != s->threads)
+        lanes = most(1, least(parts, least(8, 4 * s->threads / pairs + 1)));
     float *sums = calloc(most(1, lanes * s->heads * padded * width), sizeof(float));
     float *delta = malloc(sizeof(float) * s->heads * padded);
     Job *of_keys = deal(s, s->shared, BK, 1, &key_parts), *of_queries = deal(s, s->heads, BQ, 0, &query_parts);

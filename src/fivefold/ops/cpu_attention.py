@@ -117,7 +117,7 @@ def forward(q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: Rule) -> tuple
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> tuple[Tensor, ...]:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    grads = [torch.empty_like(tensor) for tensor in (q, k, v)]
+    grads = [_like(tensor) for tensor in (q, k, v)]
     shape = _shape(q, k, rule, None)
     _call("attention_backward", shape, grad, q, k, v, out, lse.unsqueeze(-1), *grads)
     return tuple(grads)
@@ -127,7 +127,7 @@ def varlen_forward(
     q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of documents between `cu_seqlens` (int32 [N+1], on the CPU)."""
-    out_MHD, lse_HM = torch.empty_like(q_MHD), torch.empty(q_MHD.shape[1], len(q_MHD), dtype=torch.float32)
+    out_MHD, lse_HM = _like(q_MHD), torch.empty(q_MHD.shape[1], len(q_MHD), dtype=torch.float32)
     tensors = [_one_row(tensor) for tensor in (q_MHD, k_MGD, v_MGD, out_MHD, lse_HM.T.unsqueeze(-1))]
     _call("attention_forward", _shape(tensors[0], tensors[1], rule, cu_seqlens), *tensors)
     return out_MHD, lse_HM
@@ -137,10 +137,21 @@ def varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, rule: Rule
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
-    grads = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
+    grads = tuple(_like(tensor) for tensor in (q, k, v))
     tensors = [_one_row(tensor) for tensor in (grad, q, k, v, out, lse.T.unsqueeze(-1), *grads)]
     _call("attention_backward", _shape(tensors[1], tensors[2], rule, cu_seqlens), *tensors)
     return grads
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Memory for a result, in the order of `tensor` where the elements of a head are side by side there: the kernel
+    writes no other."""
+    return torch.empty_like(tensor) if _is_taken(tensor) else tensor.new_empty(tensor.shape)
+
+
+def _is_taken(tensor: Tensor) -> bool:
+    """Whether the elements of a head are side by side."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
 def _one_row(tensor_MHD: Tensor) -> Tensor:
@@ -165,7 +176,10 @@ def _shape(q_NHLD: Tensor, k_NGSD: Tensor, rule: Rule, cu_seqlens: Tensor | None
 def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
     library = _library()
     assert isinstance(library, ctypes.CDLL), library
-    held = [tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous() for tensor in tensors]
+    types = [tensor.dtype for tensor in tensors]
+    types.remove(torch.float32)  # of the log-sum-exp
+    assert len(set(types)) == 1, f"{name} takes one type, not {types}"
+    held = [tensor if _is_taken(tensor) else tensor.contiguous() for tensor in tensors]
     passed = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in held]
     function: Callable[..., int] = getattr(library, name)
     if function(ctypes.byref(shape), *map(ctypes.byref, passed)):
