@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -129,11 +129,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
 def run_one(seen: Measured, cell: Cell, name: str, ask: dict[str, Any]) -> str:
     """One run of one contender, its ranks taken as one; a line about it."""
     contender = CONTENDERS[name]
-    request = {
-        **ask,
-        "kind": contender.kind,
-        **{name: getattr(contender, name) for name in ("layout", "fsdp", "compiled")},
-    }
+    request = ask | asdict(contender)
     runs = seen.runs.setdefault((cell, name), [])
     try:
         ranks = run_ranks(SCRIPT, request, ranks=contender.ranks)

@@ -98,16 +98,14 @@ def test_wrong_operands_are_refused_and_nan_stays() -> None:
     """)
 
 
-def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An AMD CPU with AVX-512; not one of Intel, nor one without AVX-512."""
     for maker, capability, is_slow in (
         ("AuthenticAMD", "AVX512", True),
         ("GenuineIntel", "AVX512", False),
         ("AuthenticAMD", "AVX2", False),
     ):
-        cpuinfo = tmp_path / "cpuinfo"
-        cpuinfo.write_text(f"vendor_id\t: {maker}\n")
-        monkeypatch.setattr(cpu, "Path", lambda _, at=cpuinfo: at)
+        monkeypatch.setattr(cpu, "cpuinfo", lambda maker=maker: f"vendor_id\t: {maker}\n")
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         assert cpu.mkl_is_slow() is is_slow

@@ -1,4 +1,5 @@
-"""C compiled on this machine: which compiler, and a shared library of sources. No torch here."""
+"""C compiled on this machine: which compiler, a shared library of sources, and whether one in the cache is whole. No
+torch here."""
 
 import os
 import shutil
@@ -8,13 +9,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fivefold.core.errors import RunFailed
+from fivefold.core.integrity import file_checksum
 
 INSTALL = "install gcc (Debian, Ubuntu: apt install gcc)"
 LONGEST = 120.0  # seconds of one compiler: it takes 1 to 3, on a machine that others keep busy ten times that
 _COMPILERS = ("cc", "gcc", "clang")
+_CHECKSUM = "checksum"  # of a library, beside it
 
 
-class NoUse(RunFailed):
+class UnusableCompiler(RunFailed):
     """Other options would come to the same."""
 
 
@@ -26,7 +29,7 @@ def compiler() -> str | None:
 def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = ()) -> None:
     """Compile C sources to the shared library `out`.
 
-    Raises `RunFailed` with the compiler's first error, `NoUse` where it does not start or end.
+    Raises `RunFailed` with the compiler's first error, `UnusableCompiler` where it does not start or end.
     """
     command = [compiler() or "cc", "-shared", "-fPIC", *sources, "-o", str(out), *options]
     try:
@@ -40,12 +43,24 @@ def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = 
                 os.killpg(started.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
-        raise NoUse(
+        raise UnusableCompiler(
             f"{command[0]} has not compiled {Path(sources[0]).name} in {LONGEST:.0f} s", fix="try another C compiler"
         ) from None
     except OSError as error:
-        raise NoUse(f"{command[0]} does not start: {error}", fix=INSTALL) from error
+        raise UnusableCompiler(f"{command[0]} does not start: {error}", fix=INSTALL) from error
     if started.returncode:
         first = next((line for line in said.splitlines() if "error" in line), said.strip())
         first = first or f"{command[0]} ended with {started.returncode} and no word"
         raise RunFailed(f"{Path(sources[0]).name} does not compile: {first}", fix="try another C compiler")
+
+
+def seal(library: Path) -> None:
+    """Write beside a library what `whole` compares it with."""
+    library.with_name(_CHECKSUM).write_text(file_checksum(library), encoding="ascii")
+
+
+def whole(library: Path) -> Path:
+    """The same library. Raises `ValueError` where it is not what was sealed, and `OSError` where it cannot be read."""
+    if library.with_name(_CHECKSUM).read_text(encoding="ascii") != file_checksum(library):
+        raise ValueError("it is not whole")
+    return library

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.core.c_library import INSTALL
+from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import first_line
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
@@ -109,10 +110,9 @@ def _devices() -> Iterator[Finding]:
         return
     if is_first:
         took = time.perf_counter() - began
-        advice = (
-            "" if took < SLOW_IMPORT else "each command waits for it: a disk of this machine is faster than a network's"
-        )
-        yield Finding("import torch", "help" if advice else "ok", f"{took:.1f} s", advice)
+        advice = "each command waits for it: a disk of this machine is faster than a network's"
+        is_slow = took >= SLOW_IMPORT
+        yield Finding("import torch", "help" if is_slow else "ok", f"{took:.1f} s", advice * is_slow)
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no usable GPU"
         yield Finding("gpu", "ok", f"none ({built}): training runs on the CPU")
@@ -140,10 +140,9 @@ def _cpu() -> Iterator[Finding]:
     count = cores()
     advice = "" if count > 1 else "two workers share this core: the demo takes twice as long"
     yield Finding("cpu", "ok" if count > 1 else "help", f"{count} cores", advice)
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
+    flags = set(re.findall(r"\w+", cpuinfo()))
+    if not flags:
         return
-    flags = set(re.findall(r"\w+", cpuinfo.read_text(encoding="utf-8", errors="replace")))
     if found := next((says for flag, says in BF16.items() if flag in flags), None):
         yield Finding("bf16 on the cpu", "ok", found)
     else:

@@ -4,8 +4,8 @@ computed by oneDNN where MKL is slow."""
 import ctypes
 import sys
 from functools import cache
-from pathlib import Path
 
+from fivefold.core.cpuinfo import cpuinfo
 from fivefold.torch_internals import multiply_by_onednn
 
 
@@ -25,8 +25,8 @@ def mkl_is_slow() -> bool:
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_mkl:
         return False
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "GenuineIntel" not in cpuinfo.read_text(encoding="utf-8", errors="replace")
+    said = cpuinfo()
+    return bool(said) and "GenuineIntel" not in said
 
 
 def _keep_freed_memory() -> None:

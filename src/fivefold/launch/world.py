@@ -193,13 +193,14 @@ def open_world(world: World | None = None) -> bool:
     from fivefold.launch.cpu import tune
 
     if world is None and dist.is_initialized():
-        tune()
+        if device_kind("auto") == "cpu":
+            tune()
         return False
     set_for_cuda()
     world = world or find_world() or alone()
     if world.device == "cpu":
         tune()
-    if world.device != "cpu":
+    else:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return False

@@ -17,7 +17,6 @@ query heads share one), D head size. In a block: L queries, S keys, and X = R * 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.ops import cpu_attention
+from fivefold.ops.cpu_attention import AttentionParams as AttentionParams
 from fivefold.torch_internals import (
     cpu_attention_backward,
     cpu_attention_forward,
@@ -39,15 +39,6 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 # Scores of one block: on a CPU few enough to stay in its cache, elsewhere enough to fill a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
-
-
-@dataclass(frozen=True)
-class AttentionParams:
-    """How scores are made: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
 
 
 FA3_MODULE = "flash_attn_interface"  # of the package flash_attn_3
@@ -98,7 +89,7 @@ def forward(
     """
     kernel = serving(q_NHLD, rule, farthest, ahead)
     if kernel == "compiled":
-        return cpu_attention.forward(q_NHLD, k_NGSD, v_NGSD, _compiled(rule, q_NHLD, k_NGSD, ahead))
+        return cpu_attention.forward(q_NHLD, k_NGSD, v_NGSD, rule, offset=_offset(q_NHLD, k_NGSD, ahead))
     if kernel == "cpu":
         out, lse = cpu_attention_forward(q_NHLD, k_NGSD, v_NGSD, 0.0, ahead is None, scale=rule.scale)
         return out, lse
@@ -114,8 +105,7 @@ def backward(
     """Gradients of q, k, v, by the kernel of `forward`; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
     kernel = serving(q, rule, farthest, ahead)
     if kernel == "compiled":
-        dq, dk, dv = cpu_attention.backward(grad, q, k, v, out, lse, _compiled(rule, q, k, ahead))
-        return dq, dk, dv
+        return cpu_attention.backward(grad, q, k, v, out, lse, rule, offset=_offset(q, k, ahead))
     if kernel == "cpu":
         dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, ahead is None, scale=rule.scale)
         return dq, dk, dv
@@ -185,9 +175,9 @@ def varlen_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
     if q_MHD.device.type == "cpu":
-        return cpu_attention.varlen_forward(
-            q_MHD, k_MGD, v_MGD, cu_seqlens, cpu_attention.Rule(rule.scale, rule.window, rule.softcap)
-        )
+        q, k, v = map(_one_row, (q_MHD, k_MGD, v_MGD))
+        out, lse = cpu_attention.forward(q, k, v, rule, cu_seqlens=cu_seqlens)
+        return out[0].transpose(0, 1), lse[0]
     out, lse, *_ = flash_attention_forward(
         q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
         scale=rule.scale, **_flash_window(rule),
@@ -208,10 +198,9 @@ def varlen_backward(
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
     if q.device.type == "cpu":
-        dq, dk, dv = cpu_attention.varlen_backward(
-            grad, q, k, v, out, lse, cu_seqlens, cpu_attention.Rule(rule.scale, rule.window, rule.softcap)
-        )
-        return dq, dk, dv
+        grad, q, k, v, out = map(_one_row, (grad, q, k, v, out))
+        dq, dk, dv = cpu_attention.backward(grad, q, k, v, out, lse.unsqueeze(0), rule, cu_seqlens=cu_seqlens)
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     dq, dk, dv = flash_attention_backward(
@@ -221,10 +210,14 @@ def varlen_backward(
     return dq, dk, dv
 
 
-def _compiled(rule: AttentionParams, q_NHLD: Tensor, k_NGSD: Tensor, ahead: int | None) -> cpu_attention.Rule:
-    return cpu_attention.Rule(
-        rule.scale, rule.window, rule.softcap, k_NGSD.shape[2] - q_NHLD.shape[2] if ahead is None else ahead
-    )
+def _one_row(tensor_MHD: Tensor) -> Tensor:
+    """As [1,H,M,D]."""
+    return tensor_MHD.transpose(0, 1).unsqueeze(0)
+
+
+def _offset(q_NHLD: Tensor, k_NGSD: Tensor, ahead: int | None) -> int:
+    """Positions from the first key to the first query: `ahead`, or the queries are the last of the keys."""
+    return k_NGSD.shape[2] - q_NHLD.shape[2] if ahead is None else ahead
 
 
 def _flash_window(rule: AttentionParams) -> dict[str, int]:
@@ -308,7 +301,7 @@ def _blocks(
     width = total if window is None else min(total, max(window, 128))  # wider blocks would mostly hold hidden scores
     scores = _CPU_BLOCK if q_NHLD.device.type == "cpu" else _GPU_BLOCK
     step = max(16, min(width, scores // (documents * heads * min(total, 2 * width))))
-    offset = total - length if ahead is None else ahead
+    offset = _offset(q_NHLD, k_NGSD, ahead)
     for start in range(0, length, step):
         stop = min(start + step, length)
         first, last = offset + start, offset + stop  # the positions of these queries among the keys

@@ -5,9 +5,10 @@
    Legend: N documents of L queries and S keys; H query heads, G key/value heads (H / G of them share one), D head size.
    Query i stands at position `offset` + i among the keys, and sees the keys j <= that position, of these the last
    `window`. BQ queries meet BK keys at a time, whose scores stay in the first two caches.
-   A product is summed in registers: MQ rows x 2 vectors of scores, or MQ rows x at most 2 vectors of an output. */
+   A product is summed in registers: MQ rows x 2 vectors of scores, or of an output MQ rows x 1 or 2, MQ / 2 rows x 4. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -107,6 +108,12 @@ INLINE Document document(const Shape *s, int64_t n) {
     if (!s->bounds) return (Document){n, 0, s->queries, s->keys, s->offset};
     int64_t length = s->bounds[n + 1] - s->bounds[n];
     return (Document){0, s->bounds[n], length, length, 0};
+}
+
+/* How many queries or keys it has. */
+INLINE int64_t tokens(const Shape *s, int64_t n, int is_of_keys) {
+    Document d = document(s, n);
+    return is_of_keys ? d.keys : d.queries;
 }
 
 INLINE int64_t at(const Tensor *t, Document d, int64_t h, int64_t l) {
@@ -228,17 +235,12 @@ typedef struct {
    there was no memory. */
 static Job *deal(const Shape *s, int64_t heads, int64_t step, int is_of_keys, int64_t *count) {
     int64_t total = 0;
-    for (int64_t n = 0; n < s->documents; n++) {
-        Document d = document(s, n);
-        total += up(is_of_keys ? d.keys : d.queries, step) / step * heads;
-    }
+    for (int64_t n = 0; n < s->documents; n++) total += up(tokens(s, n, is_of_keys), step) / step * heads;
     Job *jobs = malloc(sizeof(Job) * most(total, 1)), *next = jobs;
     *count = total;
-    for (int64_t n = 0; jobs && n < s->documents; n++) {
-        Document d = document(s, n);
-        for (int64_t part = up(is_of_keys ? d.keys : d.queries, step) / step - 1; part >= 0; part--)
+    for (int64_t n = 0; jobs && n < s->documents; n++)
+        for (int64_t part = up(tokens(s, n, is_of_keys), step) / step - 1; part >= 0; part--)
             for (int64_t head = 0; head < heads; head++) *next++ = (Job){n, head, part};
-    }
     return jobs;
 }
 
@@ -246,10 +248,7 @@ static Job *deal(const Shape *s, int64_t heads, int64_t step, int is_of_keys, in
 static int64_t *places(const Shape *s, int64_t step, int is_of_keys) {
     int64_t *found = malloc(sizeof(int64_t) * (s->documents + 1));
     if (found) found[0] = 0;
-    for (int64_t n = 0; found && n < s->documents; n++) {
-        Document d = document(s, n);
-        found[n + 1] = found[n] + up(is_of_keys ? d.keys : d.queries, step);
-    }
+    for (int64_t n = 0; found && n < s->documents; n++) found[n + 1] = found[n] + up(tokens(s, n, is_of_keys), step);
     return found;
 }
 
@@ -331,38 +330,31 @@ static void forward_block(const Forward *f, Job job, float *scratch) {
 int attention_forward(const Shape *s, const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out,
                       const Tensor *lse) {
     int64_t width = up(s->size, LANES), *place = places(s, TILE, 1), padded = place ? place[s->documents] : 0;
-    int64_t key_parts, query_parts;
+    int64_t key_parts, query_parts, room = 2 * BQ * width + most(MQ * BK, BK * width);
     float *tiles = malloc(sizeof(float) * s->shared * padded * s->size);
     float *values = malloc(sizeof(float) * s->shared * padded * width);
+    float *scratch = malloc(sizeof(float) * room * s->threads);
     Job *of_keys = deal(s, s->shared, BK, 1, &key_parts), *of_queries = deal(s, s->heads, BQ, 0, &query_parts);
     Forward f = {s, width, place, tiles, values, q, out, lse};
-    const int begins = place && tiles && values && of_keys && of_queries; /* `failed` may change while a thread comes */
-    int failed = !begins;
-#pragma omp parallel num_threads(s->threads) if (begins)
-    if (begins) {
-        float *scratch = malloc(sizeof(float) * (2 * BQ * width + most(MQ * BK, BK * width)));
-        if (!scratch) {
-#pragma omp atomic write
-            failed = 1;
-        }
+    const int has_memory = place && tiles && values && scratch && of_keys && of_queries;
+#pragma omp parallel num_threads(s->threads) if (has_memory)
+    if (has_memory) {
+        float *own = scratch + room * omp_get_thread_num();
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < key_parts; i++) {
             Job job = of_keys[i];
             Document d = document(s, job.n);
             int64_t key = job.part * BK, count = least(BK, d.keys - key), rows = up(count, TILE);
             int64_t to = job.head * padded + place[job.n] + key;
-            if (!scratch) continue;
-            take_rows(scratch, s, k, d, job.head, key, count, rows, width, s->scale);
-            turn(tiles + to * s->size, scratch, rows, width, s->size);
+            take_rows(own, s, k, d, job.head, key, count, rows, width, s->scale);
+            turn(tiles + to * s->size, own, rows, width, s->size);
             take_rows(values + to * width, s, v, d, job.head, key, count, rows, width, 1.0f);
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < query_parts; i++)
-            if (scratch) forward_block(&f, of_queries[i], scratch);
-        free(scratch);
+        for (int64_t i = 0; i < query_parts; i++) forward_block(&f, of_queries[i], own);
     }
-    free(place), free(tiles), free(values), free(of_keys), free(of_queries);
-    return failed;
+    free(place), free(tiles), free(values), free(scratch), free(of_keys), free(of_queries);
+    return !has_memory;
 }
 
 typedef struct {
@@ -453,32 +445,28 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
    of the lanes has one order. At most 8 lanes: each takes the memory of q in float. */
 int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, const Tensor *k, const Tensor *v,
                        const Tensor *out, const Tensor *lse, const Tensor *dq, const Tensor *dk, const Tensor *dv) {
-    int64_t width = up(s->size, LANES), pairs = s->documents * s->shared, parts = 0, key_parts, query_parts;
+    int64_t width = up(s->size, LANES), pairs = s->documents * s->shared, parts = 0, query_parts;
     int64_t *place = places(s, MQ, 0), padded = place ? place[s->documents] : 0;
-    for (int64_t n = 0; n < s->documents; n++) parts = most(parts, up(document(s, n).keys, BK) / BK);
+    int64_t room = 6 * BK * width + 2 * BQ * width + 2 * BQ * BK;
+    for (int64_t n = 0; n < s->documents; n++) parts = most(parts, up(tokens(s, n, 1), BK) / BK);
     int64_t lanes = 1;
     if (pairs && pairs < 8 * s->threads && pairs != s->threads)
         lanes = most(1, least(parts, least(8, 4 * s->threads / pairs + 1)));
     float *sums = calloc(most(1, lanes * s->heads * padded * width), sizeof(float));
     float *delta = malloc(sizeof(float) * s->heads * padded);
-    Job *of_keys = deal(s, s->shared, BK, 1, &key_parts), *of_queries = deal(s, s->heads, BQ, 0, &query_parts);
+    float *scratch = malloc(sizeof(float) * room * s->threads);
+    Job *of_queries = deal(s, s->heads, BQ, 0, &query_parts);
     Backward b = {s, width, grad, q, k, v, lse, dk, dv, place, delta};
-    const int begins = place && sums && delta && of_keys && of_queries; /* as in attention_forward */
-    int failed = !begins;
-#pragma omp parallel num_threads(s->threads) if (begins)
-    if (begins) {
-        float *scratch = malloc(sizeof(float) * (6 * BK * width + 2 * BQ * width + 2 * BQ * BK));
-        if (!scratch) {
-#pragma omp atomic write
-            failed = 1;
-        }
+    const int has_memory = place && sums && delta && scratch && of_queries;
+#pragma omp parallel num_threads(s->threads) if (has_memory)
+    if (has_memory) {
+        float *own = scratch + room * omp_get_thread_num();
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < query_parts; i++) {
             Job job = of_queries[i];
             Document d = document(s, job.n);
             int64_t start = job.part * BQ, count = least(BQ, d.queries - start);
-            float *x = scratch, *y = scratch + BQ * width, *to = delta + job.head * padded + place[job.n] + start;
-            if (!scratch) continue;
+            float *x = own, *y = own + BQ * width, *to = delta + job.head * padded + place[job.n] + start;
             take_rows(x, s, grad, d, job.head, start, count, count, width, 1.0f);
             take_rows(y, s, out, d, job.head, start, count, count, width, 1.0f);
             for (int64_t l = 0; l < count; l++, x += width, y += width) {
@@ -490,8 +478,8 @@ int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, cons
 #pragma omp for schedule(dynamic)
         for (int64_t turn = 0; turn < pairs * lanes; turn++) {
             int64_t n = turn / lanes / s->shared, g = turn / lanes % s->shared, lane = turn % lanes;
-            for (int64_t part = lane; part < up(document(s, n).keys, BK) / BK && scratch; part += lanes)
-                backward_block(&b, (Job){n, g, part}, sums + lane * s->heads * padded * width, scratch);
+            for (int64_t part = lane; part < up(tokens(s, n, 1), BK) / BK; part += lanes)
+                backward_block(&b, (Job){n, g, part}, sums + lane * s->heads * padded * width, own);
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < query_parts; i++) {
@@ -507,10 +495,9 @@ int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, cons
                 put_row(s, dq, d, job.head, l, sum, 1.0f);
             }
         }
-        free(scratch);
     }
-    free(place), free(sums), free(delta), free(of_keys), free(of_queries);
-    return failed;
+    free(place), free(sums), free(delta), free(scratch), free(of_queries);
+    return !has_memory;
 }
 
 /* Both once, of a document of 9 tokens: 0 where this CPU has the instructions. */

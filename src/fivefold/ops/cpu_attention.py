@@ -36,13 +36,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.core.c_library import NoUse, compile_library, compiler
+from fivefold.core.c_library import UnusableCompiler, compile_library, compiler, seal, whole
 from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError, first_line
-from fivefold.core.integrity import file_checksum
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
-LIBRARY, CHECKSUM = "cpu_attention.so", "checksum"
+LIBRARY = "cpu_attention.so"
 _OPTIONS = ("-O3", "-fopenmp", "-lm")
 _MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: whatever the compiler takes this machine to be
 _TRIAL = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).attention_tried())"
@@ -58,14 +58,12 @@ _choice = _Choice()
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Scores q k' * `scale`, soft-capped by tanh where `softcap`, over the last `window` keys; queries begin `offset`
-    positions after the first key."""
+class AttentionParams:
+    """How scores are made: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
-    offset: int = 0
 
 
 _SIZES = ("documents", "heads", "shared", "queries", "keys", "size", "offset", "window")
@@ -105,42 +103,31 @@ def lacks() -> str:
     return found if isinstance(found, str) else ""
 
 
-def forward(q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32."""
+def forward(
+    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32. `offset`: positions from the first key to the first query.
+
+    With `cu_seqlens` (int32 [documents + 1], on the CPU) the tensors have one row, of documents between these bounds.
+    """
     rows, heads, length, size = q_NHLD.shape
     out_NHLD = q_NHLD.new_empty(rows, length, heads, size).transpose(1, 2)
     lse_NHL = torch.empty(rows, heads, length, dtype=torch.float32)
-    shape = _shape(q_NHLD, k_NGSD, rule, None)
+    shape = _shape(q_NHLD, k_NGSD, rule, offset, cu_seqlens)
     _call("attention_forward", shape, q_NHLD, k_NGSD, v_NGSD, out_NHLD, lse_NHL.unsqueeze(-1))
     return out_NHLD, lse_NHL
 
 
-def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    grads = [_like(tensor) for tensor in (q, k, v)]
-    shape = _shape(q, k, rule, None)
-    _call("attention_backward", shape, grad, q, k, v, out, lse.unsqueeze(-1), *grads)
-    return tuple(grads)
-
-
-def varlen_forward(
-    q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, rule: Rule
-) -> tuple[Tensor, Tensor]:
-    """Output [M,H,D] and log-sum-exp [H,M] of documents between `cu_seqlens` (int32 [N+1], on the CPU)."""
-    out_MHD, lse_HM = _like(q_MHD), torch.empty(q_MHD.shape[1], len(q_MHD), dtype=torch.float32)
-    tensors = [_one_row(tensor) for tensor in (q_MHD, k_MGD, v_MGD, out_MHD, lse_HM.T.unsqueeze(-1))]
-    _call("attention_forward", _shape(tensors[0], tensors[1], rule, cu_seqlens), *tensors)
-    return out_MHD, lse_HM
-
-
-def varlen_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, rule: Rule
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
-    grads = tuple(_like(tensor) for tensor in (q, k, v))
-    tensors = [_one_row(tensor) for tensor in (grad, q, k, v, out, lse.T.unsqueeze(-1), *grads)]
-    _call("attention_backward", _shape(tensors[1], tensors[2], rule, cu_seqlens), *tensors)
-    return grads
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, *, offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]; the others as in `forward`."""
+    dq, dk, dv = (_like(tensor) for tensor in (q, k, v))
+    shape = _shape(q, k, rule, offset, cu_seqlens)
+    _call("attention_backward", shape, grad, q, k, v, out, lse.unsqueeze(-1), dq, dk, dv)
+    return dq, dk, dv
 
 
 def _like(tensor: Tensor) -> Tensor:
@@ -154,21 +141,17 @@ def _is_taken(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _one_row(tensor_MHD: Tensor) -> Tensor:
-    """As [1,H,M,D]."""
-    return tensor_MHD.transpose(0, 1).unsqueeze(0)
-
-
-def _shape(q_NHLD: Tensor, k_NGSD: Tensor, rule: Rule, cu_seqlens: Tensor | None) -> _Shape:
+def _shape(q_NHLD: Tensor, k_NGSD: Tensor, rule: AttentionParams, offset: int, cu_seqlens: Tensor | None) -> _Shape:
     rows, heads, queries, size = q_NHLD.shape
     shared, keys = k_NGSD.shape[1:3]
     assert heads % shared == 0, f"{heads} query heads do not share {shared} key/value heads"
     bounds = None
     if cu_seqlens is not None:
+        assert rows == 1, "documents lie in one row"
         assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous(), "bounds: int32, one after the other"
         rows, bounds = len(cu_seqlens) - 1, cu_seqlens.data_ptr()
     return _Shape(
-        bounds, rows, heads, shared, queries, keys, size, rule.offset, rule.window or 0,
+        bounds, rows, heads, shared, queries, keys, size, offset, rule.window or 0,
         rule.scale, rule.softcap or 0.0, q_NHLD.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
 
@@ -200,9 +183,8 @@ def _library() -> ctypes.CDLL | str:
 
 def _machine() -> str:
     """The instructions of this machine's CPU: a home folder may be shared by machines of several kinds."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    lines = cpuinfo().splitlines()
+    if not lines:
         return f"{platform.machine()} {platform.processor()}"
     named = [line for line in lines if line.partition("\t")[0].rstrip(" :") in ("flags", "Features", "model name")]
     return f"{platform.machine()} {sorted(set(named))}"
@@ -214,12 +196,12 @@ def _build(folder: Path) -> None:
             compile_library([str(SOURCE)], folder / LIBRARY, [machine, *_OPTIONS])
             _try(folder / LIBRARY)
             break
-        except NoUse:
+        except UnusableCompiler:
             raise
         except UserError:
             if machine == _MACHINES[-1]:
                 raise
-    (folder / CHECKSUM).write_text(file_checksum(folder / LIBRARY), encoding="ascii")
+    seal(folder / LIBRARY)
 
 
 def _try(library: Path) -> None:
@@ -231,12 +213,10 @@ def _try(library: Path) -> None:
         name = signal.Signals(-done.returncode).name
         raise RunFailed(f"what {compiler()} compiled does not run on this CPU ({name})")
     if done.returncode:
-        raise NoUse(
+        raise UnusableCompiler(
             f"what {compiler()} compiled cannot be used: {(done.stderr.strip() or 'no memory').splitlines()[-1]}"
         )
 
 
 def _load(folder: Path) -> ctypes.CDLL:
-    if (folder / CHECKSUM).read_text(encoding="ascii") != file_checksum(folder / LIBRARY):
-        raise ValueError("it is not whole")
-    return ctypes.CDLL(str(folder / LIBRARY))
+    return ctypes.CDLL(str(whole(folder / LIBRARY)))

@@ -16,10 +16,9 @@ from pathlib import Path
 from runpy import run_path
 
 from fivefold.core.c_library import INSTALL as INSTALL_COMPILER
-from fivefold.core.c_library import compile_library, compiler
+from fivefold.core.c_library import compile_library, compiler, seal, whole
 from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import UserError
-from fivefold.core.integrity import file_checksum
 from fivefold.core.units import GIB
 from fivefold.launch.world import set_for_cuda
 from fivefold.planner.chips import Chip
@@ -28,7 +27,6 @@ from fivefold.rehearsal.symbols import undefined
 SOURCE = Path(__file__).with_name("driver") / "driver.c"
 LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the driver
 MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library, which is the same file here
-CHECKSUM = "checksum"  # of the file, beside it
 INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
 # Libraries of torch that call CUDA, and the names that they take from it. cuDNN's computing routines are not called.
 _LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
@@ -113,8 +111,7 @@ def library() -> Path:
     key = key_of(torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())
 
     def read(folder: Path) -> Path:
-        if (folder / CHECKSUM).read_text(encoding="ascii") != file_checksum(folder / MONITOR):
-            raise ValueError("it is not whole")  # the loader would pass it over, and torch find no driver
+        whole(folder / MONITOR)  # the loader would pass over one that is not, and torch find no driver
         return folder / LIBRARY
 
     return entry(cache_root() / "rehearsal" / key, read=read, build=lambda folder, _: _build(torch, folder))
@@ -129,7 +126,7 @@ def _build(torch: Torch, folder: Path) -> None:
     options += [f"-Wl,-soname,{LIBRARY}", "-ldl", "-lpthread"]
     compile_library(sources, folder / LIBRARY, options)
     (folder / MONITOR).symlink_to(LIBRARY)
-    (folder / CHECKSUM).write_text(file_checksum(folder / LIBRARY), encoding="ascii")
+    seal(folder / LIBRARY)
 
 
 def rest(torch: Torch, source: str) -> str:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig
+from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.files import replace
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
@@ -71,9 +71,7 @@ def device_name(device: str) -> str:
     """What computes, for people: the name of the GPU, or of the CPU and its cores."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(device))
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
     return f"{name[1] if name else platform.machine()}, {cores()} cores"
 
 
