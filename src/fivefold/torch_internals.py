@@ -10,6 +10,7 @@ anything runs.
 | FSDP2's state and parameter groups | late gradients, a call that raised half-way | 2.11: one group per unit |
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
+| autograd's callbacks and version counters | copies of parameters in bf16 | |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
@@ -24,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -288,6 +289,20 @@ def use_flash_attention(which: Literal["fa2", "fa3"]) -> None:
         attention.restore_flash_attention_impl()
 
 
+# Autograd ------------------------------------------------------------------------------------------------------------
+
+
+def after_this_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward that runs now has ended (as FSDP does, `_execution_engine.queue_callback`)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Inside, writing to `tensors` does not tell backwards to come that what they have saved has changed."""
+    autograd: Any = torch.autograd
+    return cast(AbstractContextManager[None], autograd._unsafe_preserve_version_counter(tuple(tensors)))
+
+
 # FSDP2 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -499,6 +514,8 @@ def surfaces() -> Iterator[Surface]:
     for name in ("_get_default_store", "_resolve_process_group"):
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
+    yield from (Surface("autograd._unsafe_preserve_version_counter"), Surface("Tensor._post_accumulate_grad_hooks"))
+    yield Surface("autograd.Variable._execution_engine.queue_callback")
     yield Surface("cuda._is_in_bad_fork")
     yield Surface("_C._disabled_torch_function_impl")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)

@@ -194,8 +194,12 @@ def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
             if once:
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
+        if state.copies:
+            state.copies.hold()
         yield
     finally:
+        if state.copies:
+            state.copies.put_back()
         for name, unit in units.items():
             assert isinstance(unit, FSDPModule)
             unit.set_reshard_after_forward(not keeps_gathered(state.plan.layout, name), recurse=False)

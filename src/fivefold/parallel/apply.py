@@ -42,6 +42,7 @@ from fivefold.parallel import context, data, expert, passes, pipeline, probe, te
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.copies import Copies
 from fivefold.parallel.fp8_scales import Fp8Scales
 from fivefold.parallel.gathers import gather_parameters
 from fivefold.parallel.host_memory import HOST
@@ -162,14 +163,18 @@ def parallelize(
         Fp8Scales(plan, gathers, amax, dtype),
         compiled,
         CompiledKernels(compiled.block) if compiled else EAGER,
+        copies=Copies(model, plan.copied, dtype) if plan.copied else None,
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     fill(model, source)
     model.run_stage = MethodType(partial(passes.run_stage, loss_chunks=loss_chunks), model)
     model.stage_logits = MethodType(passes.stage_logits, model)
-    for method in ("run_stage", "stage_logits"):
+    methods = "run_stage", "stage_logits"
+    for method in methods:
         register_fsdp_forward_method(model, method)
+    if copies := model.fivefold.copies:
+        copies.install(model, plan.layers, methods)
     pipeline.prefetch_within_stages(model, plan)
     return model
 

@@ -6,6 +6,7 @@ stage gathers and reduces, and when, is the table of `unshards.py`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,16 +62,18 @@ def apply_data_parallel(
             sharded.set_gradient_divide_factor(1.0)
 
 
-def reshard(model: nn.Module) -> None:
-    """Drop what is gathered, so that the next use sees the parameters as they are then."""
+def reshard(model: Any) -> None:
+    """Drop what is gathered or copied, so that the next use sees the parameters as they are then."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    if copies := model.fivefold.copies:
+        copies.put_back()
 
 
-def put_in_order(model: nn.Module) -> None:
+def put_in_order(model: Any) -> None:
     """Sharded and idle: what a call that raised half-way has left gathered, or under way, is as before it."""
+    reshard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
             fsdp_forget(module)

@@ -20,6 +20,7 @@ from fivefold.core.state_dtypes import AT_ONCE, RESTORED
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.unshards import WITHOUT_FSDP
 
 if TYPE_CHECKING:
     from fivefold.parallel.plan import ParallelPlan
@@ -47,7 +48,8 @@ class Units:
     """Of a rank's FSDP units (bytes gathered, numbers reduced): of the largest layer with its experts; of its own unit,
     without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`:
     numbers of the largest parameter of a layer. `ahead`: bytes that backward gathers of a layer while the one behind it
-    runs: its own unit, or 0 where this rank has it whole."""
+    runs: its own unit, or 0 where this rank has it whole. Not `by_fsdp`: all of them are there, copied or as they
+    rest."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -56,6 +58,7 @@ class Units:
     total: tuple[int, int]
     matrix: int
     ahead: int
+    by_fsdp: bool = True
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def _units(plan: "ParallelPlan") -> Units:
     matrix = max((plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.layers)), default=0)
     sent = (unit for unit in plan.units if unit.name in plan.layers and plan.grid.fsdp_shards(unit.over) > 1)
     ahead = max((sizes[unit.name][0] for unit in sent), default=0)
-    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead)
+    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead, plan.uses_fsdp)
 
 
 def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -222,6 +225,7 @@ def resting_bytes(
     `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total
+    zero = zero if units.by_fsdp else WITHOUT_FSDP
     first = max(units.embedding, layer)
     at_end = 0 if first == units.embedding else layer[0]
     at_loss, in_backward = root[0] + layer[0], root[0] + layer[0] + units.ahead

@@ -79,6 +79,8 @@ class _Step:
         self.staged = pipeline.staged
         self.loss = torch.zeros((), dtype=torch.float64, device=inputs[0].input_ids.device)
         self._fsdp = _Flags(model, pipeline, plan)
+        if copies := model.fivefold.copies:
+            copies.hold()
         self._given: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}
         self._outbox: dict[tuple[str, int, int], Tensor] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []

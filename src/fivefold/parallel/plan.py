@@ -67,6 +67,17 @@ class Fp8Linear:
     axes: Mapping[Dim, str]
 
 
+COPIED_BYTES = 2**30  # more memory than that is worth the time of FSDP's hooks
+
+
+def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
+    """Whether one process that trains in bf16 copies all its parameters at once, where FSDP copies those of a unit when
+    the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
+    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained)
+    is_alone = layout.world == 1 and layout.precision == "bf16" and not layout.schedule.splits_backward
+    return is_alone and numbers * BYTES["bf16"] <= COPIED_BYTES
+
+
 def keeps_gathered(layout: Layout, unit: str) -> bool:
     """Whether a unit's parameters stay gathered between forward and backward. The model's own unit ("") always does:
     backward begins with it."""
@@ -93,6 +104,7 @@ class ParallelPlan:
     gradient_sums: Mapping[str, str]
     cp_method: CPMethod
     recompute: Recompute
+    in_copies: bool = False  # see `computes_in_copies`
 
     # ---- where this rank stands --------------------------------------------------------------------------------------
 
@@ -465,10 +477,19 @@ class ParallelPlan:
     @cached_property
     def uses_fsdp(self) -> bool:
         """Whether FSDP has something to do: on one process only where parameters are computed with in another type, or
-        from another place, than they rest in."""
+        from another place, than they rest in, and are not copied as a whole (`copies.py`)."""
         layout = self.layout
-        as_they_rest = layout.precision != "bf16" and not (layout.offload_parameters or self.fp8_gathers)
-        return layout.world > 1 or not as_they_rest or any(each.in_nf4 for each in self.facts.parameters.values())
+        as_they_rest = layout.precision != "bf16" or self.in_copies
+        moves = layout.offload_parameters or bool(self.fp8_gathers)
+        in_nf4 = any(each.in_nf4 for each in self.facts.parameters.values())
+        return layout.world > 1 or not as_they_rest or moves or in_nf4
+
+    @cached_property
+    def copied(self) -> tuple[str, ...]:
+        """The parameters that a process alone computes with in copies of another type: those that are trained."""
+        if self.uses_fsdp or not self.in_copies:
+            return ()
+        return tuple(name for name in self.shards if self.facts.parameters[name].is_trained)
 
     @property
     def fsdp_units(self) -> tuple[Unit, ...]:
@@ -504,9 +525,11 @@ class ParallelPlan:
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
     def gathered_bytes(self, unit: Unit) -> int:
-        """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte."""
+        """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
+        copies."""
         if not self.uses_fsdp:
-            return 0
+            numbers = sum(prod(self.shards[name].shape) for name in unit.parameters if name not in unit.frozen)
+            return numbers * BYTES[self.layout.precision] * self.in_copies
         shards = self.grid.fsdp_shards(unit.over)
         shapes = {name: self.gathered_shape(name) for name in unit.parameters}
         return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
@@ -629,7 +652,10 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
         if grid.coords(rank).pp in pp_ranks[name] and facts.parameters[name].is_trained
     }
     recompute = Recompute(layout.recompute)
-    plan = ParallelPlan(facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute)
+    in_copies = computes_in_copies(facts, layout)
+    plan = ParallelPlan(
+        facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute, in_copies
+    )
     legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan), *_of_adapters(plan), *_of_nf4(plan)])
     return plan
 

@@ -17,6 +17,7 @@ from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, expert, pipeline, tensor
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.copies import Copies
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8_scales import Fp8Scales
 from fivefold.parallel.guard import Guard
@@ -48,6 +49,7 @@ class ParallelState:
     compiled: Compiled | None = None  # None where blocks run as they are
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)
+    copies: Copies | None = None  # None where FSDP makes them, or parameters are computed with as they rest
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from fivefold.core.schedule import Slot
 
+WITHOUT_FSDP = 2  # the stage that a process alone is like: copies of parameters stay, gradients are added at once
 DEFERRED = {"I": 1, "W": -1}  # what a slot adds to the gradients of weights that wait
 
 

@@ -168,7 +168,8 @@ class Bounding:
 
     def gathers(self, rows: Rows) -> Gathers:
         """[layout, stage]."""
-        alike = distinct(rows.zero, rows.micro_batches)
+        of_places = np.array([[shards.stage(zero) for zero in range(4)] for shards in self._shards])[self.shards]
+        alike = distinct(of_places[rows.place, rows.zero], rows.micro_batches)
         found = [gathers(rows.pipeline, count, zero) for zero, count in alike.values]
         return Gathers(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(Gathers)))
 

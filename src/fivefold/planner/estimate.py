@@ -216,7 +216,7 @@ class Step:
 
     @cached_property
     def gathers(self) -> Gathers:
-        return gathers(self.pipeline, self.micro_batches, self.layout.zero)
+        return gathers(self.pipeline, self.micro_batches, self.shards.stage(self.layout.zero))
 
     @property
     def cluster(self) -> Cluster:
@@ -411,7 +411,7 @@ class Step:
         ends |= {own[-1]} if content.has_head else set()
         users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
         order = schedule_plan(self.pipeline, self.micro_batches).orders[rank]
-        return of_slots(order, users, self.micro_batches, own, self.layout.zero)
+        return of_slots(order, users, self.micro_batches, own, self.shards.stage(self.layout.zero))
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 

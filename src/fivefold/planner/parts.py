@@ -11,6 +11,7 @@ from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import edge_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.unshards import WITHOUT_FSDP
 
 # What the device's time of a slot is made of.
 ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")
@@ -126,6 +127,11 @@ class Shards:
     embedding: Shard
     rest: Callable[[tuple[bool, bool]], Shard]
     tied: int
+    by_fsdp: bool = True
+
+    def stage(self, zero: int) -> int:
+        """Of ZeRO: which one `zero` comes to."""
+        return zero if self.by_fsdp else WITHOUT_FSDP
 
     def of(self, content: Content) -> list[tuple[Shard, int]]:
         """What a pipeline rank has, and how often; the model's own unit is the last."""

@@ -19,7 +19,7 @@ from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import layer_bytes, logit_bytes
-from fivefold.parallel.plan import ParallelPlan, Unit, lower
+from fivefold.parallel.plan import ParallelPlan, Unit, computes_in_copies, lower
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster, Span
@@ -445,7 +445,8 @@ class PriceList:
     def plan(self, layout: Layout) -> ParallelPlan:
         """Of the short model, seen from rank 0."""
         if layout not in self._plans:
-            self._plans[layout] = lower(self.short, layout, 0)
+            in_copies = self.engine.moments and computes_in_copies(self.facts, layout)  # of the whole model
+            self._plans[layout] = replace(lower(self.short, layout, 0), in_copies=in_copies)
         return self._plans[layout]
 
     def layer_calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
@@ -484,7 +485,8 @@ class PriceList:
         def rest(ends: tuple[bool, bool]) -> Shard:
             return pricing.rest() if all(ends) else self._rest(layout, *ends)
 
-        return Shards(pricing.shape, plan.grid, layers, pricing.shard([plan.anatomy.embedding]), rest, tied)
+        embedding = pricing.shard([plan.anatomy.embedding])
+        return Shards(pricing.shape, plan.grid, layers, embedding, rest, tied, plan.uses_fsdp)
 
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""

@@ -99,7 +99,7 @@ def resting_bytes(
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
     `away`: what rests in host memory. `state_dtype`: of the optimizer's state."""
-    shape, of_rank = shards.shape, shards.of(content)
+    shape, of_rank, zero = shards.shape, shards.of(content), shards.stage(zero)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     kinds = len(OPTIMIZERS[shape.optimizer].state)
@@ -184,6 +184,7 @@ def _units(shards: Shards, content: Content) -> Units:
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
         matrix=max((unit.largest for each in units for unit in each), default=0),
         ahead=max((each[-1].gathered for each in units if each[-1].is_sent), default=0),
+        by_fsdp=shards.by_fsdp,
     )
 
 
