@@ -297,6 +297,12 @@ def after_this_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def call_gradient_hooks(parameter: nn.Parameter) -> None:
+    """Call what waits for the gradient of a parameter, which has come another way (as FSDP does)."""
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+
+
 def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Inside, writing to `tensors` does not tell backwards to come that what they have saved has changed."""
     autograd: Any = torch.autograd

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fivefold.torch_internals import after_this_backward, keeping_versions
+from fivefold.torch_internals import after_this_backward, call_gradient_hooks, keeping_versions
 
 
 class Copies:
@@ -121,7 +121,6 @@ def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:
             parameter.grad = gradient.to(parameter.dtype)
         else:
             parameter.grad += gradient
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            hook(parameter)
+        call_gradient_hooks(parameter)
 
     return add

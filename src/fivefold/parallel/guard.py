@@ -54,7 +54,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     still use the old values.
     """
     base, parts = plan.anatomy.base, [plan.anatomy.embedding, *plan.anatomy.layers, plan.anatomy.head]
-    pipelined = plan.layout.pp > 1
+    pipelined, recomputes = plan.layout.pp > 1, any(map(plan.recompute.wraps, plan.layers))
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if guard.is_library:
@@ -91,6 +91,8 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
                 fix="model(input_ids=...).logits; for a loss model.backward(batch), or ff.evaluate(model, batches)",
                 more=READ_MORE,
             )
+        if recomputes and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
+            kwargs = {**kwargs, "use_cache": False}  # a second forward would append to it
         return args, _with_cu_seqlens(kwargs)
 
     def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
