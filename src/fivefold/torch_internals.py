@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -303,10 +303,12 @@ def call_gradient_hooks(parameter: nn.Parameter) -> None:
         hook(parameter)
 
 
-def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Inside, writing to `tensors` does not tell backwards to come that what they have saved has changed."""
+def overwrite_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy `values` to `tensors`, in few kernels, and do not tell backwards to come that what they saved has changed
+    (`torch._foreach_copy_`; as FSDP does, `_unsafe_preserve_version_counter`)."""
     autograd: Any = torch.autograd
-    return cast(AbstractContextManager[None], autograd._unsafe_preserve_version_counter(tuple(tensors)))
+    with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        torch._foreach_copy_(list(tensors), list(values))
 
 
 # FSDP2 ---------------------------------------------------------------------------------------------------------------

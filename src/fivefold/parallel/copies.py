@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fivefold.torch_internals import after_this_backward, call_gradient_hooks, keeping_versions
+from fivefold.torch_internals import after_this_backward, call_gradient_hooks, overwrite_unseen
 
 
 class Copies:
@@ -43,8 +43,7 @@ class Copies:
         if self._is_in:
             return
         self._is_in = True
-        with torch.no_grad(), keeping_versions(list(self._of.values())):
-            torch._foreach_copy_(list(self._of.values()), list(self._of))
+        overwrite_unseen(list(self._of.values()), list(self._of))
         for parameter, copy in self._of.items():
             copy.requires_grad_(parameter.requires_grad)
         for places, leaf, parameter in self._places:

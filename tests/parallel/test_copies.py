@@ -1,0 +1,173 @@
+"""One process in bf16 with copies of its parameters: bit for bit what FSDP computes there, and parameters in their
+places whatever happens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import fivefold as ff
+from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
+from fivefold.parallel import plan
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.state import state_of
+from fivefold.training.optimizers import build_optimizer
+from fivefold.training.step import train_step
+from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model
+from tests.pool import run_ranks
+
+
+@contextmanager
+def by(which: str) -> Iterator[None]:
+    """`copies`, or `fsdp`."""
+    with patch.object(plan, "COPIED_BYTES", plan.COPIED_BYTES if which == "copies" else -1):
+        yield
+
+
+def trained(case: Case, which: str, compile_blocks: bool = False) -> dict[str, Any]:
+    """Losses, norms, and last gradients and weights of three steps of several micro batches each."""
+    with by(which):
+        model = parallelize(build_meta(hf_config(case)), case.parsed, compile_blocks=compile_blocks)
+    state = state_of(model)
+    assert (state.copies is None) == state.plan.uses_fsdp == (which == "fsdp")
+    optimizer = build_optimizer(model, OPTIONS)
+    steps = []
+    for step in range(3):
+        batch = batch_of(documents(case, step), case.parsed, 0)
+        assert len(batch) > 1
+        steps.append(train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=0.1))
+    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    weights = {name: local(each).numpy() for name, each in model.named_parameters()}
+    return {"loss": [each.loss for each in steps], "norm": [float(each.grad_norm) for each in steps], **weights}
+
+
+CASES = [
+    Case("single+mb1", "llama", kv_heads=1),
+    Case("single+mb1+full", "qwen3", tied=True),
+    Case("single+mb1+selective", "gemma2"),
+    Case("single+mb1", "gpt2", tied=True),
+    Case("single+mb1", "mixtral"),
+    Case("single+mb1+zero1", "olmoe"),
+    Case("single+mb1+offload", "llama"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.layout}")
+def test_copies_compute_what_fsdp_computes(case: Case) -> None:
+    (copied,), (sharded,) = (run_ranks(1, trained, case, which) for which in ("copies", "fsdp"))
+    assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
+    assert copied["loss"][0] != copied["loss"][2]
+    names = copied.keys() - {"loss", "norm"}
+    assert names == sharded.keys() - {"loss", "norm"} and len(names) > 10
+    assert [name for name in names if (copied[name] != sharded[name]).any()] == []
+
+
+def test_compiled_blocks_take_copies() -> None:
+    case = Case("single+mb1", "llama")
+    (copied,), (sharded,) = (run_ranks(1, trained, case, which, True) for which in ("copies", "fsdp"))
+    assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
+
+
+# ---- a user's own loop -----------------------------------------------------------------------------------------------
+
+
+def own_model(layout: str) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(3)
+    model = ff.parallelize(reference_model(Case("single"), torch.float32), layout, precision="bf16")
+    assert model.fivefold.copies is not None
+    return model, torch.randint(0, 101, (2, 19))
+
+
+def gradients_of(model: Any) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    assert all(each is not None for each in found)
+    return found
+
+
+def in_place(model: Any) -> bool:
+    return all(type(each) is torch.nn.Parameter and each.dtype is torch.float32 for each in model.parameters())
+
+
+def own_loop(layout: str) -> None:
+    model, ids = own_model(layout)
+    before = list(model.parameters())
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert in_place(model) and all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    once = gradients_of(model)
+
+    # Two forwards, then their backwards: the second finds its copies again.
+    first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
+    second.backward()
+    first.backward()
+    assert in_place(model)
+    assert all(torch.equal(2 * one, both) for one, both in zip(once, gradients_of(model), strict=True))
+
+    # An update between two forwards without a backward is seen.
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        assert model(input_ids=ids, labels=ids).loss != loss
+        for parameter in model.parameters():
+            parameter.div_(1.5)
+
+    # A forward that is never followed by a backward, then an update through `.data`, which no version counter sees.
+    model(input_ids=ids, labels=ids)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    assert model(input_ids=ids, labels=ids).loss != loss
+
+    # What is frozen later has no gradient; hooks of the parameter are called, once each backward.
+    called = list[torch.nn.Parameter]()
+    norm, head = model.get_parameter("model.norm.weight"), model.get_parameter("lm_head.weight")
+    norm.requires_grad_(False)
+    head.register_post_accumulate_grad_hook(called.append)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert norm.grad is None and head.grad is not None and len(called) == 1 and called[0] is head
+
+
+@pytest.mark.parametrize("layout", ["single", "single+full", "single+selective"])
+def test_an_own_loop_with_backwards_of_its_own(layout: str) -> None:
+    run_ranks(1, own_loop, layout)
+
+
+def raising() -> None:
+    model, ids = own_model("single")
+    layer = model.model.layers[1]
+
+    def interrupt(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    hook = layer.register_forward_hook(interrupt)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(input_ids=ids, labels=ids)
+    hook.remove()
+    assert in_place(model)
+    hook = layer.register_full_backward_hook(interrupt)
+    loss = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.backward()
+    hook.remove()
+    assert {each.dtype for _, each in model.named_parameters()} == {torch.float32}
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert in_place(model)
+    gradients_of(model)
+
+
+def test_a_pass_that_raises_leaves_the_parameters_in_their_places() -> None:
+    run_ranks(1, raising)
+
+
+def test_large_copies_are_left_to_fsdp() -> None:
+    facts = facts_of(build_meta(hf_config(Case("single"))))
+    size = 2 * sum(each.size for each in facts.parameters.values())
+    for most, expected in ((size, True), (size - 1, False)):
+        with patch.object(plan, "COPIED_BYTES", most):
+            assert plan.computes_in_copies(facts, Case("single").parsed) is expected
