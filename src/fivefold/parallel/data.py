@@ -64,7 +64,7 @@ def apply_data_parallel(
 
 def reshard(model: Any) -> None:
     """Drop what is gathered or copied, so that the next use sees the parameters as they are then."""
-    for module in model.modules():
+    for module in model.modules() if model.fivefold.plan.uses_fsdp else ():
         if isinstance(module, FSDPModule):
             module.reshard()
     if copies := model.fivefold.copies:
