@@ -23,7 +23,7 @@ from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
 from fivefold.core.units import many
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition
+from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition, TPInput
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
@@ -369,6 +369,20 @@ class ParallelPlan:
         parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
         outside = (*(each.name for each in self.facts.experts), *self.chunked_mlps)
         return not (parts or any(is_within(name, [layer]) for name in outside))
+
+    def gathers_again(self, layer: str, entry: TPInput, recompute: Recompute) -> bool:
+        """Whether backward gathers again what enters a column/row pair of a compiled layer, so that forward keeps only
+        this rank's tokens of it (Megatron's way, arXiv:2205.05198). A layer that is computed again has no use for that,
+        nor has one in which nothing that reads this is trained. Where a layer is several graphs, products may stand
+        outside of the graph that gathers: what enters is kept."""
+        is_read = any(module in self._with_trained for module in entry.modules)
+        return self.splits_sequence and is_read and self.is_one_graph(layer) and not recompute.wraps(layer)
+
+    @cached_property
+    def _with_trained(self) -> frozenset[str]:
+        """The modules that have a trained parameter, or one below them."""
+        trained = (name.split(".") for name, each in self.facts.parameters.items() if each.is_trained)
+        return frozenset(".".join(parts[:size]) for parts in trained for size in range(1, len(parts)))
 
     @cached_property
     def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:

@@ -218,23 +218,26 @@ class _Pricing:
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those of cp that may run beside compute are
-        exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
+        exposed as far as they outlast attention. A part of tp's, or those that may, run beside the matmuls, and no
+        longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
-        tensor = {"forward": 0.0, "backward": 0.0}
+        tensor, hides = dict(beside), dict(beside)
         own = [call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
             where = forward if call.phase == "forward" else backward
-            if call.overlaps and self.engine.overlaps_context:
-                beside[call.phase] += took / 2  # a send and a receive go at once
-            elif axis == "tp":
-                tensor[call.phase] += took + call.times * self._meeting(call)
+            if axis == "tp":
+                took += call.times * self._meeting(call)
+                tensor[call.phase] += took
+                hides[call.phase] += took * (1.0 if call.overlaps else self.engine.overlaps_tensor)
                 where[ITEMS.index("tp")] += call.times * self.engine.tensor_seconds
+            elif call.overlaps and self.engine.overlaps_context:
+                beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 where[ITEMS.index(axis)] += took
         for phase, where in (("forward", forward), ("backward", backward)):
             where[ITEMS.index("cp")] += max(0.0, beside[phase] - where[ITEMS.index("attention")])
-            hidden = min(self.engine.overlaps_tensor * tensor[phase], float(where[ITEMS.index("matmuls")]))
+            hidden = min(hides[phase], float(where[ITEMS.index("matmuls")]))
             where[ITEMS.index("tp")] += tensor[phase] - hidden
         return tuple(own)
 
