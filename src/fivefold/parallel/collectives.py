@@ -50,6 +50,7 @@ class StepShape:
 
     `rows` x `tokens`: what a rank of cp has of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
     `..._bytes`: bytes of one number. `compiled`: layers are. `balances_load`: routers have a loss for uneven load.
+    `splits_backward`: its schedule puts off gradients of weights.
     `answers`: of each micro batch how many are judged in the loss, none under an objective without them; `metrics`: of
     such an objective.
     `has_capacity`: experts have a capacity. `has_amax`: delayed scaling of fp8 has a history. Example: 2 rows of 4096
@@ -67,6 +68,7 @@ class StepShape:
     recompute: Recompute
     optimizer: str = "adamw"
     compiled: bool = False
+    splits_backward: bool = False
     balances_load: bool = False
     has_capacity: bool = False
     answers: tuple[int, ...] = ()
