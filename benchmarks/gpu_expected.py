@@ -16,7 +16,7 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of
 from fivefold.planner.price import AXES, PriceList
-from fivefold.rehearsal.expected import ExpectedStep
+from fivefold.rehearsal.expected import ExpectedStep, or_why
 from fivefold.rehearsal.request import Phase, Seen
 
 TINY = {
@@ -49,10 +49,7 @@ def planned(args: argparse.Namespace, cluster: Cluster) -> Estimate:
 def planned_on(device: str, world: World, args: argparse.Namespace) -> tuple[Estimate | None, str]:
     """The same for GPUs of this name; or None, and why there is none."""
     about = {"device": device, "devices_per_node": world.local_size}
-    try:
-        return planned(args, cluster_of(world.size, world.device, about)), ""
-    except UserError as error:
-        return None, error.what
+    return or_why(lambda: planned(args, cluster_of(world.size, world.device, about)))
 
 
 def of_estimate(found: Estimate) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Rehearsal:
 class Seen:
     """Of a rehearsal: `graphs` compiled, and `late_graphs` of them after the second step; `breaks` by their reasons,
     the blocks that were `given_up`, what was warned of, and how many weight gradients each W slot computed. `unlike`:
-    the plan. `reduced`: reduce-scatters over tp of the last step, and how many its plan has; with `aot` alone."""
+    the plan. `sent`: collectives over tp of the last step, and those of its plan, by kind; with `aot` alone."""
 
     graphs: int
     late_graphs: int
@@ -46,7 +46,7 @@ class Seen:
     warned: list[str]
     put_off: set[int]
     unlike: list[str]
-    reduced: tuple[int, int]
+    sent: tuple[dict[str, int], dict[str, int]]
 
 
 def rehearse(case: Rehearsal) -> Seen:
@@ -132,11 +132,11 @@ def _steps(case: Rehearsal) -> Seen:
     compiled = state_of(model).compiled
     shape = step.step_shape(model, *batch[0].input_ids.shape, len(batch))
     unlike = _unlike_plan(model) + ([] if case.compiled else _unlike_calls(model, shape, sent))
-    reduced = _reduced(watch, model, shape) if case.aot else (0, 0)
+    over_tp = _over_tp(watch, model, shape) if case.aot else ({}, {})
     return Seen(
         graphs[-1], graphs[-1] - graphs[:2][-1], dict(counters["graph_break"]),
         list(compiled.given_up) if compiled else [], [str(each.message) for each in warned], put_off,
-        unlike, reduced,
+        unlike, over_tp,
     )  # fmt: skip
 
 
@@ -202,15 +202,19 @@ def _unlike_calls(model: Any, shape: Any, sent: list[Any]) -> list[str]:
     return [] if ran == said else [f"calls: {sorted(ran - said)} came, {sorted(said - ran)} did not"]
 
 
-def _reduced(watch: Any, model: Any, shape: Any) -> tuple[int, int]:
-    """How many reduce-scatters over tp ran in a step, and how many its plan has. A recorder is a mode of the
-    dispatcher, under which Dynamo compiles nothing: these are counted by their names. FSDP's have another."""
+def _over_tp(watch: Any, model: Any, shape: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """How many all-gathers and reduce-scatters over tp ran in a step, and how many its plan has. A recorder is a mode
+    of the dispatcher, under which Dynamo compiles nothing: these are counted by their names. FSDP's have another."""
     from fivefold.parallel.collectives import total
     from fivefold.training.step import declare
 
-    ran = sum(event.name == "_c10d_functional::reduce_scatter_tensor" for event in watch.events())
-    said = total(declare(model, shape))
-    return ran, sum(each.count for each in said if (each.axis, each.kind) == ("tp", "reduce_scatter"))
+    names = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    events = [event.name for event in watch.events()]
+    said = [each for each in total(declare(model, shape)) if each.axis == "tp"]
+    return (
+        {kind: events.count(f"_c10d_functional::{name}") for kind, name in names.items()},
+        {kind: sum(each.count for each in said if each.kind == kind) for kind in names},
+    )
 
 
 def _parity_case(case: Rehearsal, rows: int) -> Any:

@@ -1,5 +1,6 @@
 """Other trainers' published steps, priced from their layouts; and what the traits of a trainer mean."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +13,7 @@ from fivefold.models.discover import facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import fused_saved
-from fivefold.planner.engines import ENGINES, as_planned, dealt_until_full, evenly
+from fivefold.planner.engines import ENGINES, Engine, as_planned, dealt_until_full, evenly
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import Space
@@ -137,3 +138,32 @@ def test_a_pipeline_over_nodes_costs_nanotron_host_time_for_every_rank_of_tp() -
 def test_an_unsaid_trainer_is_this_one() -> None:
     assert ENGINES["fivefold"].laid(Layout.parse("shard8.tp2")) == Layout.parse("shard8.tp2")
     assert replace(ENGINES["megatron"], over="dp_shard").laid(Layout.parse("dp8")) == Layout.parse("dp8+zero1")
+
+
+def of_tp(engine: Engine, layout: str = "tp8") -> tuple[Counter[tuple[str, str]], int]:
+    """Of a layer of Llama 70B, for a micro batch: tp's collectives by phase and kind, and the bytes that are kept."""
+    found = PriceList(llama(*LLAMA_70B), Cluster.parse("8xH100"), engine).of(Layout.parse(layout), 4096).layers[0]
+    calls = [each for each in found.calls if each.axis == "tp"]
+    return Counter((each.phase, each.kind) for each in calls for _ in range(each.times)), found.kept
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_compiled_layers_of_this_runtime_alone_send_a_gather_again(name: str) -> None:
+    """What others do of it is in the traits that were fitted on them."""
+    sent, _ = of_tp(ENGINES[name])
+    assert sent["forward", "all_gather"] == sent["backward", "reduce_scatter"] == 2
+    assert sent["backward", "all_gather"] == (4 if name == "fivefold" else 2)  # two of them leave a row
+
+
+@pytest.mark.parametrize("name", [each.name for each in ENGINES.values() if each.gathers_again])
+def test_who_gathers_again_keeps_a_part_of_what_enters_a_column(name: str) -> None:
+    (_, kept), (_, more) = (of_tp(replace(ENGINES[name], gathers_again=again)) for again in (True, False))
+    whole = 2 * 4096 * 8192 * 2  # two entries of all tokens in bf16
+    assert 7 / 8 * whole <= more - kept <= whole
+
+
+@pytest.mark.parametrize("layout", ["tp8+nosp", "tp8+full", "pp2.tp4+zb", "cp2.tp4", "tp8+fp8"])
+def test_nothing_is_gathered_again_where_that_is_no_use(layout: str) -> None:
+    """Without sequence parallelism, of layers that are computed again, and of those of several graphs."""
+    engine = ENGINES["fivefold"]
+    assert of_tp(engine, layout) == of_tp(replace(engine, gathers_again=False), layout)

@@ -40,11 +40,21 @@ def test_a_cell(cell: Cell, row_of: Callable[[Cell], Row]) -> None:
             assert measured[what] == pytest.approx(expected[what], rel=NEAR, abs=least), what
 
 
+def exposed(layout: str) -> dict[str, tuple[int | None, int]]:
+    """Of each kind of collective but sums of all: those that no kernel stands beside, and all."""
+    environment = stand_in.environment(CLUSTER.chip, CLUSTER.devices_per_node)
+    with scratch() as folder, stage(environment, folder) as play:
+        found = play(request(Cell("llama", layout), folder, "order"))
+    return {each.kind: (each.exposed, each.count) for each in found.sent if each.kind != "all_reduce"}
+
+
 def test_fsdp_gathers_and_reduces_beside_compute() -> None:
     """In the order of the streams a kernel stands between the beginning of a collective and who waits for it. In each
     of the four micro batches, one gather and two reductions of a model whose embedding is not tied have none."""
-    environment = stand_in.environment(CLUSTER.chip, CLUSTER.devices_per_node)
-    with scratch() as folder, stage(environment, folder) as play:
-        found = play(request(Cell("llama", "shard8"), folder, "prefetch"))
-    exposed = {each.kind: (each.exposed, each.count) for each in found.sent if each.kind != "all_reduce"}
-    assert exposed == {"all_gather": (4, 44), "reduce_scatter": (8, 24)}
+    assert exposed("shard8") == {"all_gather": (4, 44), "reduce_scatter": (8, 24)}
+
+
+def test_backward_gathers_again_beside_compute() -> None:
+    """All 36 gathers and 36 reductions of the forwards of four layers, an embedding and a head have no kernel beside
+    them, in four micro batches. Of the 68 gathers and 36 reductions of the backwards, 20 and 4 have none."""
+    assert exposed("tp8") == {"all_gather": (36 + 20, 36 + 68), "reduce_scatter": (36 + 4, 36 + 36)}

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from fivefold.config import load_config
+from fivefold.core.errors import UserError
 from fivefold.planner.cluster import Cluster
-from fivefold.planner.estimate import Workload
+from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.plan import estimate
-from fivefold.rehearsal.expected import ExpectedStep, ms
+from fivefold.rehearsal.expected import ExpectedStep, ms, or_why
 from fivefold.rehearsal.launch import _planned
 from fivefold.rehearsal.page import page
 from fivefold.rehearsal.report import Rehearsal
@@ -107,6 +108,13 @@ def test_why_there_is_none_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     told.show(Console(width=80))
     assert "No estimate of MFU: nobody knows." in capsys.readouterr().out
     assert json.loads(told.to_json())["estimate"] is None
+
+
+def test_an_error_of_the_planner_is_the_reason() -> None:
+    def refuses() -> Estimate:
+        raise UserError("nobody knows", fix="measure it")
+
+    assert or_why(refuses) == (None, "nobody knows") and or_why(lambda: PLANNED) == (PLANNED, "")
 
 
 @pytest.mark.parametrize(("synthetic", "vocabulary"), [(True, 128_256), (False, 300)])

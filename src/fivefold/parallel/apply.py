@@ -118,7 +118,7 @@ def parallelize(
     amax = AmaxHistory(plan.amax_names, plan.amax_steps, device)
     linears = Linears(store, fp8_products(model, plan, mesh, amax), plan.is_fp8, are_outside=bool(plan.amax_names))
     _place_linears(model, plan, linears)
-    tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears)
+    tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears, compiled=compile_blocks)
     chunk_mlps(model, plan, tp.enter)
     cp = context.apply_context_parallel(model, plan, mesh)
     compiled, recompute = Compiled() if compile_blocks else None, plan.recompute

@@ -147,7 +147,8 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
             yield from _in_pieces(step, block)
             continue
         for entry in block.entries:
-            yield from _enter(step, entry.modules[0])
+            again = plan.gathers_again(step.layer_of(block.row), entry, shape)
+            yield from _enter(step, entry.modules[0], again=again)
         yield from _leave(step, block.row, is_last=block.is_last)
     if last:
         yield from _enter(step, anatomy.head, is_in_block=False)
@@ -158,12 +159,16 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
             yield Call(axis=axis, kind="all_reduce", bytes=size, phase="step")
 
 
-def _enter(step: _Step, site: str, *, is_in_block: bool = True) -> Iterator[Call]:
-    """Into a column: an all-gather of tokens (nothing with `+nosp`); backward sums the gradients."""
+def _enter(step: _Step, site: str, *, is_in_block: bool = True, again: bool = False) -> Iterator[Call]:
+    """Into a column: an all-gather of tokens (nothing with `+nosp`); backward sums the gradients. `again`: backward
+    gathers the tokens once more, beside the products that give the gradient of what entered; that is summed beside
+    those that give the gradients of weights."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     if step.plan.splits_sequence:
         yield from step.forwards("tp", "all_gather", size, site, layer=layer, is_last=not is_in_block)
-        yield step.call("tp", "reduce_scatter", size, "backward", layer)
+        if again:
+            yield step.call("tp", "all_gather", size, "backward", layer, overlaps=True)
+        yield step.call("tp", "reduce_scatter", size, "backward", layer, overlaps=again)
     else:
         yield step.call("tp", "all_reduce", size, "backward", layer)
 

@@ -49,7 +49,8 @@ class StepShape:
     """The sizes of an optimizer step: its collectives (`calls.py`) and its memory (`memory.py`) follow from them.
 
     `rows` x `tokens`: what a rank of cp has of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
-    `..._bytes`: bytes of one number. `compiled`: layers are. `balances_load`: routers have a loss for uneven load.
+    `..._bytes`: bytes of one number. `compiled`: layers are. `gathers_again`: these may gather again in backward what
+    enters a column: no schedule puts off gradients of weights. `balances_load`: routers have a loss for uneven load.
     `answers`: of each micro batch how many are judged in the loss, none under an objective without them; `metrics`: of
     such an objective.
     `has_capacity`: experts have a capacity. `has_amax`: delayed scaling of fp8 has a history. Example: 2 rows of 4096
@@ -67,6 +68,7 @@ class StepShape:
     recompute: Recompute
     optimizer: str = "adamw"
     compiled: bool = False
+    gathers_again: bool = False
     balances_load: bool = False
     has_capacity: bool = False
     answers: tuple[int, ...] = ()

@@ -331,19 +331,30 @@ def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepSh
     what is dear; the rest of what it saves is there while its backward runs."""
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
     made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
+    gathered = 0
+    if _gathers_again(plan, layer, shape):
+        # This rank's part is made again, from what the norm in front of it keeps; gathered it is there in backward.
+        made, gathered = replace(made, entered=0.0), shape.hidden
     numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
     if inside := chunked_numbers(plan, cost, compiled=shape.compiled):
         numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces keep what comes in
     numbers += cast_numbers(plan, layer, shape)
     saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
-    working, dear = round(working_numbers(plan, cost, shape) * token), 0
+    working, dear = round((working_numbers(plan, cost, shape) + gathered) * token), 0
     if not shape.recompute.wraps(layer):
         return LayerBytes(saved, saved, working)
     if shape.recompute.keeps(layer):
         dear = round(dear_numbers(plan, layer, cost, shape) * token)
     again = saved - dear - entered * shape.compiled  # whose norm reads the input itself, and keeps no cast of it
     return LayerBytes(saved, entered + dear, working + max(0, again))
+
+
+def _gathers_again(plan: "ParallelPlan", layer: str, shape: StepShape) -> bool:
+    """Whether a layer gathers again in backward all that enters its pairs of linears."""
+    blocks = (block for block in plan.facts.partition.tp_blocks if is_within(block.row, [layer]))
+    entries = [entry for block in blocks for entry in block.entries]
+    return bool(entries) and all(plan.gathers_again(layer, entry, shape) for entry in entries)
 
 
 def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> float:

@@ -23,7 +23,7 @@ from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
 from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
 from fivefold.core.units import many
 from fivefold.models.anatomy import Anatomy, is_within
-from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition
+from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition, TPInput
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
 from fivefold.parallel.interventions import Intervention, interventions
@@ -382,6 +382,21 @@ class ParallelPlan:
         outside = (*(each.name for each in self.facts.experts), *self.chunked_mlps)
         return not (parts or any(is_within(name, [layer]) for name in outside))
 
+    def gathers_again(self, layer: str, entry: TPInput, shape: StepShape) -> bool:
+        """Whether backward gathers again what enters a column/row pair of a compiled layer, so that forward keeps only
+        this rank's tokens of it (Megatron's way, arXiv:2205.05198). A layer that is computed again has no use for that,
+        nor has one in which nothing that reads this is trained. Where a layer is several graphs, products may stand
+        outside of the graph that gathers: what enters is kept."""
+        is_read = any(module in self._with_trained for module in entry.modules)
+        is_one = shape.compiled and shape.gathers_again and self.is_one_graph(layer)
+        return self.splits_sequence and is_read and is_one and not shape.recompute.wraps(layer)
+
+    @cached_property
+    def _with_trained(self) -> frozenset[str]:
+        """The modules that have a trained parameter, or one below them."""
+        trained = (name.split(".") for name, each in self.facts.parameters.items() if each.is_trained)
+        return frozenset(".".join(parts[:size]) for parts in trained for size in range(1, len(parts)))
+
     @cached_property
     def fp8_inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
         """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
@@ -608,6 +623,7 @@ class ParallelPlan:
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
             recompute=self.recompute,
+            gathers_again=not layout.schedule.splits_backward,
         )
 
     def within_budget(self, tokens: int, micro_batches: int, *, compiled: bool) -> "ParallelPlan":

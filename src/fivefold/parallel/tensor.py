@@ -13,15 +13,18 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
+from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
 from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
 from fivefold.parallel.dtensor import local
@@ -106,10 +109,11 @@ class TensorParallel:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup | None, linears: Linears = PLAIN
-) -> TensorParallel:
+    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup | None, linears: Linears = PLAIN,
+    *, compiled: bool = False,
+) -> TensorParallel:  # fmt: skip
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
-    rows multiply."""
+    rows multiply. `compiled`: whether layers are."""
     rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.partition
     vocabulary = tuple(rows[0] for rows, *_ in plan.shards[plan.head_weight].held)
     fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary)
@@ -126,9 +130,12 @@ def apply_tensor_parallel(
         lambda _, args, logits: logits if fold.head_in_chunks else gather_vocabulary(logits, group, vocabulary)
     )
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
+    shape = replace(plan.step_shape(1, plan.layout.cp, 1), compiled=compiled)  # its sizes are not asked for
     for region in partition.tp_blocks:
         for entry in region.entries if region.owner not in plan.chunked_mlps else ():  # these enter piece by piece
-            _place_entry(model, entry, fold)
+            layer = next((name for name in plan.layers if is_within(region.row, [name])), None)
+            again = layer is not None and plan.gathers_again(layer, entry, shape)
+            _place_entry(model, entry, partial(_again, fold.enter) if again else fold.enter)
         row = model.get_submodule(region.row)
         place(row, "row", linears.of(region.row), reduce=fold.leave)
         if region.heads:
@@ -170,9 +177,14 @@ def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int)
             hf_internals.set_linear_sizes(module)
 
 
-def _place_entry(model: nn.Module, entry: TPInput, fold: TensorParallel) -> None:
-    """Gather the hidden states for the modules of an entry, such as `q_proj`, `k_proj` and `v_proj`. The first one
-    gathers; the others get the same tensor.
+def _again(enter: Callable[[Tensor], Tensor], x_BTD: Tensor) -> Tensor:
+    """`enter`, which a graph runs once more in backward instead of keeping what it gave."""
+    return checkpoint(enter, x_BTD, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _place_entry(model: nn.Module, entry: TPInput, enter: Callable[[Tensor], Tensor]) -> None:
+    """Gather the hidden states for the modules of an entry, such as `q_proj`, `k_proj` and `v_proj`, by `enter`. The
+    first one gathers; the others get the same tensor.
 
     Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and compile
     every layer anew.
@@ -181,7 +193,7 @@ def _place_entry(model: nn.Module, entry: TPInput, fold: TensorParallel) -> None
     others = len(entry.modules) - 1
 
     def first(given: Tensor) -> Tensor:
-        entered = fold.enter(given)
+        entered = enter(given)
         shared.clear()
         shared.extend([entered] * others)
         return entered

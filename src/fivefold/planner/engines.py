@@ -63,7 +63,8 @@ class Engine:
     `over`: the ranks that it is dealt to: of dp_shard, or all data ranks (Megatron's distributed optimizer).
     `reduces_in_place`: reduced gradients have no memory besides the unreduced.
     `fused`: a layer saves what fused kernels save (`compute.fused_saved`), not what the traced layer does.
-    `gathers_again`: under sequence parallelism a column's input is kept split, and gathered again in backward.
+    `gathers_again`: under sequence parallelism a column's input is kept split, and gathered again in backward; of this
+    runtime, by its compiled layers (`ParallelPlan.gathers_again`), which have the gather among their collectives too.
     `saved_scale`: saved activations over those, which count every number in the compute type.
     `recompute`, `sequence_parallel`: what it does where a run does not say; None where that is not known.
     `selective`: under selective recompute, the part of what a layer saves that is kept, and of its forward what is
@@ -174,8 +175,8 @@ ENGINES = {
         # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
         # runs beside compute.
         Engine(
-            name="fivefold", moments=True, compiled=True, traffic=3.5, logit_bytes=10, host_seconds=2.4e-3,
-            overlaps_data=True, slack=1.03, kept_back=0.49, step_seconds=2e-3,
+            name="fivefold", moments=True, compiled=True, gathers_again=True, traffic=3.5, logit_bytes=10,
+            host_seconds=2.4e-3, overlaps_data=True, slack=1.03, kept_back=0.49, step_seconds=2e-3,
         ),
         # Megatron-LM: fused kernels of TransformerEngine, the distributed optimizer, gradients summed in fp32. Its
         # loss is fused: 4 bytes a logit. `slack`: 43 runs of SimuMax reserved 2.8 to 9.3 % more than they allocated.

@@ -218,23 +218,26 @@ class _Pricing:
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
         """Add a layer's collectives in a micro batch, but for FSDP's. Those of cp that may run beside compute are
-        exposed as far as they outlast attention. A part of tp's runs beside the matmuls, and no longer than they."""
+        exposed as far as they outlast attention. A part of tp's, or those that may, run beside the matmuls, and no
+        longer than they."""
         beside = {"forward": 0.0, "backward": 0.0}
-        tensor = {"forward": 0.0, "backward": 0.0}
+        tensor, hides = dict(beside), dict(beside)
         own = [call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls]
         for call in own:
             took, axis = self.seconds(call) * call.times, AXES[call.axis]
             where = forward if call.phase == "forward" else backward
-            if call.overlaps and self.engine.overlaps_context:
-                beside[call.phase] += took / 2  # a send and a receive go at once
-            elif axis == "tp":
-                tensor[call.phase] += took + call.times * self._meeting(call)
+            if axis == "tp":
+                took += call.times * self._meeting(call)
+                tensor[call.phase] += took
+                hides[call.phase] += took * (1.0 if call.overlaps else self.engine.overlaps_tensor)
                 where[ITEMS.index("tp")] += call.times * self.engine.tensor_seconds
+            elif call.overlaps and self.engine.overlaps_context:
+                beside[call.phase] += took / 2  # a send and a receive go at once
             else:
                 where[ITEMS.index(axis)] += took
         for phase, where in (("forward", forward), ("backward", backward)):
             where[ITEMS.index("cp")] += max(0.0, beside[phase] - where[ITEMS.index("attention")])
-            hidden = min(self.engine.overlaps_tensor * tensor[phase], float(where[ITEMS.index("matmuls")]))
+            hidden = min(hides[phase], float(where[ITEMS.index("matmuls")]))
             where[ITEMS.index("tp")] += tensor[phase] - hidden
         return tuple(own)
 
@@ -359,8 +362,10 @@ class PriceList:
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Layout, int, int, str, bool, bool], Prices] = field(init=False, default_factory=dict)
-    _modes: dict[tuple[Layout, int, int, bool, bool], tuple[_Pricing, Prices]] = field(init=False, default_factory=dict)
+    _found: dict[tuple[Layout, int, int, str, bool, bool, bool], Prices] = field(init=False, default_factory=dict)
+    _modes: dict[tuple[Layout, int, int, bool, bool, bool], tuple[_Pricing, Prices]] = field(
+        init=False, default_factory=dict
+    )
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
     _shards: dict[Layout, Shards] = field(init=False, default_factory=dict)
     _stages: dict[Layout, Stages] = field(init=False, default_factory=dict)
@@ -390,11 +395,18 @@ class PriceList:
         work = work_layout(layout)
         if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
             work = replace(work, fp8=layout.fp8)
-        across = layout.pp > 1 and self.cluster.world > self.cluster.domain
-        key = work, tokens, layout.micro_batch_size, layout.recompute, across, layout.fp8 != "none"
+        across = self.engine.host_across > 0 and layout.pp > 1 and self.cluster.world > self.cluster.domain
+        again = self._gathers_again(layout)
+        key = work, tokens, layout.micro_batch_size, layout.recompute, across, layout.fp8 != "none", again
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
+
+    def _gathers_again(self, layout: Layout) -> bool:
+        """Whether compiled layers, which are this runtime's, may gather again what enters a column."""
+        splits_sequence = layout.tp > 1 and layout.sequence_parallel
+        can = self.compiled and self.engine.gathers_again
+        return can and splits_sequence and not layout.schedule.splits_backward
 
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
@@ -460,10 +472,15 @@ class PriceList:
         """The ranks of a layout, with what the model adds to them."""
         return replace(self.plan(work_layout(layout)).grid, layout=layout)
 
-    def _price(self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool) -> Prices:
+    def _price(
+        self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool, again: bool
+    ) -> Prices:
         plan = self.plan(work)
-        shape = replace(plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled)
-        shared = work, tokens, rows, across, is_fp8
+        shape = replace(
+            plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled,
+            gathers_again=again,
+        )  # fmt: skip
+        shared = work, tokens, rows, across, is_fp8, again
         like = self._modes.get(shared)  # of another mode of recompute, whose ends and forwards are these
         pricing = _Pricing(plan, shape, self, across, is_fp8, like[0].forwards if like else {})
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)

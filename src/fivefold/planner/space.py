@@ -65,7 +65,8 @@ class Space:
     """The layouts of a model on a cluster for a workload.
 
     `works`: the rows, recompute and prices of each kind of micro batch. `places`: layouts without these, without ZeRO
-    stage and schedule. `given`: fields of `Layout` and the values that all of them have.
+    stage and schedule. `given`: fields of `Layout` and the values that all of them have. `_split`: of works, the number
+    of the same one where a schedule puts gradients of weights off.
     """
 
     prices: PriceList
@@ -74,6 +75,7 @@ class Space:
     works: list[tuple[int, str, Prices]] = field(init=False, default_factory=list)
     places: list[Layout] = field(init=False, default_factory=list)
     _pipelines: dict[int, list[Layout]] = field(init=False, default_factory=dict)
+    _split: dict[int, int] = field(init=False, default_factory=dict)
 
     @cached_property
     def limits(self) -> ModelLimits:
@@ -183,9 +185,18 @@ class Space:
         useful = list(self._all_sizes) if "micro_batch_size" in self.given else useful
         for rows, recompute in product(useful, ("none", "selective", "full")):
             layout = replace(shared, micro_batch_size=rows, recompute=recompute)
-            found.append((len(self.works), rows))
-            self.works.append((rows, recompute, self.prices.of(layout, layout.padded(self.workload.seq_length))))
+            number = self._add(layout)
+            found.append((number, rows))
+            if recompute == "none":  # what is computed again would stay until the gradients of weights
+                self._split[number] = self._add(replace(layout, pp=2, pp_schedule="zb"))
         return np.array(found)
+
+    def _add(self, layout: Layout) -> int:
+        """The number in `works` of a layout's micro batches: of the last one, where they have its prices."""
+        prices = self.prices.of(layout, layout.padded(self.workload.seq_length))
+        if not self.works or self.works[-1][2] is not prices:
+            self.works.append((layout.micro_batch_size, layout.recompute, prices))
+        return len(self.works) - 1
 
     @cached_property
     def _all_sizes(self) -> tuple[int, ...]:
@@ -218,15 +229,14 @@ class Space:
 
     def _scheduled(self, pp: int, work: Integers, place: Integers, count: Integers, zero: Integers) -> Iterator[Rows]:
         """Of each schedule the layouts whose micro batches it takes."""
-        is_again = np.array([recompute != "none" for _, recompute, _ in self.works])
+        split = np.array([self._split.get(number, -1) for number in range(len(self.works))])
         counts = np.unique(count)
         for pipeline in self._schedules(pp):
             taken = [each for each in counts if not any(legality.of_micro_batches(pipeline, int(each)))]
-            legal = np.isin(count, taken)
-            if pipeline.schedule.splits_backward:  # what is computed again would stay until the gradients of weights
-                legal &= ~is_again[work]
+            own = split[work] if pipeline.schedule.splits_backward else work
+            legal = np.isin(count, taken) & (own >= 0)
             if legal.any():
-                yield Rows(pp, pipeline.pp_schedule, pipeline.pp_virtual, work, place, count, zero).at(legal)
+                yield Rows(pp, pipeline.pp_schedule, pipeline.pp_virtual, own, place, count, zero).at(legal)
 
 
 @cache

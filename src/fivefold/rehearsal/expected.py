@@ -4,10 +4,11 @@ An estimate, not a measurement. How long the issued work takes is the planner's 
 by item. How many kernels the step launches, how often the host waits and which collectives nothing hides was counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fivefold.core.errors import UserError
 from fivefold.planner.compute import traffic_bytes
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item
@@ -16,6 +17,14 @@ from fivefold.rehearsal.request import Phase, Seen
 TRAFFIC = "element-wise"  # the planner's item that is memory traffic alone
 IDLE = ("host", "bubble")  # its items in which the device waits for Python, and for other stages
 SMALL = 5e-4  # of a step: items below it are 0.0 % of it, and left out on the screen
+
+
+def or_why(planned: Callable[[], Estimate]) -> tuple[Estimate | None, str]:
+    """What the planner says when it is asked; or None, and why it has no estimate."""
+    try:
+        return planned(), ""
+    except UserError as error:
+        return None, error.what
 
 
 @dataclass(frozen=True)

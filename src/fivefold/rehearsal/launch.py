@@ -26,6 +26,7 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate
 from fivefold.planner.price import PriceList
 from fivefold.rehearsal import stand_in
+from fivefold.rehearsal.expected import or_why
 from fivefold.rehearsal.report import Rehearsal
 from fivefold.rehearsal.request import Request, Seen
 
@@ -141,11 +142,11 @@ def _planned(
     """The planner's estimate of what is rehearsed; or None, and why it has none."""
     if synthetic:  # the model keeps the vocabulary of its own config
         config = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"name_or_path": "auto"})})
-    try:
-        prices = PriceList(facts_of_run(config, vocabulary), place, ENGINES["fivefold"])
-        return estimate(prices, layout, workload_of(config)), ""
-    except UserError as error:
-        return None, error.what
+    return or_why(
+        lambda: estimate(
+            PriceList(facts_of_run(config, vocabulary), place, ENGINES["fivefold"]), layout, workload_of(config)
+        )
+    )
 
 
 @contextmanager

@@ -145,10 +145,10 @@ def moments_of_another_parameter() -> Any:
 def weights_rounded_on_load() -> Any:
     plain = load.fill
 
-    def fill(model: Any, source: Any) -> None:
+    def fill(model: Any, source: Any, *rest: Any) -> None:
         read = source.read
         with patch.object(type(source), "read", lambda self, *args: read(*args).bfloat16().double()):
-            plain(model, source)
+            plain(model, source, *rest)
 
     return patch.object(load, "fill", fill)
 
