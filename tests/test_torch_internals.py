@@ -124,10 +124,19 @@ def test_scaled_grouped_mm_has_shapes_for_graphs() -> None:
     assert found.shape == (6, 16) and found.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_magnitudes_are_the_norm_of_infinite_order(dtype: torch.dtype) -> None:
+    odd = [[-3.0, 2.0], [0.0, -0.0], [1.0, float("nan"), 5.0], [1.0, float("-inf")], [float("inf"), float("nan")]]
+    tensors = [torch.tensor(each, dtype=dtype) for each in odd] + [torch.randn(70_001).to(dtype)]
+    expected = torch.stack(torch._foreach_norm(tensors, float("inf")))
+    found = torch.stack(torch_internals.magnitudes(tensors))
+    assert found.dtype == dtype and torch.equal(found.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+
+
 def test_norms_and_scaling_of_many_tensors() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-6.0])]
     assert [float(each) for each in torch_internals.norms(tensors)] == [5.0, 6.0]
-    assert [float(each) for each in torch_internals.norms(tensors, float("inf"))] == [4.0, 6.0]
+    assert [float(each) for each in torch_internals.magnitudes(tensors)] == [4.0, 6.0]
     torch_internals.scale_(tensors, 0.5)
     assert [each.tolist() for each in tensors] == [[1.5, 2.0], [-3.0]]
 

@@ -6,6 +6,9 @@ from fivefold.core import interrupts
 def main() -> None:
     """Run the command line and exit with its code; the verbs take a third of a second to import."""
     interrupts.end_at_once(word="stopped\n")
+    from fivefold.core import bytecode
+
+    bytecode.keep()
     from fivefold.cli import main as run
 
     interrupts.raise_again()

