@@ -66,6 +66,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
     if plan.copied:
         yield Intervention("", "hook", "bf16", "parameters give way to copies in bf16 until backward is done")
+        for layer in plan.layers:
+            yield Intervention(layer, "pre-hook", "bf16", "what enters it is cast to bf16")
     for unit in plan.fsdp_units:
         yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
 
