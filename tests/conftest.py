@@ -13,6 +13,10 @@ gc.disable()  # a sixth of the time of imports and collection, which leave nothi
 # barrier of OpenMP, spinning, which doubles the time of a run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from fivefold.core import bytecode  # noqa: E402
+
+bytecode.keep()  # of commands too, those with an empty cache of their own among them
+
 import torch  # noqa: E402
 
 AIM_MINUTES = 12  # of `make test` with lint and types, on two idle cores

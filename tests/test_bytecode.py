@@ -1,7 +1,6 @@
 """Bytecode is kept in the cache where Python keeps none beside a package, and nowhere else."""
 
 import os
-import py_compile
 import re
 import subprocess
 import sys
@@ -62,7 +61,7 @@ def test_a_python_that_keeps_bytecode_itself_is_left_alone(packages):
 
 def test_bytecode_that_is_there_is_used_where_it_is(packages):
     for name in bytecode.PACKAGES:
-        py_compile.compile(str(packages / name / "__init__.py"))
+        run(packages, "-m", "py_compile", str(packages / name / "__init__.py"))
     assert run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1").stdout == "[null, true]\n"
 
 
