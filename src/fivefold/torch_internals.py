@@ -10,6 +10,7 @@ anything runs.
 | FSDP2's state and parameter groups | late gradients, a call that raised half-way | 2.11: one group per unit |
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
+| kernels of `c10d`'s operators | collectives over shared memory on a CPU | without them, gloo |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
@@ -24,7 +25,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -270,6 +272,178 @@ def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
     return getattr(torch._C._distributed_c10d, name, None)
 
 
+# Collectives on the CPU ----------------------------------------------------------------------------------------------
+
+
+class UnderWay(Protocol):
+    """A collective that a carrier has taken up."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Until it is done, for `timeout` at most (None: the group's)."""
+
+
+class Carrier(Protocol):
+    """Carries collectives of one group, of CPU tensors. Each takes one up, or returns None to leave it to the group's
+    own backend. `how`: 0 sum, 1 average, 3 minimum, 4 maximum, as c10d numbers them."""
+
+    def all_gather(self, output: Tensor, given: Tensor) -> UnderWay | None: ...
+
+    def reduce_scatter(self, output: Tensor, given: Tensor, how: int) -> UnderWay | None: ...
+
+    def all_reduce(self, tensor: Tensor, how: int) -> UnderWay | None: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> UnderWay | None: ...
+
+    def all_to_all(
+        self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> UnderWay | None: ...
+
+    def barrier(self) -> UnderWay | None: ...
+
+
+_carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
+
+
+def can_carry() -> bool:
+    """Whether this torch lets collectives be carried by something else than its backends."""
+    return not any(surface.is_optional and not surface.is_there for surface in _of_carriers())
+
+
+def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group whose CPU tensors go through gloo itself; None for another group."""
+    kinds = [device.type for device in group._device_types]  # type: ignore[attr-defined]
+    if not dist.is_gloo_available() or "cpu" not in kinds:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend.options._timeout if type(backend) is dist.ProcessGroupGloo else None  # type: ignore[attr-defined]
+
+
+def carried_by(group: dist.ProcessGroup) -> Carrier | None:
+    """What carries the group's collectives of CPU tensors instead of its backend."""
+    return _carriers.get(group)
+
+
+def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
+    """Let `carrier` carry the group's collectives of CPU tensors from here on, whoever calls them, for as long as the
+    group lives. Every rank of the group does so."""
+    _carriers[group] = carrier
+    if _replaced:
+        return
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    replace: Callable[..., None] = library.impl
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+        )
+        for name, carried in _CARRIED.items():
+            _replaced[name] = torch.library.get_kernel(f"c10d::{name}", "CPU")  # type: ignore[attr-defined]
+            replace(name, carried, "CPU")
+    _overrides.append(library)
+
+
+_replaced: dict[str, Any] = {}  # c10d's own kernels, by operator
+
+
+def _by_backend(name: str, *arguments: Any) -> Any:
+    return _replaced[name].call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)
+
+
+def _carrier(group: Any) -> Any:
+    return _carriers.get(dist.ProcessGroup.unbox(group))
+
+
+def _work(found: UnderWay, async_op: bool, timeout: int) -> Any:
+    """What c10d returns. `timeout`: ms, or -1 for the group's."""
+    if not async_op:
+        found.wait(timedelta(milliseconds=timeout) if timeout > 0 else None)
+    if found.is_done:
+        return _finished().boxed()
+
+    def wait(limit: timedelta) -> bool:
+        found.wait(limit or None)
+        return True
+
+    return torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
+
+
+def _finished() -> Any:
+    done: torch.futures.Future[None] = torch.futures.Future()
+    done.set_result(None)
+    return torch._C._distributed_c10d._create_work_from_future(done)
+
+
+def _all_gather(output: Tensor, given: Tensor, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    carrier = _carrier(group)
+    found = carrier and carrier.all_gather(output, given)
+    if not found:
+        return _by_backend("_allgather_base_", output, given, group, async_op, timeout)
+    return output, _work(found, async_op, timeout)
+
+
+def _reduce_scatter(
+    output: Tensor, given: Tensor, group: Any, how: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    carrier = _carrier(group)
+    found = carrier and carrier.reduce_scatter(output, given, how.op())
+    if not found:
+        return _by_backend("_reduce_scatter_base_", output, given, group, how, async_op, timeout)
+    return output, _work(found, async_op, timeout)
+
+
+def _all_reduce(
+    tensors: list[Tensor], group: Any, how: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
+) -> Any:
+    carrier = _carrier(group)
+    is_one = len(tensors) == 1 and sparse is None and tensors[0].layout is torch.strided
+    found = carrier and is_one and carrier.all_reduce(tensors[0], how.op())
+    if not found:
+        return _by_backend("allreduce_", tensors, group, how, sparse, async_op, timeout)
+    return tensors, _work(found, async_op, timeout)
+
+
+def _broadcast(
+    tensors: list[Tensor], group: Any, root: int, root_tensor: int, async_op: bool = True, timeout: int = -1
+) -> Any:
+    carrier = _carrier(group)
+    is_one = len(tensors) == 1 and tensors[0].layout is torch.strided
+    found = carrier and is_one and carrier.broadcast(tensors[0], root)
+    if not found:
+        return _by_backend("broadcast_", tensors, group, root, root_tensor, async_op, timeout)
+    return tensors, _work(found, async_op, timeout)
+
+
+def _all_to_all(
+    output: Tensor, given: Tensor, group: Any, received: list[int], sent: list[int], async_op: bool = True,
+    timeout: int = -1,
+) -> Any:  # fmt: skip
+    carrier = _carrier(group)
+    found = carrier and carrier.all_to_all(output, given, received, sent)
+    if not found:
+        return _by_backend("alltoall_base_", output, given, group, received, sent, async_op, timeout)
+    return _work(found, async_op, timeout)
+
+
+def _barrier(tensor: Tensor, group: Any, devices: list[int], async_op: bool = True, timeout: int = -1) -> Any:
+    carrier = _carrier(group)
+    found = carrier and carrier.barrier()
+    if not found:
+        return _by_backend("barrier", tensor, group, devices, async_op, timeout)
+    return _work(found, async_op, timeout)
+
+
+_CARRIED = {
+    "_allgather_base_": _all_gather,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "alltoall_base_": _all_to_all,
+    "barrier": _barrier,
+}
+
+
 # FlashAttention ------------------------------------------------------------------------------------------------------
 
 
@@ -499,6 +673,7 @@ def surfaces() -> Iterator[Surface]:
     for name in ("_get_default_store", "_resolve_process_group"):
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
+    yield from _of_carriers()
     yield Surface("cuda._is_in_bad_fork")
     yield Surface("_C._disabled_torch_function_impl")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
@@ -509,6 +684,14 @@ def surfaces() -> Iterator[Surface]:
     yield Surface("recompile_limit", import_module("torch._dynamo").config)
     for where, names in _OF_FSDP.items():
         yield from (Surface(name, _fsdp(where)) for name in names)
+
+
+def _of_carriers() -> Iterator[Surface]:
+    """Without these, gloo carries all collectives."""
+    yield Surface("library.get_kernel", is_optional=True)
+    yield Surface("distributed.ProcessGroup._device_types", is_optional=True)
+    for name in ("PythonCallbackWork", "_create_work_from_future", "Work.boxed"):
+        yield Surface(f"_C._distributed_c10d.{name}", is_optional=True)
 
 
 _OF_FSDP = {  # module and class -> what is read of it
