@@ -347,91 +347,124 @@ def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
 _replaced: dict[str, Any] = {}  # c10d's own kernels, by operator
 
 
-def _by_backend(name: str, *arguments: Any) -> Any:
-    return _replaced[name].call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)
+def _run(
+    name: str, arguments: Sequence[Any], group: Any, async_op: bool, timeout: int,
+    take: Callable[[Any], UnderWay | None], by_gloo: Callable[[Any], Any],
+) -> Any:  # fmt: skip
+    """The boxed work of a collective that the group's carrier takes, or its backend.
 
-
-def _carrier(group: Any) -> Any:
-    return _carriers.get(dist.ProcessGroup.unbox(group))
+    gloo's thread needs Python's lock to let go of tensors that Python knows, and holds up who waits for the thread: its
+    methods are called, which let go of the lock, where `call_boxed` keeps it. `timeout`: ms, or -1 for the group's.
+    """
+    unboxed = dist.ProcessGroup.unbox(group)
+    carrier = _carriers.get(unboxed)
+    found = carrier and take(carrier)
+    if found:
+        return _work(found, async_op, timeout).boxed()
+    backend = unboxed._get_backend(torch.device("cpu"))
+    if type(backend) is dist.ProcessGroupGloo:
+        return by_gloo(backend).boxed()
+    returned = _replaced[name].call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)
+    return returned[-1] if isinstance(returned, tuple) else returned
 
 
 def _work(found: UnderWay, async_op: bool, timeout: int) -> Any:
-    """What c10d returns. `timeout`: ms, or -1 for the group's."""
     if not async_op:
         found.wait(timedelta(milliseconds=timeout) if timeout > 0 else None)
     if found.is_done:
-        return _finished().boxed()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return torch._C._distributed_c10d._create_work_from_future(done)
 
     def wait(limit: timedelta) -> bool:
         found.wait(limit or None)
         return True
 
-    return torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
+    return torch._C._distributed_c10d.PythonCallbackWork(wait)
 
 
-def _finished() -> Any:
-    done: torch.futures.Future[None] = torch.futures.Future()
-    done.set_result(None)
-    return torch._C._distributed_c10d._create_work_from_future(done)
+def _options(kind: str, async_op: bool, timeout: int, **others: Any) -> Any:
+    """Of c10d's structs of this name."""
+    options = getattr(torch._C._distributed_c10d, kind)()
+    options.asyncOp, options.timeout = async_op, timedelta(milliseconds=timeout)
+    for name, value in others.items():
+        setattr(options, name, value)
+    return options
+
+
+def _reduction(how: Any) -> Any:
+    return dist.ReduceOp(dist.ReduceOp.RedOpType(how.op()))  # type: ignore[attr-defined]
 
 
 def _all_gather(output: Tensor, given: Tensor, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
-    carrier = _carrier(group)
-    found = carrier and carrier.all_gather(output, given)
-    if not found:
-        return _by_backend("_allgather_base_", output, given, group, async_op, timeout)
-    return output, _work(found, async_op, timeout)
+    def by_gloo(gloo: Any) -> Any:
+        return gloo._allgather_base(output, given, _options("AllgatherOptions", async_op, timeout))
+
+    arguments = output, given, group, async_op, timeout
+    return output, _run("_allgather_base_", arguments, *arguments[2:], lambda c: c.all_gather(output, given), by_gloo)
 
 
 def _reduce_scatter(
     output: Tensor, given: Tensor, group: Any, how: Any, async_op: bool = True, timeout: int = -1
 ) -> Any:
-    carrier = _carrier(group)
-    found = carrier and carrier.reduce_scatter(output, given, how.op())
-    if not found:
-        return _by_backend("_reduce_scatter_base_", output, given, group, how, async_op, timeout)
-    return output, _work(found, async_op, timeout)
+    def by_gloo(gloo: Any) -> Any:
+        options = _options("ReduceScatterOptions", async_op, timeout, reduceOp=_reduction(how))
+        return gloo._reduce_scatter_base(output, given, options)
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.reduce_scatter(output, given, how.op())
+
+    arguments = output, given, group, how, async_op, timeout
+    return output, _run("_reduce_scatter_base_", arguments, group, async_op, timeout, take, by_gloo)
 
 
 def _all_reduce(
     tensors: list[Tensor], group: Any, how: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
 ) -> Any:
-    carrier = _carrier(group)
-    is_one = len(tensors) == 1 and sparse is None and tensors[0].layout is torch.strided
-    found = carrier and is_one and carrier.all_reduce(tensors[0], how.op())
-    if not found:
-        return _by_backend("allreduce_", tensors, group, how, sparse, async_op, timeout)
-    return tensors, _work(found, async_op, timeout)
+    def by_gloo(gloo: Any) -> Any:
+        return gloo.allreduce(tensors, _options("AllreduceOptions", async_op, timeout, reduceOp=_reduction(how)))
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.all_reduce(tensors[0], how.op()) if len(tensors) == 1 else None
+
+    arguments = tensors, group, how, sparse, async_op, timeout
+    return tensors, _run("allreduce_", arguments, group, async_op, timeout, take, by_gloo)
 
 
 def _broadcast(
     tensors: list[Tensor], group: Any, root: int, root_tensor: int, async_op: bool = True, timeout: int = -1
 ) -> Any:
-    carrier = _carrier(group)
-    is_one = len(tensors) == 1 and tensors[0].layout is torch.strided
-    found = carrier and is_one and carrier.broadcast(tensors[0], root)
-    if not found:
-        return _by_backend("broadcast_", tensors, group, root, root_tensor, async_op, timeout)
-    return tensors, _work(found, async_op, timeout)
+    def by_gloo(gloo: Any) -> Any:
+        options = _options("BroadcastOptions", async_op, timeout, rootRank=root, rootTensor=root_tensor)
+        return gloo.broadcast(tensors, options)
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.broadcast(tensors[0], root) if len(tensors) == 1 else None
+
+    arguments = tensors, group, root, root_tensor, async_op, timeout
+    return tensors, _run("broadcast_", arguments, group, async_op, timeout, take, by_gloo)
 
 
 def _all_to_all(
     output: Tensor, given: Tensor, group: Any, received: list[int], sent: list[int], async_op: bool = True,
     timeout: int = -1,
 ) -> Any:  # fmt: skip
-    carrier = _carrier(group)
-    found = carrier and carrier.all_to_all(output, given, received, sent)
-    if not found:
-        return _by_backend("alltoall_base_", output, given, group, received, sent, async_op, timeout)
-    return _work(found, async_op, timeout)
+    def by_gloo(gloo: Any) -> Any:
+        return gloo.alltoall_base(output, given, received, sent, _options("AllToAllOptions", async_op, timeout))
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.all_to_all(output, given, received, sent)
+
+    arguments = output, given, group, received, sent, async_op, timeout
+    return _run("alltoall_base_", arguments, group, async_op, timeout, take, by_gloo)
 
 
 def _barrier(tensor: Tensor, group: Any, devices: list[int], async_op: bool = True, timeout: int = -1) -> Any:
-    carrier = _carrier(group)
-    found = carrier and carrier.barrier()
-    if not found:
-        return _by_backend("barrier", tensor, group, devices, async_op, timeout)
-    return _work(found, async_op, timeout)
+    def by_gloo(gloo: Any) -> Any:
+        return gloo.barrier(_options("BarrierOptions", async_op, timeout, device_ids=devices))
+
+    arguments = tensor, group, devices, async_op, timeout
+    return _run("barrier", arguments, group, async_op, timeout, lambda c: c.barrier(), by_gloo)
 
 
 _CARRIED = {

@@ -12,6 +12,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -108,13 +109,18 @@ static uint16_t to_bf16(float x) {
     return (uint16_t)(x != x ? (u.bits >> 16) | 0x40 : rounded);
 }
 
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define VECTORS __attribute__((target_clones("avx512bw", "avx2", "default"))) /* the loader picks one */
+#else
+#define VECTORS
+#endif
 #define SAME(x) (x)
 #define EACH(EXPRESSION)                 \
     for (int64_t i = 0; i < count; i++) { \
         (EXPRESSION);                     \
     }
 #define REDUCTION(NAME, TYPE, WIDE, LOAD, STORE)                                                    \
-    static void NAME(char *out, char *const *in, int ranks, int64_t bytes, int how) {               \
+    VECTORS static void NAME(char *out, char *const *in, int ranks, int64_t bytes, int how) {       \
         WIDE sum[BLOCK];                                                                            \
         int64_t all = bytes / (int64_t)sizeof(TYPE);                                                \
         for (int64_t at = 0; at < all; at += BLOCK) {                                               \
@@ -382,6 +388,7 @@ static void sleep_until(Rank *other, uint32_t heard, int64_t spin, int64_t most_
                 if (atomic_load_explicit(&other->bell, memory_order_acquire) != heard) return;
                 relax();
             }
+            sched_yield(); /* to the one that is waited for, if it is on this core */
         } while (now() < end);
     }
     struct timespec limit = {most_ns / 1000000000, most_ns % 1000000000};
