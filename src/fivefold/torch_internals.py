@@ -314,11 +314,11 @@ def can_carry() -> bool:
 
 def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group whose CPU tensors go through gloo itself; None for another group."""
-    kinds = [device.type for device in group._device_types]  # type: ignore[attr-defined]
+    kinds = [device.type for device in group._device_types]
     if not dist.is_gloo_available() or "cpu" not in kinds:
         return None
     backend = group._get_backend(torch.device("cpu"))
-    return backend.options._timeout if type(backend) is dist.ProcessGroupGloo else None  # type: ignore[attr-defined]
+    return backend.options._timeout if type(backend) is dist.ProcessGroupGloo else None
 
 
 def carried_by(group: dist.ProcessGroup) -> Carrier | None:
@@ -339,7 +339,7 @@ def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
             "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
         )
         for name, carried in _CARRIED.items():
-            _replaced[name] = torch.library.get_kernel(f"c10d::{name}", "CPU")  # type: ignore[attr-defined]
+            _replaced[name] = torch.library.get_kernel(f"c10d::{name}", "CPU")
             replace(name, carried, "CPU")
     _overrides.append(library)
 
@@ -374,7 +374,7 @@ def _work(found: UnderWay, async_op: bool, timeout: int) -> Any:
     if found.is_done:
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
-        return torch._C._distributed_c10d._create_work_from_future(done)
+        return torch._C._distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
 
     def wait(limit: timedelta) -> bool:
         found.wait(limit or None)
@@ -393,7 +393,7 @@ def _options(kind: str, async_op: bool, timeout: int, **others: Any) -> Any:
 
 
 def _reduction(how: Any) -> Any:
-    return dist.ReduceOp(dist.ReduceOp.RedOpType(how.op()))  # type: ignore[attr-defined]
+    return dist.ReduceOp(dist.ReduceOp.RedOpType(how.op()))
 
 
 def _all_gather(output: Tensor, given: Tensor, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
@@ -467,7 +467,34 @@ def _barrier(tensor: Tensor, group: Any, devices: list[int], async_op: bool = Tr
     return _run("barrier", arguments, group, async_op, timeout, lambda c: c.barrier(), by_gloo)
 
 
+def _gather_each(outputs: list[Tensor], given: list[Tensor], group: Any, async_op: bool = True) -> Any:
+    """What the operator `all_gather_into_tensor` calls, with one tensor."""
+    works = [_all_gather(each, its, group, async_op)[1] for each, its in zip(outputs, given, strict=True)]
+    return _all_of(works)
+
+
+def _scatter_each(
+    outputs: list[Tensor], given: list[Tensor], group: Any, how: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    """What the operator `reduce_scatter_tensor` calls, with one tensor."""
+    works = [_reduce_scatter(o, i, group, how, async_op, timeout)[1] for o, i in zip(outputs, given, strict=True)]
+    return _all_of(works)
+
+
+def _all_of(works: list[Any]) -> Any:
+    """One work that waits for several."""
+    if len(works) == 1:
+        return works[0]
+
+    def wait(limit: timedelta) -> bool:
+        return all([dist.Work.unbox(work).wait(limit) for work in works])
+
+    return torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
+
+
 _CARRIED = {
+    "allgather_into_tensor_coalesced_": _gather_each,
+    "reduce_scatter_tensor_coalesced_": _scatter_each,
     "_allgather_base_": _all_gather,
     "_reduce_scatter_base_": _reduce_scatter,
     "allreduce_": _all_reduce,

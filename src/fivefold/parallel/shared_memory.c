@@ -110,7 +110,7 @@ static uint16_t to_bf16(float x) {
 }
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define VECTORS __attribute__((target_clones("avx512bw", "avx2", "default"))) /* the loader picks one */
+#define VECTORS __attribute__((target_clones("avx2", "default"))) /* the loader picks one */
 #else
 #define VECTORS
 #endif
