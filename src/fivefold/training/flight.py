@@ -1,5 +1,5 @@
-"""What PyTorch's flight recorder knows of the collectives of this process, gloo's and NCCL's. It does not see those that
-shared memory carries (`parallel/shared_memory.py`): these are put beside them.
+"""What PyTorch's flight recorder knows of the collectives of this process, gloo's and NCCL's. It does not see what
+shared memory carries (`parallel/shared_memory.py`), which is put beside them.
 
 An entry is a dict as the recorder writes it. Three things are not as they look. NCCL has a recorder of its own: gloo's
 is empty under it. A send or receive within a batch stays "scheduled" and never retires: the entry "nccl:coalesced"
