@@ -234,9 +234,9 @@ def operators() -> list[bool]:
         return swapped.cos() + total.sum()
 
     x = torch.arange(12.0).view(4, 3) + rank
-    before = sum(channel.last.number for channel in shared_memory._channels if channel.last)
+    before = sum(channel.last.number for channel in shared_memory._channels.values() if channel.last)
     plain = block(x)
-    carried = sum(channel.last.number for channel in shared_memory._channels if channel.last) - before
+    carried = sum(channel.last.number for channel in shared_memory._channels.values() if channel.last) - before
     total = sum(2 * (torch.arange(12.0).view(4, 3) + r) for r in range(size))
     whole = 3 * (total + rank) * size
     parts = [3 * (total + r) * size for r in range(size)]

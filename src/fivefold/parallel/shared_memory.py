@@ -28,7 +28,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -231,7 +231,7 @@ class _Segment:
 
 # ---- its collectives ------------------------------------------------------------------------------------------------
 
-_channels = WeakSet["Channel"]()  # for the watchdog
+_channels: "WeakValueDictionary[int, Channel]" = WeakValueDictionary()  # for the watchdog, by address
 
 
 class Channel:
@@ -245,7 +245,7 @@ class Channel:
         self.under_way: dict[int, Pending] = {}  # by number: their memory is in use
         self._close = finalize(self, library.close_channel, address)
         self._close.atexit = False
-        _channels.add(self)
+        _channels[address] = self
 
     @classmethod
     def open(cls, segment: _Segment, group: dist.ProcessGroup, timeout: timedelta) -> "Channel | None":
@@ -298,6 +298,7 @@ class Channel:
     def wait_for(self, call: "_Call", nanoseconds: int) -> int:
         return int(self._library.wait_for(self._address, ctypes.addressof(call), nanoseconds))
 
+    @torch.no_grad()
     def _issue(
         self, kind: int, output: Tensor, given: Tensor, size: int, how: int = _SUM, root: int = 0,
         counts: tuple[list[int], list[int]] | None = None, *, may_share: bool = False,
@@ -396,7 +397,8 @@ class Pending:
             _, result, output, _ = self.held
             self.held = []
             if result is not output:
-                output.copy_(result)
+                with torch.no_grad():
+                    output.copy_(result)
             self.channel.under_way.pop(self.sent.number, None)
 
     def _failed(self, why: str) -> dist.DistBackendError:
@@ -406,7 +408,7 @@ class Pending:
 
 def entries(*, only_active: bool = False) -> Iterator[dict[str, Any]]:
     """Collectives of this process as PyTorch's flight recorder writes them: those under way, and the last one."""
-    for channel in list(_channels):
+    for channel in filter(None, [known() for known in _channels.valuerefs()]):
         found = [pending.sent for pending in list(channel.under_way.values())]
         if channel.last is not None and not (only_active or channel.last in found):
             found.append(channel.last)
