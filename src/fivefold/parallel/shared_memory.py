@@ -47,7 +47,7 @@ _OPTIONS = ("-std=gnu11", "-O3", "-fwrapv", "-fno-strict-aliasing", "-pthread")
 
 _SLOTS, _CHUNK = 8, 2**18  # of a rank, and bytes of each: 2 MiB
 _MOST_RANKS = 32
-_SPIN_NS = 200_000  # a sleeper is woken after 50,000; none spins where there are more processes than cores
+_SPIN_NS = 100_000  # a sleeper is woken after 50,000; none spins where there are more processes than cores
 _SLICE_NS = 20_000_000  # in C at a time: then Python handles signals
 _LOOK_SECONDS = 0.1  # between looks whether the rank that is waited for is still there
 _TOKEN = 16  # bytes
