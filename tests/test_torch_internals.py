@@ -280,3 +280,66 @@ def test_what_is_compiled_again_is_told_with_its_reason() -> None:
     assert {each.function.rpartition("_at_")[0] or each.function for each in found} >= {"double"}
     assert any("dtype" in each.again for each in found) and Path(found[0].file) == Path(__file__)
     assert sum(torch_internals.graph_breaks().values()) > breaks
+
+
+# ---- collectives on the CPU ------------------------------------------------------------------------------------------
+
+
+class Noted:
+    """A carrier that takes sums of fp32 alone, by doubling them, and notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_done, self.waited = False, list[timedelta | None]()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waited.append(timeout)
+        self.is_done = True
+
+    def __getattr__(self, kind: str) -> Any:
+        def take(*given: Any) -> Any:
+            self.asked.append(kind)
+            if kind != "all_reduce" or given[0].dtype is not torch.float32:
+                return None
+            self.is_done = False
+            given[0].mul_(2)
+            return self
+
+        return take
+
+
+def test_a_group_is_carried_by_what_it_is_given(world: None) -> None:
+    """Synchronous, asynchronous and by operators; what is not taken goes to gloo, as other groups do."""
+    group, other, carrier = dist.new_group([0]), dist.new_group([0]), Noted()
+    assert torch_internals.cpu_timeout(group) is not None and torch_internals.can_carry()
+    torch_internals.carry(group, cast(Any, carrier))
+    assert torch_internals.carried_by(group) is carrier and torch_internals.carried_by(other) is None
+    x, whole = torch.ones(3), torch.empty(3)
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [2.0] * 3 and carrier.waited == [None]
+    work = dist.all_reduce(x, group=group, async_op=True)
+    assert len(carrier.waited) == 1
+    work.wait(timedelta(seconds=5))
+    assert carrier.waited[1:] == [timedelta(seconds=5)] and x.tolist() == [4.0] * 3
+    ops = torch_internals.collectives
+    assert ops.wait_tensor(ops.all_reduce(x, "sum", group.group_name)).tolist() == [8.0] * 3
+    for g in (group, other):
+        dist.all_reduce(x.double(), group=g)
+        dist.all_gather_into_tensor(whole, x, group=g)
+        dist.reduce_scatter_tensor(whole, x, dist.ReduceOp.MAX, group=g)
+        dist.broadcast(x, 0, group=g)
+        dist.all_to_all_single(whole, x, [3], [3], group=g)
+        dist.barrier(g)
+        assert ops.wait_tensor(ops.all_gather_into_tensor(x, 1, g.group_name)).equal(x)
+        assert ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", 1, g.group_name)).equal(x)
+        assert whole.equal(x)
+    kinds = ["all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier", "all_gather", "reduce_scatter"]
+    assert carrier.asked == ["all_reduce"] * 4 + kinds
+
+
+def test_a_fake_group_is_never_carried() -> None:
+    with fake_world(2, 0):
+        assert torch_internals.cpu_timeout(cast(Any, dist.group.WORLD)) is None
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [1.0] * 3

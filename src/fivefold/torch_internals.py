@@ -11,6 +11,9 @@ anything runs.
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | autograd's callbacks and version counters | copies of parameters in bf16 | |
+=======
+| kernels of `c10d`'s operators | collectives over shared memory on a CPU | without them, gloo |
+>>>>>>> h-shm
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
@@ -26,7 +29,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -278,6 +282,238 @@ def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
     its own. None where torch has none."""
     name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
     return getattr(torch._C._distributed_c10d, name, None)
+
+
+# Collectives on the CPU ----------------------------------------------------------------------------------------------
+
+
+class UnderWay(Protocol):
+    """A collective that a carrier has taken up."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Until it is done, for `timeout` at most (None: the group's)."""
+
+
+class Carrier(Protocol):
+    """Carries collectives of one group, of CPU tensors. Each takes one up, or returns None to leave it to the group's
+    own backend. `how`: 0 sum, 1 average, 3 minimum, 4 maximum, as c10d numbers them."""
+
+    def all_gather(self, output: Tensor, given: Tensor) -> UnderWay | None: ...
+
+    def reduce_scatter(self, output: Tensor, given: Tensor, how: int) -> UnderWay | None: ...
+
+    def all_reduce(self, tensor: Tensor, how: int) -> UnderWay | None: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> UnderWay | None: ...
+
+    def all_to_all(
+        self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> UnderWay | None: ...
+
+    def barrier(self) -> UnderWay | None: ...
+
+
+_carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
+
+
+def can_carry() -> bool:
+    """Whether this torch lets collectives be carried by something else than its backends."""
+    return not any(surface.is_optional and not surface.is_there for surface in _of_carriers())
+
+
+def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group whose CPU tensors go through gloo itself; None for another group."""
+    kinds = [device.type for device in group._device_types]
+    if not dist.is_gloo_available() or "cpu" not in kinds:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    return backend.options._timeout if type(backend) is dist.ProcessGroupGloo else None
+
+
+def carried_by(group: dist.ProcessGroup) -> Carrier | None:
+    """What carries the group's collectives of CPU tensors instead of its backend."""
+    return _carriers.get(group)
+
+
+def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
+    """Let `carrier` carry the group's collectives of CPU tensors from here on, whoever calls them, for as long as the
+    group lives. Every rank of the group does so."""
+    _carriers[group] = carrier
+    if _replaced:
+        return
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    replace: Callable[..., None] = library.impl
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+        )
+        for name, carried in _CARRIED.items():
+            _replaced[name] = torch.library.get_kernel(f"c10d::{name}", "CPU")
+            replace(name, carried, "CPU")
+    _overrides.append(library)
+
+
+_replaced: dict[str, Any] = {}  # c10d's own kernels, by operator
+
+
+def _run(
+    name: str, arguments: Sequence[Any], group: Any, async_op: bool, timeout: int,
+    take: Callable[[Any], UnderWay | None], by_gloo: Callable[[Any], Any],
+) -> Any:  # fmt: skip
+    """The boxed work of a collective that the group's carrier takes, or its backend.
+
+    gloo's thread needs Python's lock to let go of tensors that Python knows, and holds up who waits for the thread: its
+    methods are called, which let go of the lock, where `call_boxed` keeps it. `timeout`: ms, or -1 for the group's.
+    """
+    unboxed = dist.ProcessGroup.unbox(group)
+    carrier = _carriers.get(unboxed)
+    found = carrier and take(carrier)
+    if found:
+        return _work(found, async_op, timeout).boxed()
+    backend = unboxed._get_backend(torch.device("cpu"))
+    if type(backend) is dist.ProcessGroupGloo:
+        return by_gloo(backend).boxed()
+    returned = _replaced[name].call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *arguments)
+    return returned[-1] if isinstance(returned, tuple) else returned
+
+
+def _work(found: UnderWay, async_op: bool, timeout: int) -> Any:
+    if not async_op:
+        found.wait(timedelta(milliseconds=timeout) if timeout > 0 else None)
+    if found.is_done:
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return torch._C._distributed_c10d._create_work_from_future(done)  # type: ignore[attr-defined]
+
+    def wait(limit: timedelta) -> bool:
+        found.wait(limit or None)
+        return True
+
+    return torch._C._distributed_c10d.PythonCallbackWork(wait)
+
+
+def _options(kind: str, async_op: bool, timeout: int, **others: Any) -> Any:
+    """Of c10d's structs of this name."""
+    options = getattr(torch._C._distributed_c10d, kind)()
+    options.asyncOp, options.timeout = async_op, timedelta(milliseconds=timeout)
+    for name, value in others.items():
+        setattr(options, name, value)
+    return options
+
+
+def _reduction(how: Any) -> Any:
+    return dist.ReduceOp(dist.ReduceOp.RedOpType(how.op()))
+
+
+def _all_gather(output: Tensor, given: Tensor, group: Any, async_op: bool = True, timeout: int = -1) -> Any:
+    def by_gloo(gloo: Any) -> Any:
+        return gloo._allgather_base(output, given, _options("AllgatherOptions", async_op, timeout))
+
+    arguments = output, given, group, async_op, timeout
+    return output, _run("_allgather_base_", arguments, *arguments[2:], lambda c: c.all_gather(output, given), by_gloo)
+
+
+def _reduce_scatter(
+    output: Tensor, given: Tensor, group: Any, how: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    def by_gloo(gloo: Any) -> Any:
+        options = _options("ReduceScatterOptions", async_op, timeout, reduceOp=_reduction(how))
+        return gloo._reduce_scatter_base(output, given, options)
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.reduce_scatter(output, given, how.op())
+
+    arguments = output, given, group, how, async_op, timeout
+    return output, _run("_reduce_scatter_base_", arguments, group, async_op, timeout, take, by_gloo)
+
+
+def _all_reduce(
+    tensors: list[Tensor], group: Any, how: Any, sparse: Tensor | None, async_op: bool = True, timeout: int = -1
+) -> Any:
+    def by_gloo(gloo: Any) -> Any:
+        return gloo.allreduce(tensors, _options("AllreduceOptions", async_op, timeout, reduceOp=_reduction(how)))
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.all_reduce(tensors[0], how.op()) if len(tensors) == 1 else None
+
+    arguments = tensors, group, how, sparse, async_op, timeout
+    return tensors, _run("allreduce_", arguments, group, async_op, timeout, take, by_gloo)
+
+
+def _broadcast(
+    tensors: list[Tensor], group: Any, root: int, root_tensor: int, async_op: bool = True, timeout: int = -1
+) -> Any:
+    def by_gloo(gloo: Any) -> Any:
+        options = _options("BroadcastOptions", async_op, timeout, rootRank=root, rootTensor=root_tensor)
+        return gloo.broadcast(tensors, options)
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.broadcast(tensors[0], root) if len(tensors) == 1 else None
+
+    arguments = tensors, group, root, root_tensor, async_op, timeout
+    return tensors, _run("broadcast_", arguments, group, async_op, timeout, take, by_gloo)
+
+
+def _all_to_all(
+    output: Tensor, given: Tensor, group: Any, received: list[int], sent: list[int], async_op: bool = True,
+    timeout: int = -1,
+) -> Any:  # fmt: skip
+    def by_gloo(gloo: Any) -> Any:
+        return gloo.alltoall_base(output, given, received, sent, _options("AllToAllOptions", async_op, timeout))
+
+    def take(carrier: Carrier) -> UnderWay | None:
+        return carrier.all_to_all(output, given, received, sent)
+
+    arguments = output, given, group, received, sent, async_op, timeout
+    return _run("alltoall_base_", arguments, group, async_op, timeout, take, by_gloo)
+
+
+def _barrier(tensor: Tensor, group: Any, devices: list[int], async_op: bool = True, timeout: int = -1) -> Any:
+    def by_gloo(gloo: Any) -> Any:
+        return gloo.barrier(_options("BarrierOptions", async_op, timeout, device_ids=devices))
+
+    arguments = tensor, group, devices, async_op, timeout
+    return _run("barrier", arguments, group, async_op, timeout, lambda c: c.barrier(), by_gloo)
+
+
+def _gather_each(outputs: list[Tensor], given: list[Tensor], group: Any, async_op: bool = True) -> Any:
+    """What the operator `all_gather_into_tensor` calls, with one tensor."""
+    works = [_all_gather(each, its, group, async_op)[1] for each, its in zip(outputs, given, strict=True)]
+    return _all_of(works)
+
+
+def _scatter_each(
+    outputs: list[Tensor], given: list[Tensor], group: Any, how: Any, async_op: bool = True, timeout: int = -1
+) -> Any:
+    """What the operator `reduce_scatter_tensor` calls, with one tensor."""
+    works = [_reduce_scatter(o, i, group, how, async_op, timeout)[1] for o, i in zip(outputs, given, strict=True)]
+    return _all_of(works)
+
+
+def _all_of(works: list[Any]) -> Any:
+    """One work that waits for several."""
+    if len(works) == 1:
+        return works[0]
+
+    def wait(limit: timedelta) -> bool:
+        return all([dist.Work.unbox(work).wait(limit) for work in works])
+
+    return torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
+
+
+_CARRIED = {
+    "allgather_into_tensor_coalesced_": _gather_each,
+    "reduce_scatter_tensor_coalesced_": _scatter_each,
+    "_allgather_base_": _all_gather,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "alltoall_base_": _all_to_all,
+    "barrier": _barrier,
+}
 
 
 # FlashAttention ------------------------------------------------------------------------------------------------------
@@ -533,6 +769,7 @@ def surfaces() -> Iterator[Surface]:
     yield Surface("distributed.ProcessGroup._get_backend")
     yield from (Surface("autograd._unsafe_preserve_version_counter"), Surface("Tensor._post_accumulate_grad_hooks"))
     yield Surface("autograd.Variable._execution_engine.queue_callback")
+    yield from _of_carriers()
     yield Surface("cuda._is_in_bad_fork")
     yield Surface("_C._disabled_torch_function_impl")
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
@@ -543,6 +780,14 @@ def surfaces() -> Iterator[Surface]:
     yield Surface("recompile_limit", import_module("torch._dynamo").config)
     for where, names in _OF_FSDP.items():
         yield from (Surface(name, _fsdp(where)) for name in names)
+
+
+def _of_carriers() -> Iterator[Surface]:
+    """Without these, gloo carries all collectives."""
+    yield Surface("library.get_kernel", is_optional=True)
+    yield Surface("distributed.ProcessGroup._device_types", is_optional=True)
+    for name in ("PythonCallbackWork", "_create_work_from_future", "Work.boxed"):
+        yield Surface(f"_C._distributed_c10d.{name}", is_optional=True)
 
 
 _OF_FSDP = {  # module and class -> what is read of it

@@ -19,6 +19,7 @@ from fivefold.calibration.found import FOUND, Attention, Collective, Found, Matm
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import World, multiplies_bf16
+from fivefold.parallel import shared_memory
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.training.metrics import resident
 
@@ -33,6 +34,8 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
     device = torch.device(world.device)
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)
+    if dist.group.WORLD is not None:
+        shared_memory.connect(dist.group.WORLD)  # as training does
     found = Found(
         matmuls=list(_matmuls(timer, sizes)),
         attention=list(_attention(timer, sizes)),

@@ -169,12 +169,13 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """What serves products and attention on the CPU."""
+    """What serves products, attention and collectives on the CPU."""
     try:
         from fivefold.launch.cpu import mkl_is_slow
         from fivefold.ops import cpu_attention
+        from fivefold.parallel import shared_memory
 
-        is_slow, lacks = mkl_is_slow(), cpu_attention.lacks()
+        is_slow, lacks, apart = mkl_is_slow(), cpu_attention.lacks(), shared_memory.lacks()
     except (ImportError, OSError):  # `_devices` has said so
         return
     if is_slow:
@@ -183,6 +184,11 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("attention on the cpu", "help", f"by PyTorch: {lacks}", f"{INSTALL}: 2 to 4 times as fast")
     else:
         yield Finding("attention on the cpu", "ok", "by a kernel compiled for this CPU")
+    if apart:
+        advice = f"{INSTALL}: 3 to 10 times as fast" if "compiler" in apart else ""
+        yield Finding("collectives on the cpu", "help" if advice else "ok", f"by gloo: {apart}", advice)
+    else:
+        yield Finding("collectives on the cpu", "ok", "over shared memory, by a library compiled here")
 
 
 def _rehearsal() -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 `RankGrid` says which ranks form a group. An axis that spans the world uses the world's own group. NCCL makes all groups
 of an axis by one split of the world's communicator, if that is bound to a device. Other backends make the groups one
-after the other.
+after the other. On a CPU, the ranks of a group that are on one machine share memory (`shared_memory.py`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.core.layout import Layout
+from fivefold.parallel import shared_memory
 from fivefold.parallel.ranks import APART, Over, RankGrid
 from fivefold.torch_internals import can_split_world, timeout_of_world
 
@@ -54,6 +55,9 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
         axis: _own_group([list(ranks) for ranks in grid.groups(axis)], axis, device_type) for axis in grid.group_axes
     }
     groups = {axis: group for axis, group in found.items() if group is not None}
+    for group in (dist.group.WORLD, *groups.values()):
+        if group is not None:
+            shared_memory.connect(group)
     fsdp = _device_mesh(grid, groups, "dp_shard", device_type)
     experts = _device_mesh(grid, groups, "ep_shard", device_type) if grid.experts_apart else fsdp
     return Mesh(grid, groups, fsdp, experts)

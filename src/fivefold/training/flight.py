@@ -1,4 +1,5 @@
-"""What PyTorch's flight recorder knows of the collectives of this process, gloo's and NCCL's.
+"""What PyTorch's flight recorder knows of the collectives of this process, gloo's and NCCL's. It does not see what
+shared memory carries (`parallel/shared_memory.py`), which is put beside them.
 
 An entry is a dict as the recorder writes it. Three things are not as they look. NCCL has a recorder of its own: gloo's
 is empty under it. A send or receive within a batch stays "scheduled" and never retires: the entry "nccl:coalesced"
@@ -10,6 +11,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fivefold.parallel import shared_memory
+
 Entry = dict[str, Any]
 Recorder = Callable[..., str | bytes]
 PATIENT = ("checkpoint",)  # groups, by description, whose members may be waited for: a rank still writes
@@ -18,7 +21,9 @@ _SOME = 0.1  # of the timeout: how old one is before all are read
 
 def entries(source: Recorder, *, only_active: bool = False) -> list[Entry]:
     """The latest collectives of this process, oldest first."""
-    return list(json.loads(source(True, only_active)).get("entries", []))
+    found: list[Entry] = list(json.loads(source(True, only_active)).get("entries", []))
+    beside = list(shared_memory.entries(only_active=only_active))
+    return sorted([*found, *beside], key=lambda entry: entry.get("time_created_ns", 0)) if beside else found
 
 
 class Waits:

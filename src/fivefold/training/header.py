@@ -5,6 +5,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fivefold.config import RunConfig
 from fivefold.core.fp8 import KERNELS, RECIPES
@@ -13,6 +14,7 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.world import multiplies_bf16
 from fivefold.ops.fp8_kernels import emulated
+from fivefold.parallel import shared_memory
 from fivefold.parallel.census import fp8_part
 from fivefold.parallel.data import PRECISION_OF
 from fivefold.parallel.host_memory import HOST
@@ -34,7 +36,8 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     on = " ".join(f"{axis} {size}" for axis, size in layout.degrees.items()) or "one process"
     accumulation = layout.accumulation(config.train.global_batch_size)
     batch = f"{config.train.global_batch_size} rows = micro {layout.micro_batch_size} x accumulation {accumulation}"
-    device = "cpu (gloo)" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
+    carried = "shared memory" if shared_memory.is_connected(dist.group.WORLD) else "gloo"
+    device = f"cpu ({carried})" if world.device == "cpu" else f"{world.device.split(':')[0]} (nccl)"
     scheduler, warmup = config.scheduler, many(int(config.scheduler.warmup_steps), "step")
     name = state.plan.anatomy.model_class
     rows = [
