@@ -13,7 +13,6 @@ anything runs.
 | autograd's callbacks and version counters | copies of parameters in bf16 | |
 =======
 | kernels of `c10d`'s operators | collectives over shared memory on a CPU | without them, gloo |
->>>>>>> h-shm
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
