@@ -11,7 +11,6 @@ anything runs.
 | `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | autograd's callbacks and version counters | copies of parameters in bf16 | |
-=======
 | kernels of `c10d`'s operators | collectives over shared memory on a CPU | without them, gloo |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
