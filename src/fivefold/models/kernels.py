@@ -240,7 +240,7 @@ def blockwise_forward(
         largest = scores_NGXS.amax(-1, keepdim=True)
         weights = scores_NGXS.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
-        out_NHLD[:, :, queries] = _by_head((weights @ values_NGSD).div_(total), heads).to(out_NHLD.dtype)
+        out_NHLD[:, :, queries] = _by_head(_product(weights, values_NGSD).div_(total), heads).to(out_NHLD.dtype)
         lse_NHL[:, :, queries] = _by_head(largest + total.log(), heads).squeeze(-1)
     return out_NHLD, lse_NHL
 
@@ -266,13 +266,14 @@ def blockwise_backward(
         scores_NGXS = _scores(q_NGXD, k_NGSD, rule)
         weights = (scores_NGXS - lse_NGX1).exp_()
         _hide(weights, hidden, 0.0)
-        dv[:, :, keys] += weights.mT @ g_NGXD
-        dscores = weights.mul_((g_NGXD @ v_NGSD.mT).sub_((g_NGXD * o_NGXD).sum(-1, keepdim=True)))
+        dv[:, :, keys] += _product(weights.mT, g_NGXD)
+        given_NGX1 = (g_NGXD * o_NGXD.to(lse.dtype)).sum(-1, keepdim=True)
+        dscores = weights.mul_(_product(g_NGXD, v_NGSD.mT).sub_(given_NGX1))
         if rule.softcap is not None:
             dscores.mul_(1 - (scores_NGXS / rule.softcap).square_())
         dscores.mul_(rule.scale)
-        dq[:, :, queries] = _by_head(dscores @ k_NGSD, q.shape[1]).to(dq.dtype)
-        dk[:, :, keys] += dscores.mT @ q_NGXD
+        dq[:, :, queries] = _by_head(_product(dscores, k_NGSD), q.shape[1]).to(dq.dtype)
+        dk[:, :, keys] += _product(dscores.mT, q_NGXD)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -313,7 +314,7 @@ def _blocks(
 
 
 def _scores(q_NGXD: Tensor, k_NGSD: Tensor, rule: AttentionParams) -> Tensor:
-    scores = (q_NGXD @ k_NGSD.mT).mul_(rule.scale)
+    scores = _product(q_NGXD, k_NGSD.mT).mul_(rule.scale)
     return scores if rule.softcap is None else scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
 
 
@@ -323,10 +324,25 @@ def _hide(tensor_NGXS: Tensor, hidden_LS: Tensor, value: float) -> None:
     tensor_NGXS.view(documents, shared, -1, len(hidden_LS), keys).masked_fill_(hidden_LS, value)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """[N,G,.,.] in the type of scores. Beside `right` of 16 bits `left` is rounded to its type, and sums are in fp32:
+    what FlashAttention does, and on an H100 ten times as fast as products of fp32."""
+    if right.dtype == precise(right.dtype):
+        return left @ right
+    pair = left.to(right.dtype).flatten(0, 1), right.flatten(0, 1)
+    found: Tensor = torch.bmm(*pair, out_dtype=torch.float32)
+    return found.view(*right.shape[:2], *found.shape[1:])
+
+
+def _factors(tensor: Tensor) -> torch.dtype:
+    """The type of what is multiplied: 16 bits where there is a product of them with sums in fp32."""
+    return tensor.dtype if tensor.device.type == "cuda" else precise(tensor.dtype)
+
+
 def _by_shared(tensor_NHLx: Tensor, shared: int) -> Tensor:
-    """[N,H,L,x] as [N,G,R*L,x], in the type of scores."""
+    """[N,H,L,x] as [N,G,R*L,x], in the type of what is multiplied."""
     documents, _, _, size = tensor_NHLx.shape
-    return tensor_NHLx.reshape(documents, shared, -1, size).to(precise(tensor_NHLx.dtype))
+    return tensor_NHLx.reshape(documents, shared, -1, size).to(_factors(tensor_NHLx))
 
 
 def _by_head(tensor_NGXx: Tensor, heads: int) -> Tensor:
