@@ -165,6 +165,63 @@ def test_a_pass_that_raises_leaves_the_parameters_in_their_places() -> None:
     run_ranks(1, raising)
 
 
+def interrupted(which: str, error: type[BaseException]) -> None:
+    """The parameters are in their places at once, and what they are then is what the next forward computes with."""
+    with by(which):
+        model = ff.parallelize(reference_model(Case("single"), torch.float32), "single", precision="bf16")
+    ids = torch.randint(0, 101, (2, 19))
+    held = list(model.parameters())
+
+    def interrupt(*_: Any) -> None:
+        raise error("planted")
+
+    hook = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(error, match="planted"):
+        model(input_ids=ids)
+    hook.remove()
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    with pytest.raises(error, match="planted"), model.model.layers[1].register_forward_hook(interrupt):
+        model(input_ids=ids)
+    for parameter in held:
+        parameter.data.mul_(1.5)
+    found = model(input_ids=ids).logits
+    list(model.parameters())
+    assert torch.equal(found, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("which", ["copies", "fsdp"])
+def test_a_forward_that_was_interrupted_leaves_nothing_old(which: str, error: type[BaseException]) -> None:
+    run_ranks(1, interrupted, which, error)
+
+
+def frozen_since() -> None:
+    model, ids = own_model("single")
+    loss = model(input_ids=ids, labels=ids).loss
+    norm = model.get_parameter("model.norm.weight").requires_grad_(False)
+    loss.backward()
+    assert norm.grad is None and model.get_parameter("lm_head.weight").grad is not None
+
+
+def test_what_is_frozen_between_forward_and_backward_has_no_gradient() -> None:
+    run_ranks(1, frozen_since)
+
+
+def given_embeddings(which: str) -> list[torch.Tensor]:
+    """GPT-2 adds its positions before the first layer."""
+    with by(which):
+        model = ff.parallelize(reference_model(Case("single", "gpt2"), torch.float32), "single", precision="bf16")
+    embedded = torch.randn(2, 19, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    out = model(inputs_embeds=embedded, labels=torch.zeros(2, 19, dtype=torch.long))
+    out.loss.backward()
+    return [out.logits.detach(), embedded.grad]
+
+
+def test_inputs_of_the_model_are_cast() -> None:
+    (copied,), (sharded,) = (run_ranks(1, given_embeddings, which) for which in ("copies", "fsdp"))
+    assert all(map(torch.equal, copied, sharded))
+
+
 def test_large_copies_are_left_to_fsdp() -> None:
     facts = facts_of(build_meta(hf_config(Case("single"))))
     size = 2 * sum(each.size for each in facts.parameters.values())

@@ -76,6 +76,15 @@ class ParallelModel(nn.Module):
         """How many ranks read different rows: `num_replicas` of a `DistributedSampler`."""
         return self.fivefold.plan.layout.data_ranks
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward. One that raises, or is interrupted (hooks of torch do not see Ctrl-C), leaves all in order."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            self.fivefold.guard.is_called = False
+            put_in_order(self)
+            raise
+
     def backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """`ff.gradients(model, batch)`."""
         from fivefold.own_loop.step import gradients

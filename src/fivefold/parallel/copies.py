@@ -65,8 +65,9 @@ class Copies:
     # ---- hooks of the model ------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module, layers: Sequence[str], methods: Sequence[str]) -> None:
-        """Around calls of the model and of its `methods`; before each layer, whose inputs are cast."""
+        """Around calls of the model and of its `methods`; before it and each layer, whose inputs are cast."""
         model.register_forward_pre_hook(lambda *_: self.put_in())
+        model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         model.register_forward_hook(lambda module, inputs, out: self._after(out))
         for name in layers:
             model.get_submodule(name).register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
@@ -115,7 +116,8 @@ def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:
 
     def add(copy: Tensor) -> None:
         gradient, copy.grad = copy.grad, None
-        assert gradient is not None
+        if gradient is None:  # frozen since the forward
+            return
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.dtype)
         else:

@@ -73,7 +73,7 @@ def reshard(model: Any) -> None:
 
 def put_in_order(model: Any) -> None:
     """Sharded and idle: what a call that raised half-way has left gathered, or under way, is as before it."""
-    reshard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            fsdp_forget(module)
+            fsdp_forget(module)  # first: a unit that believes to be in a forward stays gathered
+    reshard(model)
