@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.core.errors import UserError
 from fivefold.parallel import shared_memory
 from tests.parallel import transport
 from tests.pool import forks, run_ranks
@@ -99,6 +100,11 @@ def test_one_rank_that_cannot_leaves_it_to_gloo_for_all(why: str) -> None:
 def test_the_switch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(shared_memory.SWITCH, "gloo")
     assert shared_memory.lacks() == "FIVEFOLD_TRANSPORT is gloo"
+    monkeypatch.setenv("FIVEFOLD_TRANSPORT", "GLOO")
+    assert shared_memory.lacks() == "FIVEFOLD_TRANSPORT is gloo"
+    monkeypatch.setenv("FIVEFOLD_TRANSPORT", "shm")
+    with pytest.raises(UserError, match="FIVEFOLD_TRANSPORT=shm is no transport"):
+        shared_memory.connect(None)  # type: ignore[arg-type]
 
 
 def test_nothing_is_left_behind() -> None:

@@ -72,12 +72,16 @@ class _Call(ctypes.Structure):
 
 def lacks() -> str:
     """Why the processes of this machine do not share memory; "" where they do. The first call may compile it (1 s)."""
-    if os.environ.get(SWITCH, "") == "gloo":
+    if _switch() == "gloo":
         return f"{SWITCH} is gloo"
     if not can_carry():
         return "this torch leaves collectives to its backends alone"
     found = _library()
     return found if isinstance(found, str) else ""
+
+
+def _switch() -> str:
+    return os.environ.get(SWITCH, "").strip().lower()
 
 
 @cache
@@ -131,8 +135,11 @@ def is_connected(group: dist.ProcessGroup | None) -> bool:
 def connect(group: dist.ProcessGroup) -> None:
     """Let the ranks of a gloo group share memory, if they can: all of them call this, and all agree.
 
-    A group that has a segment, is of one rank or of another backend is left as it is.
+    A group that has a segment, is of one rank or of another backend is left as it is. Raises `UserError` where the
+    environment asks for another transport.
     """
+    if _switch() not in ("", "gloo"):
+        raise UserError(f"{SWITCH}={os.environ[SWITCH]} is no transport", fix=f"{SWITCH}=gloo, or leave it out")
     timeout = cpu_timeout(group) if can_carry() else None
     if timeout is None or not 1 < group.size() <= _MOST_RANKS or is_connected(group):
         return
