@@ -27,6 +27,7 @@ WORKLOAD = Workload(2048, 64)
 SETTINGS = [
     ("llama", "8xH100", 90), ("llama", "2x4xA100-80", 60), ("mixtral", "8xH100", 90), ("mixtral", "2x4xH100", 60),
     ("gemma2", "8xH100", 20), ("deepseek_v3", "4xH100", 20),
+    ("llama", "1xH100", 12), ("mixtral", "1xH100", 12),
 ]  # fmt: skip
 
 
@@ -93,7 +94,9 @@ def test_every_layout_is_legal_and_no_legal_one_of_its_options_is_missing(family
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80"), ("llama", "4xcpu")])
+@pytest.mark.parametrize(
+    ("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80"), ("llama", "4xcpu"), ("llama", "1xH100")]
+)
 def test_bounds_are_sound(family: str, cluster: str) -> None:
     """Memory is that of an estimate; no step is shorter than its bound; in batches a step takes as long as alone. Of
     processes on a CPU two share a core."""
