@@ -310,8 +310,9 @@ class Noted:
 
 def test_a_group_is_carried_by_what_it_is_given(world: None) -> None:
     """Synchronous, asynchronous and by operators; what is not taken goes to gloo, as other groups do."""
-    group, other, carrier = dist.new_group([0]), dist.new_group([0]), Noted()
-    assert torch_internals.cpu_timeout(group) is not None and torch_internals.can_carry()
+    own = timedelta(seconds=77)
+    group, other, carrier = dist.new_group([0], timeout=own), dist.new_group([0]), Noted()
+    assert torch_internals.cpu_timeout(group) == own and torch_internals.can_carry()
     torch_internals.carry(group, cast(Any, carrier))
     assert torch_internals.carried_by(group) is carrier and torch_internals.carried_by(other) is None
     x, whole = torch.ones(3), torch.empty(3)

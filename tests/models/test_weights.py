@@ -64,12 +64,31 @@ def test_normal_numbers_are_those_of_numpys_cosines_to_the_last_bit(doubt, monke
         assert np.array_equal(Normal(mean, std)(words), expected.astype(np.float32))
 
 
-def test_a_stream_is_the_same_drawn_by_any_number_of_threads(monkeypatch):
-    def draw(threads):
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        return RandomStream(1, "w", (3, 1_100_003)).draw((slice(None), slice(1, None)), Normal(0.0, 1.0))
+def test_two_cosines_differ_by_less_than_their_doubt():
+    angle = np.arange(0, 2**32, 2**14 - 1) * (2.0 * np.pi / 2**32)
+    for exact, fast in ((np.cos, torch.cos), (np.sin, torch.sin)):
+        off = np.abs(fast(torch.from_numpy(angle)).numpy() - exact(angle))
+        assert (off * 4 <= np.abs(exact(angle)) * random_stream._DOUBT).all()
+    assert 1.0 - random_stream._DOUBT < 1.0 - 2.0**-52, "more than an ulp or two"
 
-    assert torch.equal(draw(1), draw(5))
+
+def test_a_stream_is_the_same_drawn_by_any_number_of_threads(monkeypatch):
+    """A row is longer than what a thread draws at once: its end is that which is drawn alone."""
+    stream, far = RandomStream(1, "w", (3, 1_100_003)), 64 * random_stream._BLOCK + 5
+
+    def draw(threads, first=1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return stream.draw((slice(None), slice(first, None)), Normal(0.0, 1.0))
+
+    assert torch.equal(draw(1), draw(5)) and torch.equal(draw(5)[:, far - 1 :], draw(1, far))
+
+
+def test_a_thread_that_raises_is_heard():
+    def fail(_):
+        raise MemoryError("planted")
+
+    with pytest.raises(MemoryError, match="planted"):
+        RandomStream(1, "w", (2, 1_100_003)).draw((slice(None), slice(None)), fail)
 
 
 def test_statistics():

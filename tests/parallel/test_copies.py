@@ -3,17 +3,21 @@ places whatever happens."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import fivefold as ff
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
-from fivefold.parallel import plan
+from fivefold.parallel import copies, plan
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.copies import Copies
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
@@ -40,7 +44,9 @@ def trained(case: Case, which: str, compile_blocks: bool = False) -> dict[str, A
     for step in range(3):
         batch = batch_of(documents(case, step), case.parsed, 0)
         assert len(batch) > 1
-        steps.append(train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=0.1))
+        with patch.object(copies, "overwrite_unseen", wraps=copies.overwrite_unseen) as made:
+            steps.append(train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=0.1))
+        assert made.call_count == (which == "copies"), "once a step"
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
     weights = {name: local(each).numpy() for name, each in model.named_parameters()}
     return {"loss": [each.loss for each in steps], "norm": [float(each.grad_norm) for each in steps], **weights}
@@ -73,6 +79,34 @@ def test_compiled_blocks_take_copies() -> None:
     assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
 
 
+class Taking(nn.Module):
+    """Notes the types of all that it is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        self.types = [each.dtype for each in tree_leaves((args, kwargs))]
+
+
+def test_all_inputs_of_a_layer_are_cast() -> None:
+    """Those by name as well, and within tuples, lists and dicts, as FSDP does; whole numbers stay as they are."""
+    model, x, ids = nn.Sequential(nn.Linear(2, 2), Taking()), torch.ones(2), torch.arange(2)
+    Copies(model, ["0.weight", "0.bias"], torch.bfloat16).install(model, ["1"], [])
+    model[1](x, (x, [x]), named=x, pair=(x, x), more={"inner": [x], "ids": ids})
+    assert model[1].types == [torch.bfloat16] * 7 + [torch.int64]
+
+
+def test_held_copies_stay_until_they_are_put_back() -> None:
+    """Also over a backward: micro batches of a step share them."""
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    own = Copies(model, ["0.weight", "0.bias"], torch.bfloat16)
+    own.install(model, ["0"], [])
+    own.hold()
+    for put_back, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        if put_back:
+            own.put_back()
+        model(x).sum().backward()
+        assert model[0].weight.dtype is dtype
+
+
 # ---- a user's own loop -----------------------------------------------------------------------------------------------
 
 
@@ -91,12 +125,16 @@ def gradients_of(model: Any) -> list[torch.Tensor]:
 
 
 def in_place(model: Any) -> bool:
-    return all(type(each) is torch.nn.Parameter and each.dtype is torch.float32 for each in model.parameters())
+    """Looked for in the modules: `model.parameters()` puts the parameters back where they are not."""
+    held = [each for module in model.modules() for each in module._parameters.values() if each is not None]
+    return all(type(each) is torch.nn.Parameter and each.dtype is torch.float32 for each in held)
 
 
 def own_loop(layout: str) -> None:
     model, ids = own_model(layout)
     before = list(model.parameters())
+    ff.generate(model, ids[0], max_new_tokens=2, temperature=0, eos_token_ids=())  # holds the copies until it is done
+    assert in_place(model)
     model(input_ids=ids, labels=ids).loss.backward()
     assert in_place(model) and all(one is other for one, other in zip(before, model.parameters(), strict=True))
     once = gradients_of(model)
@@ -110,6 +148,7 @@ def own_loop(layout: str) -> None:
 
     # An update between two forwards without a backward is seen.
     with torch.no_grad():
+        assert model(input_ids=ids, use_cache=True).past_key_values is not None
         loss = model(input_ids=ids, labels=ids).loss
         for parameter in model.parameters():
             parameter.mul_(1.5)
@@ -123,13 +162,14 @@ def own_loop(layout: str) -> None:
         parameter.data.mul_(1.5)
     assert model(input_ids=ids, labels=ids).loss != loss
 
-    # What is frozen later has no gradient; hooks of the parameter are called, once each backward.
+    # What is frozen later has no gradient; all hooks of the parameter are called, once each backward.
     called = list[torch.nn.Parameter]()
     norm, head = model.get_parameter("model.norm.weight"), model.get_parameter("lm_head.weight")
     norm.requires_grad_(False)
-    head.register_post_accumulate_grad_hook(called.append)
+    for _ in range(2):
+        head.register_post_accumulate_grad_hook(called.append)
     model(input_ids=ids, labels=ids).loss.backward()
-    assert norm.grad is None and head.grad is not None and len(called) == 1 and called[0] is head
+    assert norm.grad is None and head.grad is not None and list(map(id, called)) == [id(head)] * 2
 
 
 @pytest.mark.parametrize("layout", ["single", "single+full", "single+selective"])
@@ -223,8 +263,15 @@ def test_inputs_of_the_model_are_cast() -> None:
 
 
 def test_large_copies_are_left_to_fsdp() -> None:
-    facts = facts_of(build_meta(hf_config(Case("single"))))
-    size = 2 * sum(each.size for each in facts.parameters.values())
-    for most, expected in ((size, True), (size - 1, False)):
-        with patch.object(plan, "COPIED_BYTES", most):
-            assert plan.computes_in_copies(facts, Case("single").parsed) is expected
+    """Copies are of what is trained alone, and stay from the first forward to the update."""
+    facts, layout = facts_of(build_meta(hf_config(Case("single")))), Case("single").parsed
+    head = replace(facts.parameters["lm_head.weight"], is_trained=False)
+    for each in (facts, replace(facts, parameters={**facts.parameters, "lm_head.weight": head})):
+        size = 2 * sum(own.size for own in each.parameters.values() if own.is_trained)
+        for most, expected in ((size, True), (size - 1, False)):
+            with patch.object(plan, "COPIED_BYTES", most):
+                assert plan.computes_in_copies(each, layout) is expected
+        lowered = plan.lower(each, layout, 0)
+        assert set(lowered.copied) == {name for name, own in each.parameters.items() if own.is_trained}
+        moments = lowered.bytes(lowered.step_shape(1, 64, 1)).moments
+        assert {found["gathered parameters"] for found in moments.values()} == {size}

@@ -75,12 +75,17 @@ def test_a_nan_reaches_all_ranks() -> None:
 
 
 def test_what_gloo_does_still() -> None:
-    assert run_ranks(2, transport.left_to_gloo, timeout=IN_TIME) == [[True] * 6] * 2
+    assert run_ranks(2, transport.left_to_gloo, timeout=IN_TIME) == [[True] * 9] * 2
 
 
 @pytest.mark.parametrize("world", [2])
 def test_operators_alone_and_compiled(world: int) -> None:
     assert run_ranks(world, transport.operators) == [[True] * 3] * world
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_tensors_of_one_operator(world: int) -> None:
+    assert run_ranks(world, transport.several_tensors, timeout=IN_TIME) == [[]] * world
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -191,7 +191,8 @@ def not_a_number() -> list[bool]:
 
 
 def left_to_gloo() -> list[bool]:
-    """Types, reductions and collectives that gloo serves, among others that it does not."""
+    """Types, reductions and collectives that gloo serves, among others that it does not; a group of its own, with the
+    timeout of a call."""
     group, size, rank = group_of(), dist.get_world_size(), dist.get_rank()
     half = torch.full((5,), 1.0, dtype=torch.float16)
     dist.all_reduce(half, group=group)
@@ -211,6 +212,20 @@ def left_to_gloo() -> list[bool]:
         is_refused = True
     asked = dist.all_reduce(torch.ones(3, dtype=torch.float16), group=group, async_op=True)
     asked.wait()
+    plain = dist.new_group()  # shares no memory
+    assert isinstance(plain, dist.ProcessGroup)
+    sent = torch.full((3,), float(rank))
+    dist.broadcast(sent, group=plain, group_src=size - 1)
+    numbers = torch.full((sum(range(size + 1)),), float(rank))  # 1 for the first rank, 2 for the second
+    swapped = torch.empty((rank + 1) * size)
+    dist.all_to_all_single(swapped, numbers, [rank + 1] * size, list(range(1, size + 1)), group=plain)
+    options = dist.AllreduceOptions()
+    options.timeout, options.asyncOp = timedelta(seconds=0.4), False
+    try:
+        is_kept = rank != 0 or not plain.allreduce([torch.ones(3)], options).wait()  # alone
+    except RuntimeError:
+        is_kept = True
+    dist.barrier(group)
     return [
         bool((half == size).all()),
         bool((product == 2.0**size).all()),
@@ -218,6 +233,9 @@ def left_to_gloo() -> list[bool]:
         all(bool((x == r).all()) for r, x in enumerate(listed)),
         rank != 0 or int(other) == sum(range(size)),
         is_refused,
+        bool((sent == size - 1).all()),
+        torch.equal(swapped, torch.arange(float(size)).repeat_interleave(rank + 1)),
+        is_kept,
     ]
 
 
@@ -245,6 +263,25 @@ def operators() -> list[bool]:
     wanted = swapped.cos() + total.sum()
     compiled = torch.compile(block, fullgraph=True)(x)
     return [torch.allclose(plain, wanted), torch.allclose(compiled, wanted, rtol=1e-4), carried == 4]
+
+
+def several_tensors() -> list[str]:
+    """Operators that are given several tensors, of every reduction; what came out wrong. The last tensor is the
+    longest: who waits for the first alone does not have it. A tensor list of one all-reduce is summed by gloo."""
+    group, size, rank = group_of(), dist.get_world_size(), dist.get_rank()
+    ops, name, counts = torch.ops._c10d_functional, group.group_name, (3, CHUNK * 5)
+    every = [[given(r, count * size, torch.float32) for count in counts] for r in range(size)]
+    found = {}
+    for how in OPS:
+        parts = ops.reduce_scatter_tensor_coalesced(every[rank], how, size, name)
+        wanted = [reduced(list(each), how).chunk(size)[rank] for each in zip(*every, strict=True)]
+        found[how] = all(map(equal, map(ops.wait_tensor, parts), wanted))
+    wholes = ops.all_gather_into_tensor_coalesced(every[rank], size, name)
+    found["gather"] = all(map(equal, map(ops.wait_tensor, wholes), map(torch.cat, zip(*every, strict=True))))
+    two = [torch.full((5,), float(rank)), torch.full((5,), 10.0)]
+    group.allreduce(two).wait()
+    found["all_reduce"] = all(bool((x == size * 10.0 + size * (size - 1) / 2).all()) for x in two)
+    return [what for what, is_right in found.items() if not is_right]
 
 
 def in_turns(bodies: int) -> bool:

@@ -27,6 +27,7 @@ WORKLOAD = Workload(2048, 64)
 SETTINGS = [
     ("llama", "8xH100", 90), ("llama", "2x4xA100-80", 60), ("mixtral", "8xH100", 90), ("mixtral", "2x4xH100", 60),
     ("gemma2", "8xH100", 20), ("deepseek_v3", "4xH100", 20),
+    ("llama", "1xH100", 12), ("mixtral", "1xH100", 12),
 ]  # fmt: skip
 
 
@@ -93,7 +94,9 @@ def test_every_layout_is_legal_and_no_legal_one_of_its_options_is_missing(family
 # ---- bounds ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80"), ("llama", "4xcpu")])
+@pytest.mark.parametrize(
+    ("family", "cluster"), [("llama", "8xH100"), ("mixtral", "2x4xA100-80"), ("llama", "4xcpu"), ("llama", "1xH100")]
+)
 def test_bounds_are_sound(family: str, cluster: str) -> None:
     """Memory is that of an estimate; no step is shorter than its bound; in batches a step takes as long as alone. Of
     processes on a CPU two share a core."""
@@ -118,6 +121,27 @@ def test_bounds_are_sound(family: str, cluster: str) -> None:
             assert alone == pytest.approx(estimate.step_seconds, rel=1e-9), str(layout)
             if layout.pp == 1:
                 assert bounds.at_least[number] == pytest.approx(estimate.step_seconds, rel=1e-9)
+
+
+def test_one_process_copies_its_parameters_once_a_step_under_every_zero_stage() -> None:
+    """In estimates and in bounds; a CPU has nothing that hides the time of it."""
+    price_list = prices("llama", "1xcpu")
+    layouts_of_one = [Layout.parse(f"single{zero}") for zero in ("", "+zero1", "+zero2")]
+    assert len({Step(price_list, each, WORKLOAD).estimate().step_seconds for each in layouts_of_one}) == 1
+    space = Space(price_list, WORKLOAD)
+    for rows in space.rows:
+        every = [Step(price_list, space.layout(rows, number), WORKLOAD).estimate() for number in range(len(rows))]
+        found = Bounding(space).of(rows).at_least
+        assert found.tolist() == pytest.approx([each.step_seconds for each in every], rel=1e-9)
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_the_size_of_the_whole_model_decides_on_copies(less: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the few layers whose prices are asked for."""
+    price_list = prices("llama", "1xH100")
+    size = 2 * sum(each.size for each in price_list.facts.parameters.values())
+    monkeypatch.setattr("fivefold.parallel.plan.COPIED_BYTES", size - less)
+    assert price_list.plan(Layout.parse("single")).uses_fsdp == bool(less)
 
 
 EXHAUSTIVE = [

@@ -174,6 +174,7 @@ def test_a_hash_knows_every_bit_and_place() -> None:
 def test_a_hash_does_not_depend_on_its_pieces_for_small_tensors_and_sees_all_of_large_ones() -> None:
     plain = torch.randn(1000)
     small = hash_of(plain[:64])
+    assert hash_of(plain, plain[:64])[1:] == small, "nor on what is hashed beside it"
     with patch("fivefold.training.checks.state.PIECE_OF_CPU", 64):
         assert hash_of(plain[:64]) == small
         for at in (0, 63, 64, 500, 999):
