@@ -138,6 +138,8 @@ def own_loop(layout: str) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     assert in_place(model) and all(one is other for one, other in zip(before, model.parameters(), strict=True))
     once = gradients_of(model)
+    assert (model(input_ids=ids).past_key_values is None) == ("+" in layout)  # what runs again appends to no cache
+    model.fivefold.copies.put_back()
 
     # Two forwards, then their backwards: the second finds its copies again.
     first, second = (model(input_ids=ids, labels=ids).loss for _ in range(2))
