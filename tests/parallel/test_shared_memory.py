@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,11 @@ def test_the_switch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FIVEFOLD_TRANSPORT", "shm")
     with pytest.raises(UserError, match="FIVEFOLD_TRANSPORT=shm is no transport"):
         shared_memory.connect(None)  # type: ignore[arg-type]
+
+
+def test_a_machine_without_the_folder_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path / "absent")
+    assert "absent is not there" in shared_memory.lacks()
 
 
 def test_nothing_is_left_behind() -> None:

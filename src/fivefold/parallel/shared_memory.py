@@ -76,6 +76,8 @@ def lacks() -> str:
         return f"{SWITCH} is gloo"
     if not can_carry():
         return "this torch leaves collectives to its backends alone"
+    if not os.access(_FOLDER, os.W_OK | os.X_OK):
+        return f"{_FOLDER} is not there, or not to be written"
     found = _library()
     return found if isinstance(found, str) else ""
 
