@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import torch
 
+from fivefold import torch_internals
 from fivefold.launch import cpu
 
 
@@ -109,3 +110,13 @@ def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         assert cpu.mkl_is_slow() is is_slow
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_other_operators_that_were_replaced_before_do_not_keep_onednn_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives are carried over shared memory by the same means, and a loop of one's own may open its world first."""
+    replaced = dict[str, object]()
+    monkeypatch.setattr(torch_internals, "_overrides", {"c10d": object()})
+    monkeypatch.setattr(torch_internals, "_override", replaced.__setitem__)
+    torch_internals.multiply_by_onednn()
+    assert list(replaced) == ["aten"]

@@ -21,7 +21,7 @@ anything runs.
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,7 +93,7 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
 
 
 _LEAST_OF_ONEDNN = 2**20  # multiplications: fewer take less time than the way through Python, 10 us
-_overrides: list[torch.library.Library] = []  # they hold as long as these live
+_overrides: dict[str, torch.library.Library] = {}  # by namespace: they hold as long as these live
 
 
 def multiply_by_onednn() -> None:
@@ -102,18 +102,22 @@ def multiply_by_onednn() -> None:
     PyTorch leaves them to MKL, and oneDNN the 16-bit types alone; `mkldnn._linear_pointwise` takes both.
     """
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if _overrides or not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if "aten" in _overrides or not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    _override("aten", {"mm": _mm, "mm.out": _mm_out, "addmm": _addmm})
+
+
+def _override(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> None:
+    """Let these serve the operators of a namespace on the CPU from here on, in the whole process."""
+    library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     replace: Callable[..., None] = library.impl
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
         )
-        replace("mm", _mm, "CPU")
-        replace("mm.out", _mm_out, "CPU")
-        replace("addmm", _addmm, "CPU")
-    _overrides.append(library)
+        for name, kernel in kernels.items():
+            replace(name, kernel, "CPU")
+    _overrides[namespace] = library
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -340,18 +344,10 @@ def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
     """Let `carrier` carry the group's collectives of CPU tensors from here on, whoever calls them, for as long as the
     group lives. Every rank of the group does so."""
     _carriers[group] = carrier
-    if _replaced:
+    if "c10d" in _overrides:
         return
-    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    replace: Callable[..., None] = library.impl
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
-        )
-        for name, carried in _CARRIED.items():
-            _replaced[name] = torch.library.get_kernel(f"c10d::{name}", "CPU")
-            replace(name, carried, "CPU")
-    _overrides.append(library)
+    _replaced.update({name: torch.library.get_kernel(f"c10d::{name}", "CPU") for name in _CARRIED})
+    _override("c10d", _CARRIED)
 
 
 _replaced: dict[str, Any] = {}  # c10d's own kernels, by operator
@@ -502,7 +498,7 @@ def _all_of(works: list[Any]) -> Any:
     return torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
 
 
-_CARRIED = {
+_CARRIED: Mapping[str, Callable[..., Any]] = {
     "allgather_into_tensor_coalesced_": _gather_each,
     "reduce_scatter_tensor_coalesced_": _scatter_each,
     "_allgather_base_": _all_gather,
