@@ -18,7 +18,7 @@ from fivefold.torch_internals import after_this_backward, call_gradient_hooks, o
 
 
 class Copies:
-    """Of `names`, in `dtype`. They are made when the model is first called, and stay in memory.
+    """Of `names`, in `dtype`. They are made once, and stay in memory.
 
     `is_held`: they stay in place until `put_back` is called, as ZeRO-1 and 2 keep what is gathered.
     """
@@ -83,9 +83,8 @@ class Copies:
         return run
 
     def _after(self, out: Any) -> Any:
-        for each in tree_leaves(dict(out) if hasattr(out, "keys") else out) if torch.is_grad_enabled() else ():
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            before_backward(out, self._before_backward)
         return out
 
     def _before_backward(self, _: Tensor) -> None:
@@ -109,6 +108,13 @@ class Copies:
         if type(value) is dict:
             return {key: self._cast(each) for key, each in value.items()}
         return type(value)(map(self._cast, value)) if type(value) in (tuple, list) else value
+
+
+def before_backward(output: Any, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` when a gradient reaches one of the tensors of a model's output."""
+    for each in tree_leaves(dict(output) if hasattr(output, "keys") else output):
+        if isinstance(each, Tensor) and each.requires_grad and each.grad_fn is not None:
+            each.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
+from fivefold.parallel.copies import before_backward
 from fivefold.parallel.data import reshard
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import NORMS, without_torch_function
@@ -106,9 +106,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     def after(_: nn.Module, args: Any, output: Any) -> None:
         if guard.is_library or not torch.is_grad_enabled() or dist.get_world_size() == 1:
             return
-        for each in tree_leaves(dict(output) if hasattr(output, "keys") else output):
-            if isinstance(each, Tensor) and each.requires_grad and each.grad_fn is not None:
-                each.register_hook(refuse_backward)  # type: ignore[no-untyped-call]
+        before_backward(output, refuse_backward)
 
     def drop(*_: Any) -> None:
         guard.is_called = False
