@@ -114,7 +114,7 @@ def test_it_serves_where_mkl_takes_half_of_the_cpu(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_other_operators_that_were_replaced_before_do_not_keep_onednn_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives are carried over shared memory by the same means, and a loop of one's own may open its world first."""
+    """Collectives are carried over shared memory by the same means, and may be so first."""
     replaced = dict[str, object]()
     monkeypatch.setattr(torch_internals, "_overrides", {"c10d": object()})
     monkeypatch.setattr(torch_internals, "_override", replaced.__setitem__)
