@@ -10,6 +10,7 @@ from fivefold.core.errors import UserError
 from fivefold.models import kernels, packed
 from fivefold.models.attention import attention_forward
 from fivefold.models.build import build_meta
+from fivefold.ops import blockwise_attention
 from tests.plain_attention import reference_attention
 
 # Rows x positions, and the bounds of the documents in them: prime lengths, documents of 1 token, a padding tail.
@@ -80,7 +81,7 @@ def test_packed_values_and_gradients_match_the_twin(heads, kv_heads, packing, ke
 @pytest.mark.parametrize("packing", ["several blocks", *PACKINGS])
 def test_every_rule_and_its_gradients_match_the_twin(packing, window, softcap, sinks, monkeypatch):
     """Windows shorter and longer than the documents, also within one group; scores that soft-capping bends."""
-    monkeypatch.setattr(kernels, "_CPU_BLOCK", 1)  # 16 queries at a time
+    monkeypatch.setattr(blockwise_attention, "_CPU_BLOCK", 1)  # 16 queries at a time
     rows, length, edges = {**PACKINGS, "several blocks": (2, 67, [0, 53, 67, 134])}[packing]
     s_aux = torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3], dtype=torch.float64, requires_grad=True) if sinks else None
     tensors = inputs(rows, length, 6, 2)
@@ -110,7 +111,7 @@ def test_no_quadratic_memory(rule):
     with Largest() as largest:
         out, lse = kernels.blockwise_forward(q, k, v, rule)
         kernels.blockwise_backward(out, q, k, v, out, lse, rule)
-    assert largest.elements <= kernels._CPU_BLOCK
+    assert largest.elements <= blockwise_attention._CPU_BLOCK
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fivefold.models import kernels
 from fivefold.models.kernels import AttentionParams
+from fivefold.ops import blockwise_attention
 
 TOLERANCE = 1e-2  # of the largest value: weights and their gradients are rounded to 8 bits, and so is each result
 RULES = [AttentionParams(0.3, None, 1.5), AttentionParams(0.3, 29, 1.5), AttentionParams(0.3, 29)]
@@ -22,7 +23,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.d
         return left.float() @ right.float()
 
     monkeypatch.setattr(torch, "bmm", bmm)
-    monkeypatch.setattr(kernels, "_factors", lambda tensor: tensor.dtype)
+    monkeypatch.setattr(blockwise_attention, "_factors", lambda tensor: tensor.dtype)
     return seen
 
 
@@ -31,7 +32,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.d
 def test_products_of_16_bits(rule: AttentionParams, ahead: int | None, products: list, monkeypatch) -> None:
     if ahead and rule.window:
         rule = AttentionParams(rule.scale, 150, rule.softcap)  # each query sees a key
-    monkeypatch.setattr(kernels, "_CPU_BLOCK", 2**13)  # several blocks
+    monkeypatch.setattr(blockwise_attention, "_CPU_BLOCK", 2**13)  # several blocks
     torch.manual_seed(0)
     q, grad = (torch.randn(2, 6, 131, 24, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(2, 3, 131, 24, dtype=torch.bfloat16) for _ in range(2))

@@ -237,6 +237,7 @@ CHANGES = (
     Change("fivefold.parallel.expert.on_host", "the other ranks would send as many rows", _on_host, "stand-in"),
     Change("fivefold.parallel.expert.by_expert", "its sizes are counts that no kernel made", _by_expert, "stand-in"),
     Change("fivefold.parallel.balance.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
+    Change("fivefold.ops.gpu_attention.differs", "no kernel ran whose numbers could be compared", _room, "stand-in"),
     Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
     Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
     Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
