@@ -168,6 +168,22 @@ def _compiler() -> Iterator[Finding]:
         yield Finding("compiler", "help", "none", "install g++ to let train.compile speed up the CPU")
 
 
+def _gpu_kernels() -> Iterator[Finding]:
+    """What serves attention on a GPU that FlashAttention does not have."""
+    try:
+        import torch
+
+        from fivefold.models import kernels
+    except (ImportError, OSError):  # `_devices` has said so
+        return
+    for index in range(torch.cuda.device_count()):
+        name, of = f"attention on gpu {index}", "soft-capped scores, and windows between ranks,"
+        if why := kernels.no_fused(torch.device("cuda", index), torch.bfloat16, [128], is_capped=True):
+            yield Finding(name, "help", f"{of} block by block: {why}", "such models train slower (docs/gpu.md)")
+        else:
+            yield Finding(name, "ok", f"{of} by Triton kernels, which were tried")
+
+
 def _kernels() -> Iterator[Finding]:
     """What serves products, attention and collectives on the CPU."""
     try:
@@ -221,4 +237,4 @@ def _extras() -> Iterator[Finding]:
             yield Finding(module, "help", "not installed", f"pip install {module}, for {use}")
 
 
-LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _kernels, _rehearsal, _cache, _extras)
+LOOKS = (_python, _packages, _devices, _cpu, _memory, _compiler, _kernels, _gpu_kernels, _rehearsal, _cache, _extras)

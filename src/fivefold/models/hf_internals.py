@@ -217,7 +217,12 @@ def no_progress_bars() -> None:
 def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
     """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
     serves = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._supports_sdpa
-    return "sdpa" if serves and not getattr(config, "attn_logit_softcapping", None) else "eager"
+    return "sdpa" if serves and not has_softcap(config) else "eager"
+
+
+def has_softcap(config: PreTrainedConfig) -> bool:
+    """Whether the attention of a model caps its scores softly (Gemma 2)."""
+    return bool(getattr(config, "attn_logit_softcapping", None))
 
 
 def register_attention(name: str, forward: Callable[..., Any], mask: Callable[..., Any]) -> None:

@@ -77,7 +77,7 @@ def forward(
     rows, heads, length, size = q_NHLD.shape
     q, k, v = map(_side_by_side, (q_NHLD, k_NGSD, v_NGSD))
     out_NHLD = q.new_empty(rows, length, heads, size).transpose(1, 2)
-    lse_NHL = q.new_empty(rows, heads, length, dtype=torch.float32)
+    lse_NHL = _number_each(q)
     launch = _Launch(q, k, rule, offset, cu_seqlens)
     launch("forward", q, k, v, out_NHLD, lse_NHL)
     return out_NHLD, lse_NHL
@@ -91,12 +91,19 @@ def backward(
     in `forward`."""
     grad, q, k, v, out = map(_side_by_side, (grad, q, k, v, out))
     dq, dk, dv = map(torch.empty_like, (q, k, v))
-    given_NHL = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    given_NHL = _number_each(q)
     launch = _Launch(q, k, rule, offset, cu_seqlens)
     launch("backward_of_queries", grad, q, k, v, out, lse, given_NHL, dq)
     launch("backward_of_keys", grad, q, k, v, lse, given_NHL, dk)
     launch("backward_of_values", grad, q, k, lse, dv)
     return dq, dk, dv
+
+
+def _number_each(q_NHLD: Tensor) -> Tensor:
+    """Memory for a number of each query [N,H,L], heads side by side: in the other order strides would be lengths, and a
+    multiple of 16 is another program to Triton."""
+    rows, heads, length, _ = q_NHLD.shape
+    return q_NHLD.new_empty(rows, length, heads, dtype=torch.float32).transpose(1, 2)
 
 
 def _side_by_side(tensor: Tensor) -> Tensor:

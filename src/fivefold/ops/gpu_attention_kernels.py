@@ -20,11 +20,13 @@ head and token; the last is part of the program. The elements of a head are side
 import triton
 import triton.language as tl
 
+# Documents and ranks choose these; a program for each of their multiples of 16, and ones, would be compiled in mid-run.
+kernel = triton.jit(do_not_specialize=["queries", "keys", "documents", "halvings", "offset", "window"])
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e30)  # the maximum of no scores; finite, for -inf - -inf is no number
 
 
-@triton.jit
+@kernel
 def forward(
     q, k, v, out, lse, bounds, q_by, k_by, v_by, out_by, lse_by, heads, shares, queries, keys, documents, halvings,
     offset, window, scale, cap,
@@ -77,7 +79,7 @@ def _attend(
     return out_XE, total_X * kept_X + tl.sum(weight_XY, 1), more_X
 
 
-@triton.jit
+@kernel
 def backward_of_queries(
     grad, q, k, v, out, lse, given, dq, bounds, grad_by, q_by, k_by, v_by, out_by, lse_by, given_by, dq_by, heads,
     shares, queries, keys, documents, halvings, offset, window, scale, cap,
@@ -129,7 +131,7 @@ def _add_dq(
     return tl.dot(dscore_XY.to(k_YE.dtype), k_YE, dq_XE, input_precision="ieee")
 
 
-@triton.jit
+@kernel
 def backward_of_keys(
     grad, q, k, v, lse, given, dk, bounds, grad_by, q_by, k_by, v_by, lse_by, given_by, dk_by, heads, shares, queries,
     keys, documents, halvings, offset, window, scale, cap,
@@ -175,7 +177,7 @@ def _add_dk(
     return tl.dot(dscore_YX.to(q_XE.dtype), q_XE, dk_YE, input_precision="ieee")
 
 
-@triton.jit
+@kernel
 def backward_of_values(
     grad, q, k, lse, dv, bounds, grad_by, q_by, k_by, lse_by, dv_by, heads, shares, queries, keys, documents, halvings,
     offset, window, scale, cap,

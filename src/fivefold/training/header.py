@@ -13,10 +13,11 @@ from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.world import multiplies_bf16
+from fivefold.models import hf_internals, kernels
 from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel import shared_memory
 from fivefold.parallel.census import fp8_part
-from fivefold.parallel.data import PRECISION_OF
+from fivefold.parallel.data import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, schedule
@@ -75,8 +76,21 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
 
 def _attention(job: "Trainer") -> str:
     """By which kernels, where there is a choice."""
-    kernels = {"fa3": "FlashAttention 3", "fa2": "FlashAttention 2", "compiled": "a kernel for this CPU"}
-    return f", attention by {kernels[job.attention]}" if job.attention in kernels else ""
+    by = {"fa3": "FlashAttention 3", "fa2": "FlashAttention 2", "compiled": "a kernel for this CPU"}
+    return f", attention by {by[job.attention]}{_not_flash(job)}" if job.attention in by else ""
+
+
+def _not_flash(job: "Trainer") -> str:
+    """How attention runs on a GPU that FlashAttention does not have."""
+    plan, device, config = state_of(job.model).plan, torch.device(job.world.device), job.model.config.get_text_config()
+    is_capped = hf_internals.has_softcap(config)
+    is_cut = plan.layout.cp > 1 and getattr(config, "sliding_window", None)
+    if device.type != "cuda" or not (is_capped or is_cut):
+        return ""
+    sizes = {shape.size for shape in plan.facts.attends.values()}
+    why = kernels.no_fused(device, COMPUTE_DTYPES[plan.layout.precision], sizes, is_capped=is_capped)
+    of = "soft-capped scores" if is_capped else "windows between ranks"
+    return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
 
 
 def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:

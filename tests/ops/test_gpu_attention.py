@@ -1,0 +1,352 @@
+"""Attention of soft-capped scores and of windows between ranks on a GPU, without one: the Triton kernels in Triton's
+interpreter against fp64, the trial that comes before them, and who is chosen.
+
+The interpreter needs `triton`, which CUDA builds of torch bring, and TRITON_INTERPRET=1 before it is imported. `make
+rehearsal` runs this file so. It has no bf16 products: fp32 shows the arithmetic, fp16 the rounding between products.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.models import kernels, offdiagonal
+from fivefold.models.kernels import AttentionParams
+from fivefold.ops import gpu_attention
+from fivefold.ops.blockwise_attention import blockwise_backward, blockwise_forward
+
+CAN_INTERPRET = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not CAN_INTERPRET, reason="it needs triton, and TRITON_INTERPRET=1: make rehearsal")
+# Of the largest value. fp16 rounds weights and results to 11 bits.
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3}
+CPU = torch.device("cpu")
+CAPPED, BANDED, BOTH = AttentionParams(0.4, None, 1.5), AttentionParams(0.4, 40), AttentionParams(0.4, 40, 1.5)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a hundred tokens have tiles of all kinds."""
+    small = {
+        name: {64: (16, 32) if name.endswith(("forward", "queries")) else (32, 16)} for name in gpu_attention.TILES
+    }
+    monkeypatch.setattr(gpu_attention, "tiles", lambda name, *_: (*small[name][64], 4, 2))
+
+
+def drawn(rows: int, tokens: int, heads: int, size: int, dtype: torch.dtype) -> Tensor:
+    """[N,H,L,D] in the memory order of the models."""
+    return torch.randn(rows, tokens, heads, size).to(dtype).transpose(1, 2)
+
+
+def inputs(
+    queries: int, keys: int, *, heads: int = 4, shared: int = 2, rows: int = 1, size: int = 24, **of: Any
+) -> list:
+    """q, k, v and the gradient of the output."""
+    torch.manual_seed(0)
+    dtype = of.get("dtype", torch.float32)
+    shapes = ((queries, heads), (keys, shared), (keys, shared), (queries, heads))
+    return [drawn(rows, tokens, count, size, dtype) for tokens, count in shapes]
+
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rule: AttentionParams, ahead: int | None = None) -> list:
+    """Output, log-sum-exp and gradients in fp64."""
+    q, k, v, grad = (each.double() for each in (q, k, v, grad))
+    out, lse = blockwise_forward(q, k, v, rule, ahead=ahead)
+    return [out, lse, *blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead)]
+
+
+def of_documents(tensors: list[Tensor], edges: list[int], rule: AttentionParams) -> list[Tensor]:
+    """The same of a row of documents."""
+    spans = [slice(*edge) for edge in pairwise(edges)]
+    parts = [by_blocks(*(each[:, :, span] for each in tensors), rule) for span in spans]
+    return [torch.cat(pieces, 2) for pieces in zip(*parts, strict=True)]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, rule: AttentionParams, **options: Any) -> list[Tensor]:
+    out, lse = gpu_attention.forward(q, k, v, rule, **options)
+    return [out, lse, *gpu_attention.backward(grad, q, k, v, out, lse, rule, **options)]
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float, *, least: float = 0.0) -> None:
+    """By `tolerance` of the largest value, or of `least` where that is more."""
+    for mine, twin in zip(ours, exact, strict=True):
+        assert (mine - twin).abs().max() <= tolerance * twin.abs().max().clamp(min=least)
+
+
+# ---- in the interpreter ----------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", [CAPPED, BANDED, BOTH, AttentionParams(0.4), AttentionParams(0.4, 1, 1.5)], ids=str)
+def test_documents_of_any_lengths(rule: AttentionParams, dtype: torch.dtype) -> None:
+    """Of 1, 2, 7 and 31 tokens in one tile, and 97 in several. Under a window of 1 queries have no gradients."""
+    edges = [0, 1, 3, 10, 41, 138]
+    tensors = inputs(138, 138, heads=2, shared=1, dtype=dtype)
+    ours = fused(*tensors, rule, cu_seqlens=torch.tensor(edges, dtype=torch.int32))
+    assert ours[0].dtype is dtype and ours[1].dtype is torch.float32
+    assert_close(ours, of_documents(tensors, edges, rule), TOLERANCE[dtype], least=1.0)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "shared"), [(3, 3), (6, 2), (5, 1)])
+@pytest.mark.parametrize("size", [8, 32, 72])
+def test_heads_of_any_size_that_share_keys(heads: int, shared: int, size: int) -> None:
+    tensors = inputs(67, 67, heads=heads, shared=shared, size=size)
+    ours = fused(*tensors, BOTH, cu_seqlens=torch.tensor([0, 53, 67], dtype=torch.int32))
+    assert_close(ours, of_documents(tensors, [0, 53, 67], BOTH), TOLERANCE[torch.float32])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rule", [CAPPED, AttentionParams(0.4, 95), AttentionParams(0.4, 95, 1.5)], ids=str)
+def test_keys_that_are_all_earlier(rule: AttentionParams, dtype: torch.dtype) -> None:
+    """Blocks between ranks: a band of keys under a window."""
+    tensors = inputs(59, 61, heads=2, shared=1, rows=2, dtype=dtype)
+    assert_close(fused(*tensors, rule, offset=90), by_blocks(*tensors, rule, ahead=90), TOLERANCE[dtype])
+
+
+@interpreted
+def test_queries_that_see_nothing_give_nothing() -> None:
+    """The window ends before the queries: 0, minus infinity, and no gradients; merged with others, no share."""
+    tensors = inputs(33, 17)
+    out, lse, *grads = fused(*tensors, AttentionParams(0.4, 30, 1.5), offset=46)
+    assert lse.eq(-torch.inf).all() and not any(each.any() for each in (out, *grads))
+    other, other_lse = torch.randn_like(out), torch.randn_like(lse)
+    merged, merged_lse = other.clone(), other_lse.clone()
+    offdiagonal.combine(merged, merged_lse, out, lse)
+    assert torch.equal(merged, other) and torch.equal(merged_lse, other_lse)
+
+
+@interpreted
+@pytest.mark.parametrize("rule", [BOTH, AttentionParams(0.4, 95), CAPPED], ids=str)
+def test_parts_of_the_keys_merge_to_all_of_them(rule: AttentionParams) -> None:
+    """As in a ring: the second half of a row attends to itself and to the first half, then each backward has the merged
+    output and log-sum-exp."""
+    half, whole = 41, 82
+    q, k, v, grad = inputs(whole, whole)
+    exact = by_blocks(q, k, v, grad, rule)
+    q2, grad2, k1, v1, k2, v2 = (
+        q[:, :, half:],
+        grad[:, :, half:],
+        *(x[:, :, :half] for x in (k, v)),
+        *(x[:, :, half:] for x in (k, v)),
+    )
+    out, lse = gpu_attention.forward(q2, k2, v2, rule)
+    more, more_lse = gpu_attention.forward(q2, k1, v1, rule, offset=half)
+    out = out.contiguous()
+    offdiagonal.combine(out, lse, more, more_lse)
+    own = gpu_attention.backward(grad2, q2, k2, v2, out, lse, rule)
+    first = gpu_attention.backward(grad2, q2, k1, v1, out, lse, rule, offset=half)
+    later = [out, lse, own[0] + first[0], *own[1:]]
+    assert_close(later, [each[:, :, half:] for each in exact], TOLERANCE[torch.float32])
+    alone = by_blocks(*(each[:, :, :half] for each in (q, k, v, grad)), rule)  # the first half attends to itself
+    assert_close(
+        [first[1] + alone[3], first[2] + alone[4]], [each[:, :, :half] for each in exact[3:]], TOLERANCE[torch.float32]
+    )
+
+
+@interpreted
+def test_sinks_join_afterwards() -> None:
+    q, k, v, grad = inputs(67, 67)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 8.0])
+    out, lse = gpu_attention.forward(q, k, v, BOTH)
+    out64, lse64, *_ = by_blocks(q, k, v, grad, BOTH)
+    kernels.join_sinks(out.transpose(1, 2), lse.transpose(1, 2), sinks)
+    kernels.join_sinks(out64.transpose(1, 2), lse64.transpose(1, 2), sinks.double())
+    grads = gpu_attention.backward(grad, q, k, v, out, lse, BOTH)
+    exact = blockwise_backward(*(each.double() for each in (grad, q, k, v)), out64, lse64, BOTH)
+    assert_close([out, lse, *grads], [out64, lse64, *exact], TOLERANCE[torch.float32])
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize(("scale", "tolerance"), [(1e-3, 4e-6), (300.0, 1e-4)])
+def test_the_cap_of_small_and_large_scores(scale: float, tolerance: float) -> None:
+    """The cap leaves scores of 1e-3 what they are. It flattens those of 1e4, of which fp32 rounds off 1e-3, and whose
+    exponentials overflow."""
+    rule, tensors = AttentionParams(scale, None, 50.0), inputs(35, 35)
+    assert_close(fused(*tensors, rule), by_blocks(*tensors, rule), tolerance)
+
+
+@interpreted
+def test_gradients_are_the_same_each_time() -> None:
+    tensors = inputs(83, 83, heads=2, shared=1)
+    first, again = fused(*tensors, BOTH), fused(*tensors, BOTH)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+
+@interpreted
+def test_the_trial_lets_the_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "tiles", lambda name, *_: (128, 64, 4, 2))
+    assert gpu_attention.differs(CPU, torch.float16, 16, is_capped=True) == ""
+
+
+# ---- the trial -------------------------------------------------------------------------------------------------------
+
+
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, *, offset: int = 0, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As the kernels, by PyTorch's operators."""
+    if cu_seqlens is None:
+        return blockwise_forward(q, k, v, rule, ahead=offset)
+    spans = [slice(*edge) for edge in cu_seqlens.unfold(0, 2, 1).tolist()]
+    parts = [blockwise_forward(*(each[:, :, span] for each in (q, k, v)), rule) for span in spans]
+    out, lse = (torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
+    return out, lse
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, *, offset: int = 0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if cu_seqlens is None:
+        return blockwise_backward(grad, q, k, v, out, lse, rule, ahead=offset)
+    spans = [slice(*edge) for edge in cu_seqlens.unfold(0, 2, 1).tolist()]
+    tensors = grad, q, k, v, out, lse
+    parts = [blockwise_backward(*(each[:, :, span] for each in tensors), rule) for span in spans]
+    return tuple(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
+
+
+def other_window(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, **options: Any) -> tuple[Tensor, Tensor]:
+    assert rule.window
+    return plain_forward(q, k, v, AttentionParams(rule.scale, rule.window - 1, rule.softcap), **options)
+
+
+def no_cap(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, **options: Any) -> tuple[Tensor, Tensor]:
+    return plain_forward(q, k, v, AttentionParams(rule.scale, rule.window), **options)
+
+
+def one_document(q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, **options: Any) -> tuple[Tensor, Tensor]:
+    return plain_forward(q, k, v, rule, offset=options.get("offset", 0))
+
+
+def no_numbers(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    out, lse = plain_forward(*given, **options)
+    return out * torch.nan, lse
+
+
+def no_slope(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any, **options: Any
+) -> Any:
+    """The derivative of the cap is left out (flash-attention #1065)."""
+    exact = torch.Tensor.square_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "square_", lambda tensor: exact(tensor).zero_())
+        return plain_backward(grad, q, k, v, out, lse, *given, **options)
+
+
+def no_first_key(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+    dq, dk, dv = plain_backward(*given, **options)
+    dv[:, :, 0] = 0
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_the_trial_takes_what_is_right(is_capped: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "forward", plain_forward)
+    monkeypatch.setattr(gpu_attention, "backward", plain_backward)
+    assert gpu_attention.differs(CPU, dtype, 16, is_capped=is_capped) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("forward", other_window, "the output"), ("forward", no_cap, "the output"),
+        ("forward", one_document, "the output"), ("forward", no_numbers, "the output is nan"),
+        ("backward", no_slope, "the gradient of queries"), ("backward", no_first_key, "of values"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_the_trial_refuses_a_wrong_kernel(
+    name: str, wrong: Callable[..., Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_attention, "forward", plain_forward)
+    monkeypatch.setattr(gpu_attention, "backward", plain_backward)
+    monkeypatch.setattr(gpu_attention, name, wrong)
+    assert said in gpu_attention.differs(CPU, torch.bfloat16, 16, is_capped=True)
+
+
+# ---- who is chosen ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU, of which the trials say what is in the list, last first."""
+    said: list[str] = []
+    gpu_attention.lacks.cache_clear()
+    monkeypatch.setattr(gpu_attention, "differs", lambda *_, **__: said.pop())
+    monkeypatch.setattr(gpu_attention, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    yield said
+    gpu_attention.lacks.cache_clear()
+
+
+class OnGPU:
+    """What a choice asks of queries [., ., ., D]."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 256) -> None:
+        self.device, self.dtype, self.shape = torch.device("cuda", 0), dtype, (1, 4, 8192, size)
+
+
+@pytest.mark.parametrize(
+    ("rule", "farthest", "ahead", "serving"),
+    [
+        (AttentionParams(1.0, None, 50.0), 99, None, "fused"), (AttentionParams(1.0, None, 50.0), 99, 64, "fused"),
+        (AttentionParams(1.0, 64), 99, 64, "fused"), (AttentionParams(1.0, 64), 63, 32, "flash"),
+        (AttentionParams(1.0), 99, 64, "flash"),
+    ],
+)  # fmt: skip
+def test_what_flash_has_not_is_fused(
+    rule: AttentionParams, farthest: int, ahead: int | None, serving: str, tried: list[str]
+) -> None:
+    tried.append("")
+    query: Any = OnGPU()
+    assert kernels.serving(query, rule, farthest, ahead) == serving
+    assert kernels.takes_documents(query, rule)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float64, 64), (torch.bfloat16, 264)])
+def test_blockwise_serves_the_others(dtype: torch.dtype, size: int, tried: list[str]) -> None:
+    query: Any = OnGPU(dtype, size)
+    assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.takes_documents(query, CAPPED)
+
+
+def test_blockwise_serves_where_the_trial_fails(tried: list[str]) -> None:
+    """It is made once for a type and a size of heads."""
+    tried.append("on this GPU the output is 3 off, where rounding is 0.02")
+    query: Any = OnGPU()
+    for _ in range(2):
+        assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.takes_documents(query, CAPPED)
+    why = kernels.no_fused(query.device, query.dtype, [256], is_capped=True)
+    assert why.startswith("on this GPU the output is 3 off") and not tried
+
+
+def test_a_compiler_that_fails_is_a_reason(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> str:
+        raise RuntimeError("out of resource: shared memory\nRequired: 1")
+
+    monkeypatch.setattr(gpu_attention, "differs", broken)
+    assert gpu_attention.lacks(CPU, torch.bfloat16, 64, is_capped=True) == "out of resource: shared memory"
+
+
+def test_no_triton_is_a_reason(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "find_spec", lambda name: None)
+    assert gpu_attention.lacks(CPU, torch.bfloat16, 64, is_capped=True) == "triton is not installed"
+    assert "fp" not in kernels.no_fused(torch.device("cuda", 0), torch.bfloat16, [64], is_capped=False)
+    assert "float32 on cuda" in kernels.no_fused(torch.device("cuda", 0), torch.float32, [64], is_capped=True)
+
+
+def test_the_tiles_of_every_head() -> None:
+    """Multiples of 16, as tensor cores want them, and the same heads in both tables."""
+    for table in (gpu_attention.TILES, gpu_attention.LARGE_TILES):
+        for sizes in table.values():
+            assert list(sizes) == [64, 128, 256]
+            assert all(x % 16 == y % 16 == 0 for x, y, *_ in sizes.values())
