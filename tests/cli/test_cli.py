@@ -347,6 +347,25 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     assert "pip install 'torch>=2.11'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("why", "state", "said"),
+    [
+        ("", "ok", "by Triton kernels, which were tried"),
+        ("there is no compiler", "help", "block by block: there is no"),
+    ],
+)
+def test_doctor_says_how_a_gpu_caps_scores(why: str, state: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from fivefold.doctor import machine as doctor
+    from fivefold.models import kernels
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "no_fused", lambda *_, **__: why)
+    (found,) = doctor._gpu_kernels()
+    assert found.state == state and said in found.found
+
+
 @pytest.mark.parametrize("error", [ImportError("libtorch_cpu.so: no such file"), OSError("libcudart.so.13: no file")])
 def test_a_torch_that_does_not_load_is_missing(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Its version, which needs no import, says nothing of that."""

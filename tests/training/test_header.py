@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fivefold.config import RunConfig, load_config
 from fivefold.training import header
@@ -67,3 +68,37 @@ def test_mfu_is_explained_where_there_is_one(device: str, peak: float | None, sa
     lines = header._mfu_lines(job(load_config(None), step=0, device=device, peak=peak))
     assert [label for label, _ in lines] == ["mfu"] * len(said)
     assert all(start in text for start, (_, text) in zip(said, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("softcap", "window", "groups", "why", "said"),
+    [
+        (50.0, None, [], "", ", of soft-capped scores by Triton kernels"),
+        (50.0, 64, [None], "no triton", ", of soft-capped scores block by block (no triton)"),
+        (None, 64, [None], "", ", of windows between ranks by Triton kernels"),
+        (None, 64, [], "", ""), (None, None, [None], "", ""),
+    ],
+)  # fmt: skip
+def test_how_a_gpu_attends_where_flash_has_no_kernel(
+    softcap: float | None, window: int | None, groups: list[None], why: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def no_fused(device: torch.device, dtype: torch.dtype, sizes: set[int], *, is_capped: bool) -> str:
+        assert (device.type, dtype, sizes) == ("cuda", torch.bfloat16, {256})
+        asked.append(is_capped)
+        return why
+
+    config = SimpleNamespace(attn_logit_softcapping=softcap, sliding_window=window)
+    config.get_text_config = lambda: config
+    plan = SimpleNamespace(
+        facts=SimpleNamespace(attends={"layers.0": SimpleNamespace(size=256)}), layout=SimpleNamespace(precision="bf16")
+    )
+    monkeypatch.setattr(
+        header, "state_of", lambda _: SimpleNamespace(plan=plan, context=SimpleNamespace(row_groups=groups))
+    )
+    monkeypatch.setattr(header.kernels, "no_fused", no_fused)
+    run = job(load_config(None), step=0, device="cuda:0")
+    run.model, run.attention = SimpleNamespace(config=config), "fa2"
+    assert header._attention(run) == f", attention by FlashAttention 2{said}"
+    assert asked == ([softcap is not None] if said else [])

@@ -1,9 +1,9 @@
-"""Causal attention on a GPU in Triton: one kernel forward, two backward. `gpu_attention.py` launches them.
+"""Causal attention on a GPU in Triton: one kernel forward, three backward. `gpu_attention.py` launches them.
 
 The algorithm is that of FlashAttention-2 (arXiv:2307.08691). A query tile walks the keys that it sees with a running
 maximum and sum, and no score leaves the chip. Backward recomputes the weights from the log-sum-exp: one kernel has a
-query tile and walks its keys (dq), the other has a key tile and walks its queries (dk, dv). No two programs write to
-the same place, so that results do not depend on their order.
+query tile and walks its keys (dq), two have a key tile and walk its queries (dk, and dv). No two programs write to the
+same place, so that results do not depend on their order.
 
 Who sees whom is an interval. A query sees the keys from `earliest` to `latest`: from where its document or its window
 begins, whichever is later, to itself or the last key. Both ends grow with the query. So of the tiles of the other side,
@@ -42,17 +42,12 @@ def forward(
     begin, left, whole, end = _tiles(earliest_X, latest_X, Y)
     out_XE = tl.zeros([X, E], tl.float32)
     total_X, largest_X = tl.zeros([X], tl.float32), tl.full([X], LEAST, tl.float32)
-    for each in range(whole - left):
-        out_XE, total_X, largest_X = _attend(
-            out_XE, total_X, largest_X, q_XE, k, v, k_by[2], v_by[2], begin + (left + each) * Y, keys, earliest_X,
-            latest_X, scale, cap, D, E, Y, False,
-        )  # fmt: skip
-    for each in range(left + end - whole):
-        tile = tl.where(each < left, each, each - left + whole)
-        out_XE, total_X, largest_X = _attend(
-            out_XE, total_X, largest_X, q_XE, k, v, k_by[2], v_by[2], begin + tile * Y, keys, earliest_X, latest_X,
-            scale, cap, D, E, Y, True,
-        )  # fmt: skip
+    for PARTLY in tl.static_range(2):
+        for each in range(_count(left, whole, end, PARTLY)):
+            out_XE, total_X, largest_X = _attend(
+                out_XE, total_X, largest_X, q_XE, k, v, k_by[2], v_by[2], begin + _tile(each, left,
+                whole, PARTLY) * Y, keys, earliest_X, latest_X, scale, cap, D, E, Y, PARTLY,
+            )  # fmt: skip
     seen_X = total_X > 0
     total_X = tl.where(seen_X, total_X, 1.0)
     _store(out + _place(out_by, row, head), out_by[2], first, queries, out_XE / total_X[:, None], D, E, X)
@@ -85,7 +80,7 @@ def backward_of_queries(
     shares, queries, keys, documents, halvings, offset, window, scale, cap,
     D: tl.constexpr, E: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries of one head. It leaves sum(dO * O) of each query in `given`, for the other kernel."""
+    """dq of a tile of queries of one head. It leaves sum(dO * O) of each query in `given`, for `backward_of_keys`."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * X
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k += _place(k_by, row, head // shares)
@@ -99,17 +94,12 @@ def backward_of_queries(
     earliest_X, latest_X = _sees(first, queries, keys, bounds, documents, halvings, offset, window, X)
     begin, left, whole, end = _tiles(earliest_X, latest_X, Y)
     dq_XE = tl.zeros([X, E], tl.float32)
-    for each in range(whole - left):
-        dq_XE = _add_dq(
-            dq_XE, grad_XE, q_XE, k, v, k_by[2], v_by[2], given_X, lse_X, begin + (left + each) * Y, keys, earliest_X,
-            latest_X, scale, cap, D, E, Y, False,
-        )  # fmt: skip
-    for each in range(left + end - whole):
-        tile = tl.where(each < left, each, each - left + whole)
-        dq_XE = _add_dq(
-            dq_XE, grad_XE, q_XE, k, v, k_by[2], v_by[2], given_X, lse_X, begin + tile * Y, keys, earliest_X, latest_X,
-            scale, cap, D, E, Y, True,
-        )  # fmt: skip
+    for PARTLY in tl.static_range(2):
+        for each in range(_count(left, whole, end, PARTLY)):
+            dq_XE = _add_dq(
+                dq_XE, grad_XE, q_XE, k, v, k_by[2], v_by[2], given_X, lse_X, begin + _tile(each,
+                left, whole, PARTLY) * Y, keys, earliest_X, latest_X, scale, cap, D, E, Y, PARTLY,
+            )  # fmt: skip
     _store(dq + _place(dq_by, row, head), dq_by[2], first, queries, dq_XE * scale, D, E, X)
 
 
@@ -148,17 +138,13 @@ def backward_of_keys(
     for one in range(head * shares, head * shares + shares):
         grad_1, q_1 = grad + _place(grad_by, row, one), q + _place(q_by, row, one)
         lse_1, given_1 = lse + _place(lse_by, row, one), given + _place(given_by, row, one)
-        for each in range(whole - left):
-            dk_YE = _add_dk(
-                dk_YE, grad_1, q_1, k_YE, v_YE, lse_1, given_1, grad_by[2], q_by[2], lse_by[2], given_by[2],
-                begin + (left + each) * X, queries, earliest_Y, latest_Y, scale, cap, D, E, X, False,
-            )  # fmt: skip
-        for each in range(left + end - whole):
-            tile = tl.where(each < left, each, each - left + whole)
-            dk_YE = _add_dk(
-                dk_YE, grad_1, q_1, k_YE, v_YE, lse_1, given_1, grad_by[2], q_by[2], lse_by[2], given_by[2],
-                begin + tile * X, queries, earliest_Y, latest_Y, scale, cap, D, E, X, True,
-            )  # fmt: skip
+        for PARTLY in tl.static_range(2):
+            for each in range(_count(left, whole, end, PARTLY)):
+                dk_YE = _add_dk(
+                    dk_YE, grad_1, q_1, k_YE, v_YE, lse_1, given_1, grad_by[2], q_by[2],
+                    lse_by[2], given_by[2], begin + _tile(each, left, whole, PARTLY) * X, queries,
+                    earliest_Y, latest_Y, scale, cap, D, E, X, PARTLY,
+                )  # fmt: skip
     _store(dk + _place(dk_by, row, head), dk_by[2], first, keys, dk_YE * scale, D, E, Y)
 
 
@@ -194,17 +180,13 @@ def backward_of_values(
     for one in range(head * shares, head * shares + shares):
         grad_1, q_1 = grad + _place(grad_by, row, one), q + _place(q_by, row, one)
         lse_1 = lse + _place(lse_by, row, one)
-        for each in range(whole - left):
-            dv_YE = _add_dv(
-                dv_YE, grad_1, q_1, k_YE, lse_1, grad_by[2], q_by[2], lse_by[2], begin + (left + each) * X, queries,
-                earliest_Y, latest_Y, scale, cap, D, E, X, False,
-            )  # fmt: skip
-        for each in range(left + end - whole):
-            tile = tl.where(each < left, each, each - left + whole)
-            dv_YE = _add_dv(
-                dv_YE, grad_1, q_1, k_YE, lse_1, grad_by[2], q_by[2], lse_by[2], begin + tile * X, queries,
-                earliest_Y, latest_Y, scale, cap, D, E, X, True,
-            )  # fmt: skip
+        for PARTLY in tl.static_range(2):
+            for each in range(_count(left, whole, end, PARTLY)):
+                dv_YE = _add_dv(
+                    dv_YE, grad_1, q_1, k_YE, lse_1, grad_by[2], q_by[2], lse_by[2], begin +
+                    _tile(each, left, whole, PARTLY) * X, queries, earliest_Y, latest_Y, scale,
+                    cap, D, E, X, PARTLY,
+                )  # fmt: skip
     _store(dv + _place(dv_by, row, head), dv_by[2], first, keys, dv_YE, D, E, Y)
 
 
@@ -305,6 +287,18 @@ def _tiles(earliest, latest, SIZE: tl.constexpr):
     left = tl.minimum(tl.cdiv(tl.max(earliest) - begin, SIZE), end)
     whole = tl.maximum((tl.min(latest) + 1 - begin) // SIZE, left)
     return begin, left, whole, end
+
+
+@triton.jit
+def _count(left, whole, end, PARTLY: tl.constexpr):
+    """How many tiles there are in which some is seen (`PARTLY`), or all."""
+    return left + end - whole if PARTLY else whole - left
+
+
+@triton.jit
+def _tile(each, left, whole, PARTLY: tl.constexpr):
+    """The number of the `each`th of them."""
+    return tl.where(each < left, each, each - left + whole) if PARTLY else left + each
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

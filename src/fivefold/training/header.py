@@ -82,13 +82,12 @@ def _attention(job: "Trainer") -> str:
 
 def _not_flash(job: "Trainer") -> str:
     """How attention runs on a GPU that FlashAttention does not have."""
-    plan, device, config = state_of(job.model).plan, torch.device(job.world.device), job.model.config.get_text_config()
-    is_capped = hf_internals.has_softcap(config)
-    is_cut = plan.layout.cp > 1 and getattr(config, "sliding_window", None)
-    if device.type != "cuda" or not (is_capped or is_cut):
+    state, device, config = state_of(job.model), torch.device(job.world.device), job.model.config.get_text_config()
+    is_capped, window = hf_internals.has_softcap(config), getattr(config, "sliding_window", None)
+    if device.type != "cuda" or not (is_capped or (window and state.context.row_groups)):
         return ""
-    sizes = {shape.size for shape in plan.facts.attends.values()}
-    why = kernels.no_fused(device, COMPUTE_DTYPES[plan.layout.precision], sizes, is_capped=is_capped)
+    sizes = {shape.size for shape in state.plan.facts.attends.values()}
+    why = kernels.no_fused(device, COMPUTE_DTYPES[state.plan.layout.precision], sizes, is_capped=is_capped)
     of = "soft-capped scores" if is_capped else "windows between ranks"
     return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
 
