@@ -358,10 +358,10 @@ def test_doctor_says_how_a_gpu_caps_scores(why: str, state: str, said: str, monk
     import torch
 
     from fivefold.doctor import machine as doctor
-    from fivefold.models import kernels
+    from fivefold.ops import gpu_attention
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(kernels, "no_fused", lambda *_, **__: why)
+    monkeypatch.setattr(gpu_attention, "lacks", lambda *_, **__: why)
     (found,) = doctor._gpu_kernels()
     assert found.state == state and said in found.found
 

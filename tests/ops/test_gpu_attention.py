@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fivefold.models import kernels, offdiagonal
+from fivefold.models.attention import attention_forward
 from fivefold.models.kernels import AttentionParams
 from fivefold.ops import gpu_attention
 from fivefold.ops.blockwise_attention import blockwise_backward, blockwise_forward
+from tests.plain_attention import reference_attention
 
 CAN_INTERPRET = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not CAN_INTERPRET, reason="it needs triton, and TRITON_INTERPRET=1: make rehearsal")
@@ -182,6 +184,24 @@ def test_gradients_are_the_same_each_time() -> None:
 
 
 @interpreted
+def test_the_models_attention_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of documents under every rule at once, through the operator that models call, and its gradients."""
+    monkeypatch.setattr(kernels, "_OWN", {"compiled": gpu_attention})
+    monkeypatch.setattr(kernels.cpu_attention, "serves", lambda _: True)
+    torch.manual_seed(0)
+    rule = {"sliding_window": 20, "softcap": 0.8, "s_aux": torch.linspace(-1, 2, 4)}
+    edges = torch.tensor([0, 1, 38, 45, 82, 90], dtype=torch.int32)
+    q, k, v = (drawn(2, 45, heads, 24, torch.float32).requires_grad_() for heads in (4, 2, 2))
+    module = type("Attention", (torch.nn.Module,), {"is_causal": True})()
+    ours, _ = attention_forward(module, q, k, v, None, scaling=0.4, cu_seqlens=edges, **rule)
+    exact = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    twin, weight = reference_attention(*exact, edges, 0.4, **rule), torch.randn_like(ours)
+    grads = torch.autograd.grad((ours * weight).sum(), (q, k, v))
+    grads64 = torch.autograd.grad((twin * weight.double()).sum(), exact)
+    assert_close([ours, *grads], [twin, *grads64], TOLERANCE[torch.float32])
+
+
+@interpreted
 def test_the_trial_lets_the_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "tiles", lambda name, *_: (128, 64, 4, 2))
     assert gpu_attention.differs(CPU, torch.float16, 16, is_capped=True) == ""
@@ -313,9 +333,16 @@ def test_what_flash_has_not_is_fused(
     assert kernels.takes_documents(query, rule)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 64), (torch.float64, 64), (torch.bfloat16, 264)])
-def test_blockwise_serves_the_others(dtype: torch.dtype, size: int, tried: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "size", "why"),
+    [
+        (torch.float32, 64, "this is float32"), (torch.float64, 64, "this is float64"),
+        (torch.bfloat16, 264, "these have 264"), (torch.bfloat16, 20, "these have 20"),
+    ],
+)  # fmt: skip
+def test_blockwise_serves_the_others(dtype: torch.dtype, size: int, why: str, tried: list[str]) -> None:
     query: Any = OnGPU(dtype, size)
+    assert why in gpu_attention.lacks(query.device, dtype, size, is_capped=True)
     assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.takes_documents(query, CAPPED)
 
 
@@ -325,7 +352,7 @@ def test_blockwise_serves_where_the_trial_fails(tried: list[str]) -> None:
     query: Any = OnGPU()
     for _ in range(2):
         assert kernels.serving(query, CAPPED, 99, 64) == "blockwise" and not kernels.takes_documents(query, CAPPED)
-    why = kernels.no_fused(query.device, query.dtype, [256], is_capped=True)
+    why = gpu_attention.lacks(query.device, query.dtype, 256, is_capped=True)
     assert why.startswith("on this GPU the output is 3 off") and not tried
 
 
@@ -340,8 +367,6 @@ def test_a_compiler_that_fails_is_a_reason(tried: list[str], monkeypatch: pytest
 def test_no_triton_is_a_reason(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "find_spec", lambda name: None)
     assert gpu_attention.lacks(CPU, torch.bfloat16, 64, is_capped=True) == "triton is not installed"
-    assert "fp" not in kernels.no_fused(torch.device("cuda", 0), torch.bfloat16, [64], is_capped=False)
-    assert "float32 on cuda" in kernels.no_fused(torch.device("cuda", 0), torch.float32, [64], is_capped=True)
 
 
 def test_the_tiles_of_every_head() -> None:

@@ -84,8 +84,8 @@ def test_how_a_gpu_attends_where_flash_has_no_kernel(
 ) -> None:
     asked: list[bool] = []
 
-    def no_fused(device: torch.device, dtype: torch.dtype, sizes: set[int], *, is_capped: bool) -> str:
-        assert (device.type, dtype, sizes) == ("cuda", torch.bfloat16, {256})
+    def lacks(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: bool) -> str:
+        assert (device.type, dtype, size) == ("cuda", torch.bfloat16, 256)
         asked.append(is_capped)
         return why
 
@@ -97,7 +97,7 @@ def test_how_a_gpu_attends_where_flash_has_no_kernel(
     monkeypatch.setattr(
         header, "state_of", lambda _: SimpleNamespace(plan=plan, context=SimpleNamespace(row_groups=groups))
     )
-    monkeypatch.setattr(header.kernels, "no_fused", no_fused)
+    monkeypatch.setattr(header.gpu_attention, "lacks", lacks)
     run = job(load_config(None), step=0, device="cuda:0")
     run.model, run.attention = SimpleNamespace(config=config), "fa2"
     assert header._attention(run) == f", attention by FlashAttention 2{said}"

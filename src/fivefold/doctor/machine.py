@@ -173,12 +173,12 @@ def _gpu_kernels() -> Iterator[Finding]:
     try:
         import torch
 
-        from fivefold.models import kernels
+        from fivefold.ops import gpu_attention
     except (ImportError, OSError):  # `_devices` has said so
         return
     for index in range(torch.cuda.device_count()):
         name, of = f"attention on gpu {index}", "soft-capped scores, and windows between ranks,"
-        if why := kernels.no_fused(torch.device("cuda", index), torch.bfloat16, [128], is_capped=True):
+        if why := gpu_attention.lacks(torch.device("cuda", index), torch.bfloat16, 128, is_capped=True):
             yield Finding(name, "help", f"{of} block by block: {why}", "such models train slower (docs/gpu.md)")
         else:
             yield Finding(name, "ok", f"{of} by Triton kernels, which were tried")

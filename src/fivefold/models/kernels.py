@@ -17,7 +17,7 @@ Legend: N documents of L tokens, or one row of M tokens of all documents; H quer
 query heads share one), D head size.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -77,15 +77,6 @@ def _no_fa3(device: torch.device) -> str:
     if not takes_flash_attention_3():
         return "this torch cannot let it serve its operators"
     return "" if find_spec(FA3_MODULE) else "the package flash_attn_3 is not installed"
-
-
-def no_fused(device: torch.device, dtype: torch.dtype, sizes: Iterable[int], *, is_capped: bool) -> str:
-    """Why fused kernels do not serve what flash has not, for heads of these sizes; "" where they do. They are tried on
-    the device here, if they were not yet."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return f"they are for 16-bit types on GPUs, and this is {str(dtype).removeprefix('torch.')} on {device.type}"
-    of_each = (gpu_attention.lacks(device, dtype, size, is_capped=is_capped) for size in sizes)
-    return next(filter(None, of_each), "")
 
 
 def forward(

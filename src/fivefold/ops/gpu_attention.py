@@ -1,5 +1,5 @@
-"""Causal attention on a GPU by the Triton kernels of `gpu_attention_kernels.py`: of soft-capped scores and of windows
-between ranks, which FlashAttention as PyTorch calls it does not have. The twin of `cpu_attention.py`.
+"""Causal attention on a GPU by the Triton kernels of `gpu_attention_kernels.py`, of 16-bit types: soft-capped scores,
+and windows between ranks, which FlashAttention as PyTorch calls it does not have. The twin of `cpu_attention.py`.
 
 No GPU has run them here. So they are tried on the GPU before they serve: on a small row, forward and backward, against
 attention in fp64 (`lacks`). Where they fail or differ, `blockwise_attention.py` serves, and the header says why.
@@ -23,11 +23,11 @@ from fivefold.ops.cpu_attention import AttentionParams
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 WIDEST = 256  # features of a head
-_NO_WINDOW = 2**30  # more than any row has, and a sum of two is an int32
+_NO_WINDOW = 2**30  # more than any row has; with a position added it is still an int32
 _LARGE = 227 * 2**10  # bytes of shared memory that a block may ask for, from Hopper on
 
-# (queries and keys of a tile, warps, stages) by head size: the largest tiles without spills inside of the loops. Hopper
-# multiplies 64 rows in 4 warps; the others need less shared memory (99 KiB at most). `tests/ops` compiles all of them.
+# (queries and keys of a tile, warps, stages) by head size: large tiles that spill next to nothing inside of the loops.
+# Hopper multiplies 64 rows in 4 warps; the others may have 99 KiB of shared memory. `tests/rehearsed` compiles them.
 LARGE_TILES = {
     "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
     "backward_of_queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
@@ -43,19 +43,20 @@ TILES = {
 
 
 def serves(query: Tensor, rule: AttentionParams) -> bool:
-    """Whether it computes attention of queries like these [., ., ., D] under `rule`: of 16 bits, on a GPU on which it
-    was tried. The first call tries it, which waits for the GPU; later ones do not."""
-    size = query.shape[3]
-    is_short = query.dtype in (torch.bfloat16, torch.float16) and size <= WIDEST and size % 8 == 0
-    if query.device.type != "cuda" or not is_short:
-        return False
-    return not lacks(query.device, query.dtype, size, is_capped=rule.softcap is not None)
+    """Whether it computes attention of queries like these [., ., ., D] under `rule`. The first call tries it, which
+    waits for the GPU; later ones do not."""
+    is_capped = rule.softcap is not None
+    return query.device.type == "cuda" and not lacks(query.device, query.dtype, query.shape[3], is_capped=is_capped)
 
 
 @cache
 def lacks(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: bool) -> str:
     """Why it does not serve heads of `size` features on a GPU; "" where it does. The first call compiles it (seconds;
     Triton keeps the result)."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"Triton kernels are for 16-bit types, and this is {str(dtype).removeprefix('torch.')}"
+    if size > WIDEST or size % 8:
+        return f"Triton kernels are for heads of 8, 16, 24 .. {WIDEST} features, and these have {size}"
     if find_spec("triton") is None:
         return "triton is not installed"
     try:
@@ -169,11 +170,11 @@ def differs(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: b
     which all is seen, some, and nothing.
     """
     rule = AttentionParams(size**-0.5, 330, 1.5 if is_capped else None)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn(rows: int, heads: int, tokens: int) -> Tensor:
         shape = rows, tokens, heads, size
-        return torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2)
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype).transpose(1, 2)
 
     row = [drawn(1, heads, 640) for heads in (4, 2, 2, 4)]
     ours = _both(*row, rule=rule, cu_seqlens=torch.tensor([0, 500, 640], dtype=torch.int32, device=device))

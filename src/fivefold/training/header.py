@@ -13,7 +13,8 @@ from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.world import multiplies_bf16
-from fivefold.models import hf_internals, kernels
+from fivefold.models import hf_internals
+from fivefold.ops import gpu_attention
 from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel import shared_memory
 from fivefold.parallel.census import fp8_part
@@ -86,8 +87,12 @@ def _not_flash(job: "Trainer") -> str:
     is_capped, window = hf_internals.has_softcap(config), getattr(config, "sliding_window", None)
     if device.type != "cuda" or not (is_capped or (window and state.context.row_groups)):
         return ""
-    sizes = {shape.size for shape in state.plan.facts.attends.values()}
-    why = kernels.no_fused(device, COMPUTE_DTYPES[state.plan.layout.precision], sizes, is_capped=is_capped)
+    dtype, sizes = (
+        COMPUTE_DTYPES[state.plan.layout.precision],
+        {each.size for each in state.plan.facts.attends.values()},
+    )
+    whys = [gpu_attention.lacks(device, dtype, size, is_capped=is_capped) for size in sorted(sizes)]
+    why = next(filter(None, whys), "")
     of = "soft-capped scores" if is_capped else "windows between ranks"
     return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
 
