@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fivefold as ff
+from fivefold.core.lora import Lora
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.parallel import copies, plan
@@ -264,16 +266,39 @@ def test_inputs_of_the_model_are_cast() -> None:
     assert all(map(torch.equal, copied, sharded))
 
 
+def partly_frozen(which: str, part: str) -> list[torch.Tensor]:
+    plain = reference_model(Case("single", "gpt2", tied=True), torch.float32)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(part not in name)
+    with by(which):
+        model = ff.parallelize(plain, "single", precision="bf16")
+    ids = torch.arange(38).view(2, 19)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    assert (model.fivefold.copies is None) == (which == "fsdp") and any(not p.requires_grad for p in model.parameters())
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return [out.logits.detach(), *gradients]
+
+
+@pytest.mark.parametrize("part", ["wte", ".h.0.", "ln_"])
+def test_what_is_frozen_is_computed_with_in_copies_too(part: str) -> None:
+    """Where nothing is beside it: it rests in fp32."""
+    (copied,), (sharded,) = (run_ranks(1, partly_frozen, which, part) for which in ("copies", "fsdp"))
+    assert len(copied) == len(sharded) and all(map(torch.equal, copied, sharded))
+
+
 def test_large_copies_are_left_to_fsdp() -> None:
-    """Copies are of what is trained alone, and stay from the first forward to the update."""
+    """Copies are of what rests in another type, and stay from the first forward to the update."""
     facts, layout = facts_of(build_meta(hf_config(Case("single")))), Case("single").parsed
     head = replace(facts.parameters["lm_head.weight"], is_trained=False)
-    for each in (facts, replace(facts, parameters={**facts.parameters, "lm_head.weight": head})):
-        size = 2 * sum(own.size for own in each.parameters.values() if own.is_trained)
+    frozen = replace(facts, parameters={**facts.parameters, "lm_head.weight": head})
+    for each in (facts, frozen, adapted(facts, Lora(rank=2))):
+        copied = {name: own for name, own in each.parameters.items() if own.is_trained or not each.has_adapter}
+        size = 2 * sum(own.size for own in copied.values())
         for most, expected in ((size, True), (size - 1, False)):
             with patch.object(plan, "COPIED_BYTES", most):
                 assert plan.computes_in_copies(each, layout) is expected
         lowered = plan.lower(each, layout, 0)
-        assert set(lowered.copied) == {name for name, own in each.parameters.items() if own.is_trained}
+        assert set(lowered.copied) == copied.keys()
         moments = lowered.bytes(lowered.step_shape(1, 64, 1)).moments
         assert {found["gathered parameters"] for found in moments.values()} == {size}
