@@ -229,6 +229,27 @@ def test_a_unit_is_idle_after_a_call_that_raised(world: None) -> None:
     assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
 
 
+def test_a_unit_forgets_the_gradients_of_a_call_that_raised(world: None) -> None:
+    """Those of a micro batch before it, which were to be reduced with its own, and the end of its backward."""
+    model: Any = unit()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError), model.register_full_backward_pre_hook(lambda *_: torch.zeros(3)):
+        model(torch.ones(2, 4)).sum().backward()
+    torch_internals.fsdp_forget(model)
+    model.reshard()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
+
+
+def test_a_backward_is_known_from_within() -> None:
+    found, x = [torch_internals.is_in_backward()], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: found.append(torch_internals.is_in_backward()))
+    (2 * x).sum().backward()
+    assert found == [False, True]
+
+
 def test_late_gradients_are_added_and_reduced(world: None) -> None:
     """Two backwards of which the weight's part comes by hand."""
     model: Any = unit()

@@ -536,6 +536,11 @@ def after_this_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs on this thread (`_current_graph_task_id`)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def call_gradient_hooks(parameter: nn.Parameter) -> None:
     """Call what waits for the gradient of a parameter, which has come another way (as FSDP does)."""
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
@@ -554,11 +559,24 @@ def overwrite_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Non
 
 
 def fsdp_forget(module: "FSDPModule") -> None:
-    """Let a unit be idle, whatever a call that raised half-way has left under way."""
+    """Let a unit be idle, whatever a call that raised half-way has left under way: what was gathered early, the end of
+    a backward, gradients that nobody sees and the next backward would add to its own. (`reset_iter_state` is newer than
+    torch 2.11, and keeps those.)"""
     state = module._get_fsdp_state()
     state._state_ctx.iter_forward_root = None
-    for each in (state, *filter(None, _groups(module))):
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    groups = [group for group in _groups(module) if group]
+    for each in (state, *groups):
         each._training_state = type(each._training_state).IDLE
+    for group in groups:
+        group.wait_for_unshard()
+        group._post_forward_indices.clear()
+        group._partial_reduce_output = None
+        for of in group.fsdp_params:
+            of.unsharded_accumulated_grad = None
+            if hasattr(of, "_unsharded_param"):
+                of._unsharded_param.grad = None
 
 
 def fsdp_settle_root(module: Any) -> None:
@@ -765,7 +783,7 @@ def surfaces() -> Iterator[Surface]:
     yield Surface("autograd.Variable._execution_engine.queue_callback")
     yield from _of_carriers()
     yield Surface("cuda._is_in_bad_fork")
-    yield Surface("_C._disabled_torch_function_impl")
+    yield from (Surface("_C._disabled_torch_function_impl"), Surface("_C._current_graph_task_id"))
     yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
     for name in ("_record_memory_history", "_snapshot"):
         yield Surface(f"cuda.memory.{name}", is_optional=True)
@@ -787,7 +805,7 @@ def _of_carriers() -> Iterator[Surface]:
 _OF_FSDP = {  # module and class -> what is read of it
     "_fully_shard.FSDPModule": ("_get_fsdp_state",),
     "_fsdp_state.FSDPState": ("_lazy_init",),
-    "_fsdp_param_group.FSDPParamGroup": ("post_backward", "finalize_backward"),
+    "_fsdp_param_group.FSDPParamGroup": ("post_backward", "finalize_backward", "wait_for_unshard"),
     "_fsdp_param.FSDPParam": (
         "to_accumulated_grad_if_needed",
         "accumulate_unsharded_grad_if_needed",

@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fivefold as ff
+from fivefold.core.lora import Lora
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.parallel import copies, plan
@@ -237,6 +239,74 @@ def test_a_forward_that_was_interrupted_leaves_nothing_old(which: str, error: ty
     run_ranks(1, interrupted, which, error)
 
 
+class Planted(Exception):
+    pass
+
+
+def ended_half_way(which: str, layout: str, call: str, at: int, library: bool) -> list[float]:
+    """Loss and norm of a step after one that raised in the first or second `call` of a layer; none where `at` is 0."""
+    with by(which):
+        model = ff.parallelize(reference_model(Case("single"), torch.float32), layout, precision="bf16")
+    held, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(38).view(2, 19)
+    batch = {"input_ids": ids, "labels": ids}
+    called = list[None]()
+
+    def interrupt(*_: Any) -> None:
+        called.append(None)
+        if len(called) == at:
+            raise Planted
+
+    layer = model.model.layers[1]
+    register = layer.register_forward_hook if call == "forward" else layer.register_full_backward_hook
+    if at:
+        with pytest.raises(Planted), register(interrupt):
+            ff.train_step(model, optimizer, [batch, batch])
+    for parameter in held:
+        parameter.grad = None
+        parameter.data.mul_(1.5)
+    if library:
+        result = ff.train_step(model, optimizer, [batch, batch])
+        return [result.loss, result.grad_norm]
+    loss = model(**batch).loss
+    loss.backward()
+    return [float(loss), *(float(local(each.grad).norm()) for each in held)]
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize(("call", "at"), [("forward", 2), ("backward", 1), ("backward", 2)])
+@pytest.mark.parametrize(
+    ("which", "layout"), [("copies", "single"), ("fsdp", "single"), ("fsdp", "single+zero1"), ("fsdp", "single+zero2")]
+)
+def test_a_step_that_ended_half_way_leaves_nothing(which: str, layout: str, call: str, at: int, library: bool) -> None:
+    (found,), (right,) = (run_ranks(1, ended_half_way, which, layout, call, end, library) for end in (at, 0))
+    assert found == right
+
+
+@pytest.mark.parametrize("layout", ["shard2", "dp2", "tp2"])
+def test_a_step_that_ended_half_way_leaves_nothing_on_two_ranks(layout: str) -> None:
+    found, right = (run_ranks(2, ended_half_way, "copies", layout, "backward", end, True) for end in (2, 0))
+    assert found == right
+
+
+def updated_after_backward(layout: str) -> None:
+    """A backward of the user's own, after a step of the library's that left FSDP to keep what is gathered."""
+    with by("fsdp"):
+        model = ff.parallelize(reference_model(Case("single"), torch.float32), layout, precision="bf16")
+    optimizer, ids = torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(38).view(2, 19)
+    ff.train_step(model, optimizer, {"input_ids": ids, "labels": ids})
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    found = model(input_ids=ids).logits
+    list(model.parameters())
+    assert torch.equal(found, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("layout", ["single", "single+zero1", "single+zero2"])
+def test_an_update_after_a_backward_is_seen(layout: str) -> None:
+    run_ranks(1, updated_after_backward, layout)
+
+
 def frozen_since() -> None:
     model, ids = own_model("single")
     loss = model(input_ids=ids, labels=ids).loss
@@ -264,16 +334,39 @@ def test_inputs_of_the_model_are_cast() -> None:
     assert all(map(torch.equal, copied, sharded))
 
 
+def partly_frozen(which: str, part: str) -> list[torch.Tensor]:
+    plain = reference_model(Case("single", "gpt2", tied=True), torch.float32)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(part not in name)
+    with by(which):
+        model = ff.parallelize(plain, "single", precision="bf16")
+    ids = torch.arange(38).view(2, 19)
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    assert (model.fivefold.copies is None) == (which == "fsdp") and any(not p.requires_grad for p in model.parameters())
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return [out.logits.detach(), *gradients]
+
+
+@pytest.mark.parametrize("part", ["wte", ".h.0.", "ln_"])
+def test_what_is_frozen_is_computed_with_in_copies_too(part: str) -> None:
+    """Where nothing is beside it: it rests in fp32."""
+    (copied,), (sharded,) = (run_ranks(1, partly_frozen, which, part) for which in ("copies", "fsdp"))
+    assert len(copied) == len(sharded) and all(map(torch.equal, copied, sharded))
+
+
 def test_large_copies_are_left_to_fsdp() -> None:
-    """Copies are of what is trained alone, and stay from the first forward to the update."""
+    """Copies are of what rests in another type, and stay from the first forward to the update."""
     facts, layout = facts_of(build_meta(hf_config(Case("single")))), Case("single").parsed
     head = replace(facts.parameters["lm_head.weight"], is_trained=False)
-    for each in (facts, replace(facts, parameters={**facts.parameters, "lm_head.weight": head})):
-        size = 2 * sum(own.size for own in each.parameters.values() if own.is_trained)
+    frozen = replace(facts, parameters={**facts.parameters, "lm_head.weight": head})
+    for each in (facts, frozen, adapted(facts, Lora(rank=2))):
+        copied = {name: own for name, own in each.parameters.items() if own.is_trained or not each.has_adapter}
+        size = 2 * sum(own.size for own in copied.values())
         for most, expected in ((size, True), (size - 1, False)):
             with patch.object(plan, "COPIED_BYTES", most):
                 assert plan.computes_in_copies(each, layout) is expected
         lowered = plan.lower(each, layout, 0)
-        assert set(lowered.copied) == {name for name, own in each.parameters.items() if own.is_trained}
+        assert set(lowered.copied) == copied.keys()
         moments = lowered.bytes(lowered.step_shape(1, 64, 1)).moments
         assert {found["gathered parameters"] for found in moments.values()} == {size}

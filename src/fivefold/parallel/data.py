@@ -76,4 +76,5 @@ def put_in_order(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             fsdp_forget(module)  # first: a unit that believes to be in a forward stays gathered
+            module.set_requires_gradient_sync(True, recurse=False)  # as a backward of the user's own takes it
     reshard(model)

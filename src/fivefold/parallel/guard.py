@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.copies import before_backward
-from fivefold.parallel.data import reshard
+from fivefold.parallel.data import put_in_order, reshard
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.torch_internals import NORMS, without_torch_function
+from fivefold.torch_internals import NORMS, is_in_backward, without_torch_function
 
 READ_MORE = "docs/python.md"
 
@@ -50,8 +50,8 @@ class Guard:
 def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     """Hook `model`, its base, its layers, its embedding and its head for calls that are not the library's.
 
-    Gathered parameters are dropped after a plain forward. Otherwise the forward after the next optimizer step would
-    still use the old values.
+    Gathered parameters are dropped after a plain forward, and before the next: backward may have gathered them again,
+    or ended half-way. Otherwise the forward after the next optimizer step would still use the old values.
     """
     base, parts = plan.anatomy.base, [plan.anatomy.embedding, *plan.anatomy.layers, plan.anatomy.head]
     pipelined, recomputes = plan.layout.pp > 1, any(map(plan.recompute.wraps, plan.layers))
@@ -79,6 +79,8 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
                 fix="pass input_ids, or a layout with +nosp",
                 more=READ_MORE,
             )
+        if not is_in_backward():  # which runs a model again that is checkpointed as a whole
+            put_in_order(model)
         guard.is_called = True
         return None
 

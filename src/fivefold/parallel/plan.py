@@ -73,7 +73,7 @@ COPIED_BYTES = 2**30  # more memory than that is worth the time of FSDP's hooks
 def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
     """Whether one process that trains in bf16 copies all its parameters at once, where FSDP copies those of a unit when
     the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
-    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained)
+    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
     is_alone = layout.world == 1 and layout.precision == "bf16" and not layout.schedule.splits_backward
     return is_alone and numbers * BYTES["bf16"] <= COPIED_BYTES
 
@@ -176,8 +176,11 @@ class ParallelPlan:
         `master_bytes`."""
         if self.facts.parameters[name].in_nf4:
             return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
-        is_frozen = self.has_adapter and not self.facts.parameters[name].is_trained
-        return BYTES[self.layout.precision] if is_frozen else master_bytes
+        return BYTES[self.layout.precision] if self.rests_as_computed(name) else master_bytes
+
+    def rests_as_computed(self, name: str) -> bool:
+        """Whether a parameter rests in the type that it is computed with: one that is frozen beside an adapter."""
+        return self.has_adapter and not self.facts.parameters[name].is_trained
 
     @property
     def tied(self) -> str | None:
@@ -501,10 +504,10 @@ class ParallelPlan:
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """The parameters that a process alone computes with in copies of another type: those that are trained."""
+        """The parameters that a process alone computes with in copies of another type: those that do not rest in it."""
         if self.uses_fsdp or not self.in_copies:
             return ()
-        return tuple(name for name in self.shards if self.facts.parameters[name].is_trained)
+        return tuple(name for name in self.shards if not self.rests_as_computed(name))
 
     @property
     def fsdp_units(self) -> tuple[Unit, ...]:
@@ -543,8 +546,8 @@ class ParallelPlan:
         """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
         copies."""
         if not self.uses_fsdp:
-            numbers = sum(prod(self.shards[name].shape) for name in unit.parameters if name not in unit.frozen)
-            return numbers * BYTES[self.layout.precision] * self.in_copies
+            numbers = sum(prod(self.shards[name].shape) for name in set(unit.parameters).intersection(self.copied))
+            return numbers * BYTES[self.layout.precision]
         shards = self.grid.fsdp_shards(unit.over)
         shapes = {name: self.gathered_shape(name) for name in unit.parameters}
         return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
