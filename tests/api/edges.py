@@ -9,6 +9,7 @@ import torch
 import fivefold as ff
 from fivefold.verification.exact import exact
 from tests.api.loop import CLIP, as_numpy, build, mean_loss, plain, share
+from tests.parity import Case, reference_model
 
 Arrays = dict[str, np.ndarray]
 
@@ -204,6 +205,19 @@ def packed_forward(layout: str) -> np.ndarray:
     model = ff.parallelize(build("llama"), layout)
     with torch.no_grad(), exact():
         return np.asarray(model(**packed_rows(), use_cache=False).logits.numpy())
+
+
+def packed_apart(family: str, changes: tuple[tuple[str, Any], ...]) -> None:
+    """A plain call and its backward, with recompute: a document's logits are those that it has alone."""
+    case = Case("single", family, overrides=changes)
+    model = ff.parallelize(reference_model(case), "single+full")
+    ids = torch.arange(1, 21).unsqueeze(0)
+    with exact():
+        found = model(input_ids=ids, position_ids=torch.tensor([[*range(12), *range(8)]])).logits
+        found.sum().backward()
+        with torch.no_grad():
+            alone = [model(input_ids=each, use_cache=False).logits for each in ids.split([12, 8], 1)]
+    np.testing.assert_allclose(found.detach().numpy(), torch.cat(alone, 1).numpy(), rtol=1e-9, atol=1e-10)
 
 
 def packed_rows() -> dict[str, torch.Tensor]:

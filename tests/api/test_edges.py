@@ -1,5 +1,7 @@
 """Accumulation, frozen parameters, skipped steps, rates."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,15 @@ def test_a_plain_forward_keeps_packed_documents_apart(layout: str) -> None:
         expected = model(**edges.packed_rows(), use_cache=False).logits.numpy()
     for found in run_ranks(2, edges.packed_forward, layout):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-10)
+
+
+OPT = {"model_type": "opt", "ffn_dim": 53, "word_embed_proj_dim": 32, "dropout": 0.0}
+
+
+@pytest.mark.parametrize(("family", "changes"), [("gpt2", ()), ("none", tuple(OPT.items()))], ids=["gpt2", "opt"])
+def test_documents_are_apart_however_a_model_calls_its_base(family: str, changes: tuple[tuple[str, Any], ...]) -> None:
+    """GPT-2 passes its ids without a name, OPT calls the decoder of its base."""
+    run_ranks(1, edges.packed_apart, family, changes)
 
 
 def test_the_loss_of_uneven_experts_is_that_of_the_rows_however_they_are_dealt() -> None:

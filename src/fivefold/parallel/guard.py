@@ -95,7 +95,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             )
         if recomputes and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
             kwargs = {**kwargs, "use_cache": False}  # a second forward would append to it
-        return args, _with_cu_seqlens(kwargs)
+        return args, _with_cu_seqlens(args, kwargs)
 
     def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
         if not (guard.is_library or guard.is_called):
@@ -124,7 +124,8 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     for name in parts if pipelined or plan.splits_sequence else ():
         model.get_submodule(name).register_forward_pre_hook(before_part, prepend=True)
     model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    model.get_submodule(base).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
+    for name in _around_layers(plan):
+        model.get_submodule(name).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
     model.register_forward_hook(drop, always_call=True)
 
 
@@ -146,11 +147,19 @@ def refuse_backward(_: Tensor) -> None:
     )
 
 
-def _with_cu_seqlens(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments with `cu_seqlens`, if `position_ids` restart. As in `transformers`, a restart begins a new
-    document unless there is a mask or a cache. Example: positions 0 1 2 0 1 give [0, 3, 5]."""
+def _around_layers(plan: ParallelPlan) -> list[str]:
+    """The base, and modules of it around all layers, which some models call in its place: `self.model.decoder(...)`."""
+    base, parents = plan.anatomy.base, plan.anatomy.layers[0].split(".")[:-2]
+    inside = (".".join(parents[:depth]) for depth in range(1, len(parents) + 1))
+    return [base, *(name for name in inside if name.startswith(f"{base}."))]
+
+
+def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a base with `cu_seqlens`, if `position_ids` restart. As in `transformers`, a restart
+    begins a new document unless there is a mask or a cache. Example: positions 0 1 2 0 1 give [0, 3, 5]."""
     positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "cu_seqlens")
-    tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # ids come first
+    tokens = next((each for each in given if each is not None), None)
     if positions is None or positions.ndim != 2 or tokens is None or any(kwargs.get(key) is not None for key in others):
         return kwargs
     rows, length = tokens.shape[:2]
