@@ -73,12 +73,20 @@ def test_the_users_own_prefix_stays(packages):
 def test_a_cache_that_others_can_write_to_is_not_run_from(packages):
     (packages / "cache" / "bytecode").mkdir(parents=True)
     (packages / "cache" / "bytecode").chmod(0o777)
-    assert run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1").stdout == "[null, true]\n"
+    said = run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(packages)).stdout
+    assert said == f'["{packages}/fivefold-{os.getuid()}/bytecode", false]\n'
 
 
-def test_without_a_cache_a_command_runs_as_it_would(packages):
+def test_without_a_cache_it_is_kept_among_temporary_files(packages):
     (packages / "cache").write_text("a file")
-    assert run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1").stdout == "[null, true]\n"
+    said = run(packages, "-c", KEEP, PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(packages)).stdout
+    assert said == f'["{packages}/fivefold-{os.getuid()}/bytecode", false]\n'
+
+
+def test_without_a_place_a_command_runs_as_it_would(packages):
+    nowhere = "from fivefold.core import code_cache; code_cache._changed_by_others = str"
+    done = run(packages, "-c", f"{nowhere}; {KEEP}", PYTHONDONTWRITEBYTECODE="1")
+    assert done.stdout == "[null, true]\n"
 
 
 @pytest.mark.parametrize("module", ["fivefold", "fivefold.cli"])

@@ -9,7 +9,7 @@ import torch
 
 from fivefold.core import c_library
 from fivefold.core.c_library import compiler
-from fivefold.core.errors import RunFailed
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.models import kernels
 from fivefold.models.attention import attention_forward
 from fivefold.ops import cpu_attention
@@ -235,7 +235,7 @@ def anew(monkeypatch, tmp_path):
 
 
 def test_without_a_compiler_pytorch_serves(anew, monkeypatch):
-    monkeypatch.setattr(cpu_attention, "compiler", lambda: None)
+    monkeypatch.setattr(c_library, "compiler", lambda: None)
     q = torch.randn(1, 2, 9, 8)
     assert cpu_attention.lacks() == "there is no C compiler"
     assert kernels.serving(q, kernels.AttentionParams(0.3), 8) == "cpu"
@@ -303,12 +303,12 @@ def test_a_compiler_that_hangs_is_ended_with_what_it_started(anew, instead, monk
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "file"))
-    cpu_attention._library.cache_clear()
-    assert "cache" in cpu_attention.lacks()
-    cpu_attention._library.cache_clear()
+def test_a_cache_that_cannot_be_written_is_said(anew, monkeypatch):
+    def none(_):
+        raise UserError("no folder for compiled code")
+
+    monkeypatch.setattr(c_library, "code_folder", none)
+    assert "no folder" in cpu_attention.lacks()
 
 
 def test_a_damaged_library_is_built_anew(anew):
@@ -332,12 +332,17 @@ def test_another_machine_has_a_library_of_its_own(anew, monkeypatch):
 
 def test_each_source_compiler_and_set_of_options_has_a_library_of_its_own(anew, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(cpu_attention, "entry", lambda folder, **_: asked.append(folder) or "none")
+    monkeypatch.setattr(c_library, "entry", lambda folder, **_: asked.append(folder) or "none")
     (tmp_path / "other.c").write_text("/* another version */")
-    others = {"SOURCE": tmp_path / "other.c", "compiler": lambda: "/another/cc", "_OPTIONS": ("-O1",)}
-    for name, other in ({"_TYPES": cpu_attention._TYPES} | others).items():
+    others = (
+        (cpu_attention, "_TYPES", cpu_attention._TYPES),
+        (cpu_attention, "SOURCE", tmp_path / "other.c"),
+        (cpu_attention, "_OPTIONS", ("-O1",)),
+        (c_library, "compiler", lambda: "/another/cc"),
+    )
+    for module, name, other in others:
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_attention, name, other)
+            patch.setattr(module, name, other)
             cpu_attention._library.cache_clear()
             assert cpu_attention.lacks() == "none"
     assert len(set(asked)) == len(asked) == 4

@@ -135,7 +135,7 @@ def test_it_is_built_for_the_versions_of_torch(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(stand_in, "compile_library", compiled)
     monkeypatch.setattr(stand_in, "rest", lambda *_: "")
-    stand_in._build(Torch(tmp_path / "torch", "9.9", "12.8"), tmp_path)
+    stand_in._build(Torch(tmp_path / "torch", "9.9", "12.8"), tmp_path / stand_in.LIBRARY)
     assert {"-DCUDART=12080", "-DNCCL=22805"} <= set(told)
 
 

@@ -1,13 +1,15 @@
-"""C compiled on this machine: which compiler, a shared library of sources, and whether one in the cache is whole. No
-torch here."""
+"""C compiled on this machine: which compiler, and shared libraries that are compiled once and kept. No torch here."""
 
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from fivefold.core.cache import entry, key_of
+from fivefold.core.code_cache import code_folder
 from fivefold.core.errors import RunFailed
 from fivefold.core.integrity import file_checksum
 
@@ -15,6 +17,7 @@ INSTALL = "install gcc (Debian, Ubuntu: apt install gcc)"
 LONGEST = 120.0  # seconds of one compiler: it takes 1 to 3, on a machine that others keep busy ten times that
 _COMPILERS = ("cc", "gcc", "clang")
 _CHECKSUM = "checksum"  # of a library, beside it
+Loaded = TypeVar("Loaded")
 
 
 class UnusableCompiler(RunFailed):
@@ -54,13 +57,29 @@ def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = 
         raise RunFailed(f"{Path(sources[0]).name} does not compile: {first}", fix="try another C compiler")
 
 
-def seal(library: Path) -> None:
-    """Write beside a library what `whole` compares it with."""
-    library.with_name(_CHECKSUM).write_text(file_checksum(library), encoding="ascii")
+def kept_library(
+    kind: str, name: str, key: Sequence[object], *, build: Callable[[Path], object], load: Callable[[Path], Loaded]
+) -> Loaded:
+    """What `load(library)` gives, of the library `name` which `build(library)` compiles if there is none for the same
+    compiler and `key` in the user's folder for code of a kind ("kernels"), or if it is damaged.
 
+    Raises `UnusableCompiler` where there is no compiler, what `build` and `load` raise, and `UserError` where it cannot
+    be kept.
+    """
+    if compiler() is None:
+        raise UnusableCompiler("there is no C compiler", fix=INSTALL)
 
-def whole(library: Path) -> Path:
-    """The same library. Raises `ValueError` where it is not what was sealed, and `OSError` where it cannot be read."""
-    if library.with_name(_CHECKSUM).read_text(encoding="ascii") != file_checksum(library):
-        raise ValueError("it is not whole")
-    return library
+    def build_and_seal(library: Path) -> None:
+        build(library)
+        library.with_name(_CHECKSUM).write_text(file_checksum(library), encoding="ascii")
+
+    def load_whole(library: Path) -> Loaded:
+        if library.with_name(_CHECKSUM).read_text(encoding="ascii") != file_checksum(library):
+            raise ValueError(f"{library} is damaged")
+        return load(library)
+
+    return entry(
+        code_folder(kind) / key_of(compiler(), *key),
+        read=lambda folder: load_whole(folder / name),
+        build=lambda folder, _: build_and_seal(folder / name),
+    )

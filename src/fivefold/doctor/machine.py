@@ -18,7 +18,7 @@ from typing import Literal
 
 from fivefold.core.c_library import INSTALL
 from fivefold.core.cpuinfo import cpuinfo
-from fivefold.core.errors import first_line
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import cores
@@ -220,6 +220,7 @@ def _rehearsal() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     from fivefold.core.cache import cache_root
+    from fivefold.core.code_cache import code_folder
 
     folder = cache_root()
     at = next(path for path in (folder, *folder.parents) if path.exists())
@@ -227,6 +228,13 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", "ok", f"{folder}")
     else:
         yield Finding("cache", "missing", f"{folder} cannot be written", "set FIVEFOLD_CACHE to a folder of yours")
+    try:
+        code = code_folder("kernels")
+    except UserError as error:
+        yield Finding("compiled code", "help", error.what, error.fix or "")
+    else:
+        if folder not in code.parents:  # others can change what is in the cache, or programs cannot run from there
+            yield Finding("compiled code", "ok", f"not in the cache, which is not this user's alone: {code.parent}")
 
 
 def _extras() -> Iterator[Finding]:

@@ -36,8 +36,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fivefold.core.c_library import UnusableCompiler, compile_library, compiler, seal, whole
-from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.c_library import UnusableCompiler, compile_library, compiler, kept_library
 from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError, first_line
 
@@ -172,11 +171,9 @@ def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
 @cache
 def _library() -> ctypes.CDLL | str:
     """The compiled kernel, or why there is none."""
-    if compiler() is None:
-        return "there is no C compiler"
-    key = key_of(SOURCE.read_text(encoding="utf-8"), compiler(), _OPTIONS, _machine(), os.name)
+    key = (SOURCE.read_text(encoding="utf-8"), _OPTIONS, _machine(), os.name)
     try:
-        return entry(cache_root() / "kernels" / key, read=_load, build=lambda folder, _: _build(folder))
+        return kept_library("kernels", LIBRARY, key, build=_build, load=lambda library: ctypes.CDLL(str(library)))
     except (UserError, OSError, ValueError) as error:
         return first_line(error)
 
@@ -190,18 +187,17 @@ def _machine() -> str:
     return f"{platform.machine()} {sorted(set(named))}"
 
 
-def _build(folder: Path) -> None:
+def _build(library: Path) -> None:
     for machine in _MACHINES:
         try:
-            compile_library([str(SOURCE)], folder / LIBRARY, [machine, *_OPTIONS])
-            _try(folder / LIBRARY)
+            compile_library([str(SOURCE)], library, [machine, *_OPTIONS])
+            _try(library)
             break
         except UnusableCompiler:
             raise
         except UserError:
             if machine == _MACHINES[-1]:
                 raise
-    seal(folder / LIBRARY)
 
 
 def _try(library: Path) -> None:
@@ -216,7 +212,3 @@ def _try(library: Path) -> None:
         raise UnusableCompiler(
             f"what {compiler()} compiled cannot be used: {(done.stderr.strip() or 'no memory').splitlines()[-1]}"
         )
-
-
-def _load(folder: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(whole(folder / LIBRARY)))

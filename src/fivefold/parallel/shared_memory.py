@@ -34,8 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.c_library import compile_library, compiler, seal, whole
-from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.c_library import compile_library, kept_library
 from fivefold.core.errors import UserError, first_line
 from fivefold.torch_internals import can_carry, carried_by, carry, cpu_timeout
 
@@ -91,26 +90,19 @@ def _library() -> ctypes.CDLL | str:
     """The compiled transport, or why there is none."""
     if sys.platform != "linux":
         return "there is no futex on this system"
-    if compiler() is None:
-        return "there is no C compiler"
-    key = key_of(SOURCE.read_text(encoding="utf-8"), compiler(), _OPTIONS, platform.machine())
+    key = (SOURCE.read_text(encoding="utf-8"), _OPTIONS, platform.machine())
     try:
-        return entry(cache_root() / "kernels" / key, read=_load, build=lambda folder, _: _build(folder))
+        return kept_library("kernels", LIBRARY, key, build=_build, load=_load)
     except (UserError, OSError, ValueError) as error:
         return first_line(error)
 
 
-def _build(folder: Path) -> None:
-    compile_library([str(SOURCE)], folder / LIBRARY, _OPTIONS)
-    _load_from(folder / LIBRARY)
-    seal(folder / LIBRARY)
+def _build(library: Path) -> None:
+    compile_library([str(SOURCE)], library, _OPTIONS)
+    _load(library)
 
 
-def _load(folder: Path) -> ctypes.CDLL:
-    return _load_from(whole(folder / LIBRARY))
-
-
-def _load_from(path: Path) -> ctypes.CDLL:
+def _load(path: Path) -> ctypes.CDLL:
     library, pointer = ctypes.CDLL(str(path)), ctypes.c_void_p
     i32, i64 = ctypes.c_int32, ctypes.c_int64
     for name, result, arguments in (

@@ -11,13 +11,12 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from runpy import run_path
 
 from fivefold.core.c_library import INSTALL as INSTALL_COMPILER
-from fivefold.core.c_library import compile_library, compiler, seal, whole
-from fivefold.core.cache import cache_root, entry, key_of
+from fivefold.core.c_library import compile_library, compiler, kept_library
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.launch.world import set_for_cuda
@@ -108,25 +107,24 @@ def library() -> Path:
         raise UserError(f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="docs/rehearse.md")
     torch = Torch.installed()
     assert torch is not None
-    key = key_of(torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())
+    key = (torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())
 
-    def read(folder: Path) -> Path:
-        whole(folder / MONITOR)  # the loader would pass over one that is not, and torch find no driver
-        return folder / LIBRARY
+    def load(library: Path) -> Path:
+        library.with_name(MONITOR).stat()  # without it torch would find no driver
+        return library
 
-    return entry(cache_root() / "rehearsal" / key, read=read, build=lambda folder, _: _build(torch, folder))
+    return kept_library("rehearsal", LIBRARY, key, build=partial(_build, torch), load=load)
 
 
-def _build(torch: Torch, folder: Path) -> None:
-    others = folder / "others.c"
+def _build(torch: Torch, library: Path) -> None:
+    others = library.with_name("others.c")
     others.write_text(rest(torch, SOURCE.read_text(encoding="utf-8")), encoding="utf-8")
     sources = [str(SOURCE), str(others)]
     defined = [f"-DCUDART={_number(torch.cuda or '', 1000, 10)}", f"-DNCCL={_nccl(torch)}"]
     options = ["-O1", "-w", "-fno-builtin", *(f"-I{each}" for each in torch.includes), *defined]
     options += [f"-Wl,-soname,{LIBRARY}", "-ldl", "-lpthread"]
-    compile_library(sources, folder / LIBRARY, options)
-    (folder / MONITOR).symlink_to(LIBRARY)
-    seal(folder / LIBRARY)
+    compile_library(sources, library, options)
+    library.with_name(MONITOR).symlink_to(LIBRARY)
 
 
 def rest(torch: Torch, source: str) -> str:

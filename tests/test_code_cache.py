@@ -1,0 +1,138 @@
+"""Code that is run is kept where other users cannot put theirs."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fivefold.core import code_cache
+from fivefold.core.code_cache import code_folder
+from fivefold.core.errors import UserError
+from fivefold.ops import cpu_attention
+
+ANOTHER = 4242  # the number of a user
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to another user")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache, and another folder for temporary files than the machine's."""
+    for name in ("cache", "temporary"):
+        (tmp_path / name).mkdir(mode=0o755)
+    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def own(cache):
+    """Where it is kept in place of the cache."""
+    return cache.parent / "temporary" / f"fivefold-{os.getuid()}" / "kernels"
+
+
+def test_a_cache_of_ones_own_keeps_it(cache):
+    assert code_folder("kernels") == cache / "kernels"
+    assert (cache / "kernels").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("at", ["cache/kernels", "cache"])
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_nothing_is_kept_under_a_folder_that_others_write(cache, own, at, mode, monkeypatch):
+    """They could put another folder in the place of this one."""
+    monkeypatch.setattr(code_cache, "_is_own_group", lambda _: False)
+    (cache / "kernels").mkdir()
+    (cache.parent / at).chmod(mode)
+    assert code_folder("kernels") == own
+
+
+def test_a_sticky_folder_above_it_is_none_that_others_can_change(cache, own):
+    cache.chmod(0o1777)
+    assert code_folder("kernels") == cache / "kernels"
+    (cache / "kernels").chmod(0o1777)  # but in the folder itself they could leave a library
+    assert code_folder("kernels") == own
+
+
+def test_a_group_of_ones_own_may_write(cache, monkeypatch):
+    cache.chmod(0o775)
+    monkeypatch.setattr(code_cache, "_is_own_group", lambda group: group == cache.stat().st_gid)
+    assert code_folder("kernels") == cache / "kernels"
+
+
+@as_root
+@pytest.mark.parametrize("at", ["cache/kernels", "cache"])
+def test_nothing_is_kept_in_the_folder_of_another(cache, own, at):
+    (cache / "kernels").mkdir()
+    os.chown(cache.parent / at, ANOTHER, ANOTHER)
+    assert code_folder("kernels") == own
+
+
+@as_root
+def test_a_link_is_followed_by_all_its_steps(cache, own):
+    """A cache is a link to a link, which another user keeps where all may write."""
+    everybody, disk = cache.parent / "everybody", cache.parent / "disk"
+    everybody.mkdir()
+    everybody.chmod(0o1777)
+    (disk / "kernels").mkdir(parents=True)
+    (everybody / "link").symlink_to(disk / "kernels")
+    (cache / "kernels").symlink_to(everybody / "link")
+    assert code_folder("kernels") == cache / "kernels"
+    os.chown(everybody / "link", ANOTHER, ANOTHER, follow_symlinks=False)
+    assert code_folder("kernels") == own
+
+
+@as_root
+def test_a_library_that_another_user_left_is_not_loaded(cache, own):
+    ask = "from fivefold.ops import cpu_attention; print(cpu_attention._library()._name)"
+    env = os.environ | {"TMPDIR": str(cache.parent / "temporary")}
+
+    def loaded():
+        done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=env, check=True)
+        return Path(done.stdout.strip())
+
+    if cpu_attention.lacks():
+        pytest.skip(cpu_attention.lacks())
+    assert loaded().parents[1] == cache / "kernels"
+    for at in (cache / "kernels", *(cache / "kernels").rglob("*")):
+        os.chown(at, ANOTHER, ANOTHER)
+    cache.chmod(0o1777)
+    assert loaded().parents[1] == own
+
+
+@as_root
+def test_in_a_container_folders_above_it_may_be_nobodys(cache, own, monkeypatch):
+    """There the machine's root looks like nobody. The folder itself is this user's all the same."""
+    monkeypatch.setattr(code_cache, "_is_unmapped", lambda user: user == ANOTHER)
+    os.chown(cache, ANOTHER, ANOTHER)
+    assert code_folder("kernels") == cache / "kernels"
+    os.chown(cache / "kernels", ANOTHER, ANOTHER)
+    assert code_folder("kernels") == own
+
+
+def test_where_programs_cannot_run_it_is_kept_elsewhere(cache, own, monkeypatch):
+    real = os.statvfs
+
+    def statvfs(path):
+        is_there = str(path).startswith(str(cache))
+        return type("Disk", (), {"f_flag": real(path).f_flag | os.ST_NOEXEC * is_there})
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert code_folder("kernels") == own
+
+
+def test_a_cache_that_cannot_be_written_serves_if_it_has_something(cache, own, monkeypatch):
+    """It may be part of a container's image."""
+    (cache / "kernels").mkdir()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache / "kernels" and real(path, mode))
+    assert code_folder("kernels") == own
+    (cache / "kernels" / "one").mkdir()
+    assert code_folder("kernels") == cache / "kernels"
+
+
+def test_without_any_place_the_user_hears_why_the_cache_is_none(cache, monkeypatch):
+    monkeypatch.setattr(code_cache, "_changed_by_others", lambda folder: f"{folder} is another user's")
+    with pytest.raises(UserError, match=rf"alone can change: {cache}/kernels is another user's"):
+        code_folder("kernels")
