@@ -1,7 +1,8 @@
 """One contender, in a process of its own: `python benchmarks/contenders.py REQUEST OUT` (started by training_speed.py).
 
-REQUEST is JSON: `kind`, `shape` (a name of `SHAPES`), `precision`, `packed`, `warmup`, `steps`; for fivefold `layout`
-and `compiled`, for the Trainer `fsdp`: `off`, `asked`, or `forced` (see `shards_on_cpu`).
+REQUEST is JSON: `kind`, `shape` (a name of `SHAPES`), `precision`, `packed`, `warmup`, `steps`; for fivefold `layout`,
+`compiled` and `apart` (each process trains its rows as if it were alone), for the Trainer `fsdp`: `off`, `asked`, or
+`forced` (see `shards_on_cpu`).
 Every contender reads the same rows, starts from the same weights, uses AdamW on fp32 masters and clips at 1. Its
 peak memory is the peak resident set less what was resident before the model was built, with every import done.
 """
@@ -62,21 +63,23 @@ def matmul(ask: dict[str, Any]) -> dict[str, Any]:
 def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
     """`parallelize` and `train_step`, as `fivefold train` calls them."""
     shape, clock = SHAPES[ask["shape"]], Clock()
-    with join(find_world("cpu") or alone("cpu")):
-        text = Layout.parse(ask["layout"])
-        rows = shape.rows // text.data_ranks
+    world = find_world("cpu") or alone("cpu")
+    with join(alone("cpu") if ask["apart"] else world):
+        torch.set_num_threads(threads_per_worker(world.local_size))
+        data_ranks = world.size if ask["apart"] else Layout.parse(ask["layout"]).data_ranks
+        rows = shape.rows // data_ranks
         layout = Layout.parse(f"{ask['layout']}+mb{rows}" + ("+fp32" if ask["precision"] == "fp32" else ""))
         memory = PeakMemory(CPU)
         model = parallelize(
             build_meta(shape.hf_config()), layout, device=CPU, seed=SEED, compile_blocks=ask["compiled"]
         )
         optimizer = build_optimizer(model, OPTIONS)
-        place = {"data_rank": state_of(model).plan.data_rank, "data_ranks": layout.data_ranks}
+        data_rank = world.rank if ask["apart"] else state_of(model).plan.data_rank
         clock.tick()
         for step in range(ask["warmup"] + ask["steps"]):
-            batch = [micro_batch(shape, step, packed=ask["packed"], **place)]
+            batch = [micro_batch(shape, step, packed=ask["packed"], data_rank=data_rank, data_ranks=data_ranks)]
             done = train_step(model, optimizer, batch, learning_rate=LEARNING_RATE, max_grad_norm=OPTIONS.max_grad_norm)
-            clock.tick(done.loss)
+            clock.tick(None if ask["apart"] else done.loss)  # of other rows than the others'
         return {**clock.result(warmup=ask["warmup"]), "peak_gib": memory.gib}
 
 

@@ -101,7 +101,7 @@ def notes(result: Json) -> Iterator[str]:
         theirs = [row for row in rows if row["precision"] == precision]
         for which in ("fivefold", "Trainer"):
             found = [row["loss_difference"] for row in theirs if row["contender"].startswith(which)]
-            if found:
+            if found := [each for each in found if each is not None]:
                 yield f"{precision} losses, {which}: at most {max(found):.1e} from the plain loop's (relative)."
     for name, wrapper in dict.fromkeys((r["contender"], r["wrapper"]) for r in rows if r["wrapper"] and r["ranks"] > 1):
         yield f"{name}: accelerate {m['accelerate']} wrapped the model in {wrapper}."

@@ -39,6 +39,7 @@ class Contender:
     layout: str = "single"
     fsdp: str = "off"
     compiled: bool = False
+    apart: bool = False
 
 
 CONTENDERS = {
@@ -51,6 +52,7 @@ CONTENDERS = {
     "Trainer FSDP2 forced": Contender("trainer", 2, fsdp="forced"),
     "Trainer FSDP2 as asked": Contender("trainer", 2, fsdp="asked"),
     "fivefold tp2": Contender("fivefold", 2, layout="tp2"),
+    "no communication": Contender("fivefold", 2, apart=True),
 }
 
 Cell = tuple[str, str]  # size, precision
@@ -206,7 +208,7 @@ def row_of(seen: Measured, facts: dict[str, Any], cell: Cell, name: str) -> dict
         "memory_sum_ratio": _ratio(pairs, "peak_gib_sum"),
         "gflops": gflops,
         "matmul_pct": 100 * gflops / facts["square_gflops"],
-        "loss_difference": max(abs(found / plain - 1) for found, plain in losses),
+        "loss_difference": max((abs(found / plain - 1) for found, plain in losses), default=None),
     }
 
 
