@@ -19,7 +19,7 @@ from torch import Tensor
 from fivefold.models import kernels, offdiagonal
 from fivefold.models.attention import attention_forward
 from fivefold.models.kernels import AttentionParams
-from fivefold.ops import gpu_attention
+from fivefold.ops import cpu_attention, gpu_attention
 from fivefold.ops.blockwise_attention import blockwise_backward, blockwise_forward
 from tests.plain_attention import reference_attention
 
@@ -310,7 +310,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class OnGPU:
-    """What a choice asks of queries [., ., ., D]."""
+    """What a choice asks of queries [.., D]."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, size: int = 256) -> None:
         self.device, self.dtype, self.shape = torch.device("cuda", 0), dtype, (1, 4, 8192, size)
@@ -321,7 +321,7 @@ class OnGPU:
     [
         (AttentionParams(1.0, None, 50.0), 99, None, "fused"), (AttentionParams(1.0, None, 50.0), 99, 64, "fused"),
         (AttentionParams(1.0, 64), 99, 64, "fused"), (AttentionParams(1.0, 64), 63, 32, "flash"),
-        (AttentionParams(1.0), 99, 64, "flash"),
+        (AttentionParams(1.0), 99, 64, "flash"), (AttentionParams(1.0), 99, None, "fused"),
     ],
 )  # fmt: skip
 def test_what_flash_has_not_is_fused(
@@ -331,6 +331,49 @@ def test_what_flash_has_not_is_fused(
     query: Any = OnGPU()
     assert kernels.serving(query, rule, farthest, ahead) == serving
     assert kernels.takes_documents(query, rule)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fused by the kernel for CPUs, which takes what the Triton kernels take; the names of the calls."""
+    called: list[str] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            called.append(name)
+            return getattr(cpu_attention, name)
+
+    monkeypatch.setattr(cpu_attention, "serves", lambda query: False)
+    monkeypatch.setattr(gpu_attention, "serves", lambda query, rule: True)
+    monkeypatch.setattr(kernels, "_OWN", {"fused": Counted()})
+    return called
+
+
+@pytest.mark.skipif(cpu_attention.lacks() != "", reason="no kernel for this CPU")
+@pytest.mark.parametrize("ahead", [None, 52])
+def test_who_is_fused_is_told_where_its_queries_stand(ahead: int | None, calls: list[str]) -> None:
+    """The last of the keys, as in generation, or behind all of them, as in a ring."""
+    q, k, v, grad = inputs(41, 52)
+    expected = by_blocks(q, k, v, grad, BOTH, ahead)
+    out, lse = kernels.forward(q, k, v, BOTH, 93, ahead=ahead)
+    found = [out, lse, *kernels.backward(grad, q, k, v, out, lse, BOTH, 93, ahead=ahead)]
+    for mine, twin in zip(found, expected, strict=True):
+        finite = twin.isfinite()  # of the window's queries some see nothing
+        torch.testing.assert_close(mine.double()[finite], twin[finite], rtol=0, atol=1e-5)
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.skipif(cpu_attention.lacks() != "", reason="no kernel for this CPU")
+def test_documents_under_a_cap_are_fused(calls: list[str]) -> None:
+    edges = [0, 13, 14, 61]
+    tensors = inputs(61, 61)
+    q, k, v, grad = (each[0].transpose(0, 1) for each in tensors)
+    bounds = torch.tensor(edges, dtype=torch.int32)
+    out, lse = kernels.varlen_forward(q, k, v, bounds, 47, CAPPED)
+    found = [out, lse.T, *kernels.varlen_backward(grad, q, k, v, out, lse, bounds, 47, CAPPED)]
+    for mine, twin in zip(found, of_documents(tensors, edges, CAPPED), strict=True):
+        torch.testing.assert_close(mine.double(), twin[0].transpose(0, 1), rtol=0, atol=1e-5)
+    assert calls == ["forward", "backward"]
 
 
 @pytest.mark.parametrize(

@@ -133,14 +133,21 @@ def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | N
 
 def takes_documents(query: Tensor, rule: AttentionParams) -> bool:
     """Whether one call serves all documents, of whatever lengths: `varlen_forward`."""
+    return serving_documents(query, rule) != ""
+
+
+def serving_documents(query: Tensor, rule: AttentionParams) -> str:
+    """Which kernel of the table takes all documents of queries [.., D] in one call; "" where none does."""
     if cpu_attention.serves(query):
-        return True
-    return takes_flash(query) if rule.softcap is None else gpu_attention.serves(query, rule)
+        return "compiled"
+    if rule.softcap is None:
+        return "flash" if takes_flash(query) else ""
+    return "fused" if gpu_attention.serves(query, rule) else ""
 
 
 def takes_flash(query: Tensor) -> bool:
-    """Whether PyTorch has flash kernels for heads [., ., ., D] like these."""
-    is_short = query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] <= 256 and query.shape[3] % 8 == 0
+    """Whether PyTorch has flash kernels for heads [.., D] like these."""
+    is_short = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     return query.device.type == "cuda" and is_short
 
 
@@ -182,10 +189,9 @@ def varlen_forward(
     q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
-    if q_MHD.device.type == "cpu" or rule.softcap is not None:
-        own = _OWN["compiled" if q_MHD.device.type == "cpu" else "fused"]
+    if (kernel := serving_documents(q_MHD, rule)) in _OWN:
         q, k, v = map(_one_row, (q_MHD, k_MGD, v_MGD))
-        out, lse = own.forward(q, k, v, rule, cu_seqlens=cu_seqlens)
+        out, lse = _OWN[kernel].forward(q, k, v, rule, cu_seqlens=cu_seqlens)
         return out[0].transpose(0, 1), lse[0]
     out, lse, *_ = flash_attention_forward(
         q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
@@ -206,10 +212,9 @@ def varlen_backward(
     rule: AttentionParams,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
-    if q.device.type == "cpu" or rule.softcap is not None:
-        own = _OWN["compiled" if q.device.type == "cpu" else "fused"]
+    if (kernel := serving_documents(q, rule)) in _OWN:
         grad, q, k, v, out = map(_one_row, (grad, q, k, v, out))
-        dq, dk, dv = own.backward(grad, q, k, v, out, lse.unsqueeze(0), rule, cu_seqlens=cu_seqlens)
+        dq, dk, dv = _OWN[kernel].backward(grad, q, k, v, out, lse.unsqueeze(0), rule, cu_seqlens=cu_seqlens)
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)

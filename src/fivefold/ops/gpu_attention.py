@@ -43,10 +43,10 @@ TILES = {
 
 
 def serves(query: Tensor, rule: AttentionParams) -> bool:
-    """Whether it computes attention of queries like these [., ., ., D] under `rule`. The first call tries it, which
+    """Whether it computes attention of queries like these [.., D] under `rule`. The first call tries it, which
     waits for the GPU; later ones do not."""
     is_capped = rule.softcap is not None
-    return query.device.type == "cuda" and not lacks(query.device, query.dtype, query.shape[3], is_capped=is_capped)
+    return query.device.type == "cuda" and not lacks(query.device, query.dtype, query.shape[-1], is_capped=is_capped)
 
 
 @cache
