@@ -105,6 +105,17 @@ def test_heads_of_any_size_that_share_keys(heads: int, shared: int, size: int) -
 
 
 @interpreted
+def test_inputs_in_another_order_of_memory() -> None:
+    """Elements of a head apart from each other, and a gradient that is one number, expanded."""
+    q, k, v, grad = inputs(67, 67)
+    grad = grad[..., :1].expand_as(q)
+    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (q, k, v)]
+    assert all(each.stride(-1) == 67 for each in apart)
+    ours = fused(*apart, grad, BOTH, cu_seqlens=torch.tensor([0, 53, 67], dtype=torch.int32))
+    assert_close(ours, of_documents([q, k, v, grad], [0, 53, 67], BOTH), TOLERANCE[torch.float32])
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rule", [CAPPED, AttentionParams(0.4, 95), AttentionParams(0.4, 95, 1.5)], ids=str)
 def test_keys_that_are_all_earlier(rule: AttentionParams, dtype: torch.dtype) -> None:
