@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from fivefold.core import c_library
 from fivefold.core.c_library import compiler
+from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.models import kernels
 from fivefold.models.attention import attention_forward
@@ -190,6 +192,16 @@ def test_documents_without_tokens_change_nothing():
     assert all(map(torch.equal, *results))
 
 
+def test_other_users_of_amx_are_not_disturbed():
+    """PyTorch's products of bf16 take the same tiles of a CPU that has them, of other shapes."""
+    tensors = inputs(1, 4, 2, 257, 257, 64, torch.bfloat16)
+    a, b = torch.randn(37, 300).bfloat16(), torch.randn(300, 70).bfloat16()
+    alone = a @ b
+    for _ in range(3):
+        check(*tensors, PLAIN)
+        assert torch.equal(a @ b, alone)
+
+
 def test_tensors_of_two_types_are_a_bug():
     """They would be read as one type, beyond their ends."""
     q, k, v, _ = inputs(1, 2, 1, 9, 9, 16, torch.float32)
@@ -295,6 +307,19 @@ def test_instructions_of_another_machine_are_not_taken(anew, instead):
     check(*inputs(*SHAPES["no whole vector"], torch.float32), kernels.AttentionParams(0.4))
 
 
+@pytest.mark.parametrize("rule", ["plain", "both"])
+def test_bf16_without_the_instructions_for_it(anew, monkeypatch, rule):
+    """As on a CPU without AMX, where it becomes float. By AMX the results are others."""
+    tensors, rule = inputs(*SHAPES["several blocks"], torch.bfloat16), kernels.AttentionParams(0.4, **RULES[rule])
+    before = cpu_attention.backward(tensors[3], *tensors[:3], *cpu_attention.forward(*tensors[:3], rule), rule)
+    cpu_attention._library.cache_clear()
+    if "amx_bf16" in cpuinfo():
+        monkeypatch.setattr(cpu_attention, "_OPTIONS", (*cpu_attention._OPTIONS, "-mno-amx-tile", "-mno-amx-bf16"))
+    check(*tensors, rule)
+    after = cpu_attention.backward(tensors[3], *tensors[:3], *cpu_attention.forward(*tensors[:3], rule), rule)
+    assert all(map(torch.equal, before, after)) == ("amx_bf16" not in cpuinfo())
+
+
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(anew, instead, monkeypatch):
     monkeypatch.setattr(c_library, "LONGEST", 0.3)
     instead(f"sleep 1000 & echo $! > {anew}/sleeper; wait")
@@ -337,6 +362,7 @@ def test_each_source_compiler_and_set_of_options_has_a_library_of_its_own(anew, 
     others = (
         (cpu_attention, "_TYPES", cpu_attention._TYPES),
         (cpu_attention, "SOURCE", tmp_path / "other.c"),
+        (cpu_attention, "HEADER", tmp_path / "other.c"),
         (cpu_attention, "_OPTIONS", ("-O1",)),
         (c_library, "compiler", lambda: "/another/cc"),
     )
@@ -345,7 +371,7 @@ def test_each_source_compiler_and_set_of_options_has_a_library_of_its_own(anew, 
             patch.setattr(module, name, other)
             cpu_attention._library.cache_clear()
             assert cpu_attention.lacks() == "none"
-    assert len(set(asked)) == len(asked) == 4
+    assert len(set(asked)) == len(asked) == 5
 
 
 def test_a_machine_is_named_by_what_its_cpu_knows(monkeypatch):
@@ -358,8 +384,11 @@ def test_a_machine_is_named_by_what_its_cpu_knows(monkeypatch):
     assert named[0] == named[1] != named[2]
 
 
-def test_the_source_is_part_of_the_package():
-    assert cpu_attention.SOURCE.is_file() and cpu_attention.SOURCE.parent == Path(cpu_attention.__file__).parent
+@pytest.mark.parametrize("source", [cpu_attention.SOURCE, cpu_attention.HEADER], ids=lambda path: path.name)
+def test_the_source_is_part_of_the_package(source):
+    assert source.is_file() and source.parent == Path(cpu_attention.__file__).parent
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert f"**/*{source.suffix}" in project["tool"]["setuptools"]["package-data"]["fivefold"]
 
 
 SHORT_OF_MEMORY = r"""
@@ -372,18 +401,19 @@ static void *scarce(size_t size) {
     return --left ? malloc(size) : NULL;
 }
 #define malloc scarce
+#define aligned_alloc(line, size) scarce(size)
 #include "cpu_attention.c"
-int main(void) {
+int main(int count, char **arguments) {
     enum { L = 300, D = 8 };
     static float x[9][L * D], lse[L];
-    Shape s = {NULL, 1, 1, 1, L, L, D, 0, 0, 1.0f, 0, 0, 4};
+    Shape s = {NULL, 1, 1, 1, L, L, D, 0, 0, 1.0f, 0, count > 1, 4};
     Tensor t[9], of_lse = {lse, L, L, 1};
     for (int i = 0; i < 9; i++) t[i] = (Tensor){x[i], L * D, L * D, D};
     for (int missing = 1; missing <= 7; missing++) {
         left = missing;
         if (attention_forward(&s, t, t + 1, t + 2, t + 3, &of_lse) != (missing <= 6)) return 1;
         left = missing;
-        if (attention_backward(&s, t + 4, t, t + 1, t + 2, t + 3, &of_lse, t + 5, t + 6, t + 7) != (missing <= 4))
+        if (attention_backward(&s, t + 4, t, t + 1, t + 2, t + 3, &of_lse, t + 5, t + 6, t + 7) != (missing <= 5))
             return 2;
     }
     return 0;
@@ -395,8 +425,10 @@ def test_without_memory_it_says_so_and_no_thread_waits(tmp_path):
     """Whichever allocation fails: all are made before the threads part, and none alone can miss at a barrier."""
     (tmp_path / "short.c").write_text(SHORT_OF_MEMORY)
     options = ["-O1", "-fopenmp", f"-I{cpu_attention.SOURCE.parent}"]
-    subprocess.run([compiler(), *options, tmp_path / "short.c", "-o", tmp_path / "short", "-lm"], check=True)
+    native = ["-march=native"] if "amx_bf16" in cpuinfo() else []
+    subprocess.run([compiler(), *native, *options, tmp_path / "short.c", "-o", tmp_path / "short", "-lm"], check=True)
     assert subprocess.run([tmp_path / "short"], timeout=60).returncode == 0
+    assert subprocess.run([tmp_path / "short", "in bf16"], timeout=60).returncode == 0
 
 
 def test_it_can_be_left_out(monkeypatch):

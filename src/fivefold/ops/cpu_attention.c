@@ -1,6 +1,7 @@
 /* Causal attention on a CPU, forward and backward, without a matrix of all scores (FlashAttention 2, Dao 2023).
 
-   Inputs are float or bfloat16, everything between is float. Vectors are those of the machine the compiler runs on.
+   Inputs are float or bfloat16. Everything between is float, but where the CPU multiplies bfloat16: see
+   `cpu_attention_bf16.h`. Vectors are those of the machine the compiler runs on.
 
    Legend: N documents of L queries and S keys; H query heads, G key/value heads (H / G of them share one), D head size.
    Query i stands at position `offset` + i among the keys, and sees the keys j <= that position, of these the last
@@ -49,16 +50,25 @@ INLINE void store(float *at, vec x) { *(vec *)at = x; }
 INLINE vec pick(ints where, vec x, vec y) { return (vec)((where & (ints)x) | (~where & (ints)y)); }
 INLINE vec larger(vec x, vec y) { return pick(x > y, x, y); }
 
+/* Four lanes, each the sum or the largest of a quarter: to add up all of them one by one takes longer than a row. */
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t quad_of_ints __attribute__((vector_size(16)));
+
 INLINE float sum_of(vec x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    quad sum = *(const quad *)&x;
+    for (int i = 4; i < LANES; i += 4) sum += *(const quad *)((const float *)&x + i);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-INLINE float max_of(vec x) {
-    float max = -INFINITY; /* a NaN is passed over */
-    for (int i = 0; i < LANES; i++) max = x[i] > max ? x[i] : max;
-    return max;
+INLINE float max_of(vec x) { /* a NaN is passed over */
+    quad max = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    for (int i = 0; i < LANES; i += 4) {
+        quad y = *(const quad *)((const float *)&x + i);
+        quad_of_ints is_larger = y > max;
+        max = (quad)((is_larger & (quad_of_ints)y) | (~is_larger & (quad_of_ints)max));
+    }
+    float left = max[0] > max[1] ? max[0] : max[1], right = max[2] > max[3] ? max[2] : max[3];
+    return left > right ? left : right;
 }
 
 /* e^x for x <= 88 within 2 units of the last place; 0 from -87 down, NaN of NaN. x = n ln 2 + r, and a polynomial of r. */
@@ -254,11 +264,68 @@ static int64_t *places(const Shape *s, int64_t step, int is_of_keys) {
 
 typedef struct {
     const Shape *s;
-    int64_t width;               /* D, padded to whole vectors */
-    const int64_t *places;       /* of documents among the keys of a head, each padded to whole tiles */
-    const float *tiles, *values; /* keys * scale [G][padded S / TILE][D][TILE], and values [G][padded S][width] */
+    int64_t width;         /* D, padded to whole vectors */
+    const int64_t *places; /* of documents among the keys of a head, each padded to whole tiles */
+    void *keys, *values;   /* keys * scale [G][padded S / TILE][D][TILE], and values [G][padded S][width] */
     const Tensor *q, *out, *lse;
 } Forward;
+
+/* Scores [span] of a query with the keys from `from` on, of which it sees those in [first, last), become weights:
+   e^(score - largest score so far). `out` and `total` are what the keys before them gave, for that largest score. */
+INLINE void weigh(const Shape *s, float *scores, int64_t from, int64_t span, int64_t first, int64_t last, float scale,
+                  float *largest, float *total, float *out, int64_t width) {
+    int is_whole = first <= from && last >= from + span;
+    vec top = splat(-INFINITY);
+    for (int64_t j = 0; j < span; j += LANES) {
+        vec x = load(scores + j) * scale;
+        if (s->softcap) x = tangent(x / s->softcap) * s->softcap;
+        if (!is_whole) x = pick(are_seen(from + j, first, last), x, splat(-INFINITY));
+        store(scores + j, x);
+        top = larger(x, top); /* a NaN is passed over, and comes into the sum */
+    }
+    float before = *largest, now = fmaxf(before, max_of(top));
+    if (now == -INFINITY) { /* it sees none of these keys, nor one before them; or their scores are NaN */
+        vec lost = {0};
+        for (int64_t j = 0; j < span; j += LANES) {
+            vec x = load(scores + j);
+            lost += (vec)((x != x) & (ints)x);
+        }
+        *total += sum_of(lost);
+        memset(scores, 0, sizeof(float) * span);
+        return;
+    }
+    vec sum = {0};
+    for (int64_t j = 0; j < span; j += LANES) {
+        vec x = exponential(load(scores + j) - now);
+        store(scores + j, x);
+        sum += x;
+    }
+    if (now > before) {
+        float shrink = expf(before - now);
+        for (int64_t c = 0; c < width; c += LANES) store(out + c, load(out + c) * shrink);
+        *total *= shrink;
+        *largest = now;
+    }
+    *total += sum_of(sum);
+}
+
+/* Output and log-sum-exp of query l, of the sums over all keys. */
+static void put_result(const Forward *f, Document d, int64_t h, int64_t l, const float *out, float largest,
+                       float total) {
+    put_row(f->s, f->out, d, h, l, out, 1.0f / total);
+    ((float *)f->lse->data)[at(f->lse, d, h, l)] = largest + logf(total);
+}
+
+/* Keys times `scale` in tiles, and values: what forward blocks multiply by. `scratch` has room for BK rows. */
+static void pack_keys(const Forward *f, Job job, const Tensor *k, const Tensor *v, float *scratch) {
+    const Shape *s = f->s;
+    Document d = document(s, job.n);
+    int64_t key = job.part * BK, count = least(BK, d.keys - key), rows = up(count, TILE);
+    int64_t place = job.head * f->places[s->documents] + f->places[job.n] + key;
+    take_rows(scratch, s, k, d, job.head, key, count, rows, f->width, s->scale);
+    turn((float *)f->keys + place * s->size, scratch, rows, f->width, s->size);
+    take_rows((float *)f->values + place * f->width, s, v, d, job.head, key, count, rows, f->width, 1.0f);
+}
 
 /* What BQ queries of one head see. `scratch` has room for 2 * BQ rows and MQ x BK scores. */
 static void forward_block(const Forward *f, Job job, float *scratch) {
@@ -266,7 +333,7 @@ static void forward_block(const Forward *f, Job job, float *scratch) {
     Document d = document(s, job.n);
     int64_t start = job.part * BQ, h = job.head, width = f->width, count = least(BQ, d.queries - start);
     int64_t rows = up(count, MQ), place = h / (s->heads / s->shared) * f->places[s->documents] + f->places[job.n];
-    const float *tiles = f->tiles + place * s->size, *values = f->values + place * width;
+    const float *keys = (const float *)f->keys + place * s->size, *values = (const float *)f->values + place * width;
     float *q = scratch, *out = q + BQ * width, *scores = out + BQ * width, largest[BQ], total[BQ];
     take_rows(q, s, f->q, d, h, start, count, rows, width, 1.0f);
     memset(out, 0, sizeof(float) * rows * width);
@@ -279,91 +346,67 @@ static void forward_block(const Forward *f, Job job, float *scratch) {
             if (from >= to) continue;
             int64_t span = up(to - from, TILE);
             for (int64_t j = 0; j < span; j += TILE)
-                multiply(scores + j, BK, q + group * width, width, tiles + (from + j) * s->size, s->size);
-            for (int64_t i = 0; i < MQ; i++) {
-                float *row = scores + i * BK, *of = out + (group + i) * width;
-                int64_t first = first_key(s, here + i), last = last_key(d, here + i);
-                int is_whole = first <= from && last >= from + span;
-                vec top = splat(-INFINITY);
-                for (int64_t j = 0; j < span; j += LANES) {
-                    vec x = load(row + j);
-                    if (s->softcap) x = tangent(x / s->softcap) * s->softcap;
-                    if (!is_whole) x = pick(are_seen(from + j, first, last), x, splat(-INFINITY));
-                    store(row + j, x);
-                    top = larger(x, top); /* a NaN is passed over, and comes into the sum */
-                }
-                float before = largest[group + i], now = fmaxf(before, max_of(top));
-                if (now == -INFINITY) { /* it sees none of these keys, nor one before them; or their scores are NaN */
-                    vec lost = {0};
-                    for (int64_t j = 0; j < span; j += LANES) {
-                        vec x = load(row + j);
-                        lost += (vec)((x != x) & (ints)x);
-                    }
-                    total[group + i] += sum_of(lost);
-                    memset(row, 0, sizeof(float) * span);
-                    continue;
-                }
-                vec sum = {0};
-                for (int64_t j = 0; j < span; j += LANES) {
-                    vec x = exponential(load(row + j) - now);
-                    store(row + j, x);
-                    sum += x;
-                }
-                if (now > before) {
-                    float shrink = expf(before - now);
-                    for (int64_t c = 0; c < width; c += LANES) store(of + c, load(of + c) * shrink);
-                    total[group + i] *= shrink;
-                    largest[group + i] = now;
-                }
-                total[group + i] += sum_of(sum);
-            }
+                multiply(scores + j, BK, q + group * width, width, keys + (from + j) * s->size, s->size);
+            for (int64_t i = group; i < group + MQ; i++)
+                weigh(s, scores + (i - group) * BK, from, span, first_key(s, position + i), last_key(d, position + i),
+                      1.0f, largest + i, total + i, out + i * width, width);
             accumulate(out + group * width, width, scores, BK, 1, values + from * width, span);
         }
     }
-    for (int64_t i = 0; i < count; i++) {
-        put_row(s, f->out, d, h, start + i, out + i * width, 1.0f / total[i]);
-        ((float *)f->lse->data)[at(f->lse, d, h, start + i)] = largest[i] + logf(total[i]);
-    }
-}
-
-/* out [N,H,L,D] and lse [N,H,L] (float) of q [N,H,L,D] and k, v [N,G,S,D]. 1 where there was no memory. */
-int attention_forward(const Shape *s, const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out,
-                      const Tensor *lse) {
-    int64_t width = up(s->size, LANES), *place = places(s, TILE, 1), padded = place ? place[s->documents] : 0;
-    int64_t key_parts, query_parts, room = 2 * BQ * width + most(MQ * BK, BK * width);
-    float *tiles = malloc(sizeof(float) * s->shared * padded * s->size);
-    float *values = malloc(sizeof(float) * s->shared * padded * width);
-    float *scratch = malloc(sizeof(float) * room * s->threads);
-    Job *of_keys = deal(s, s->shared, BK, 1, &key_parts), *of_queries = deal(s, s->heads, BQ, 0, &query_parts);
-    Forward f = {s, width, place, tiles, values, q, out, lse};
-    const int has_memory = place && tiles && values && scratch && of_keys && of_queries;
-#pragma omp parallel num_threads(s->threads) if (has_memory)
-    if (has_memory) {
-        float *own = scratch + room * omp_get_thread_num();
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < key_parts; i++) {
-            Job job = of_keys[i];
-            Document d = document(s, job.n);
-            int64_t key = job.part * BK, count = least(BK, d.keys - key), rows = up(count, TILE);
-            int64_t to = job.head * padded + place[job.n] + key;
-            take_rows(own, s, k, d, job.head, key, count, rows, width, s->scale);
-            turn(tiles + to * s->size, own, rows, width, s->size);
-            take_rows(values + to * width, s, v, d, job.head, key, count, rows, width, 1.0f);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < query_parts; i++) forward_block(&f, of_queries[i], own);
-    }
-    free(place), free(tiles), free(values), free(scratch), free(of_keys), free(of_queries);
-    return !has_memory;
+    for (int64_t i = 0; i < count; i++) put_result(f, d, h, start + i, out + i * width, largest[i], total[i]);
 }
 
 typedef struct {
     const Shape *s;
     int64_t width;
-    const Tensor *grad, *q, *k, *v, *lse, *dk, *dv;
-    const int64_t *places; /* of documents among the queries of a head, each padded to whole groups of MQ */
-    const float *delta;    /* sum(grad * out) [H][padded L] */
+    const Tensor *grad, *q, *k, *v, *out, *lse, *dk, *dv;
+    const int64_t *places;              /* of documents among the queries of a head, each padded to whole groups */
+    float *delta;                       /* sum(grad * out) [H][padded L] */
+    uint16_t *q_columns, *grad_columns; /* as bfloat16 [H][padded L / BQ][width][BQ] */
 } Backward;
+
+/* delta of the queries of a part. `scratch` has room for 2 * BQ rows. */
+static void sum_up(const Backward *b, Job job, float *scratch) {
+    const Shape *s = b->s;
+    Document d = document(s, job.n);
+    int64_t start = job.part * BQ, count = least(BQ, d.queries - start), width = b->width;
+    float *x = scratch, *y = scratch + BQ * width;
+    float *to = b->delta + job.head * b->places[s->documents] + b->places[job.n] + start;
+    take_rows(x, s, b->grad, d, job.head, start, count, count, width, 1.0f);
+    take_rows(y, s, b->out, d, job.head, start, count, count, width, 1.0f);
+    for (int64_t l = 0; l < count; l++, x += width, y += width) {
+        vec sum = {0};
+        for (int64_t c = 0; c < width; c += LANES) sum += load(x + c) * load(y + c);
+        to[l] = sum_of(sum);
+    }
+}
+
+/* A query, and the keys [first, last) that it sees. */
+typedef struct {
+    int64_t first, last;
+    float lse, delta;
+} Query;
+
+/* Query l of a document whose queries begin at `head` in `delta`; one from `end` on sees nothing. */
+INLINE Query query_of(const Backward *b, Document d, int64_t h, int64_t head, int64_t l, int64_t end) {
+    if (l >= end) return (Query){0, 0, 0, 0};
+    float lse = ((const float *)b->lse->data)[at(b->lse, d, h, l)];
+    return (Query){first_key(b->s, d.offset + l), last_key(d, d.offset + l), lse, b->delta[head + l]};
+}
+
+/* Weights of its scores x with the keys from `key` on; `change`, the gradients of the weights, become those of x. */
+INLINE vec weigh_again(const Shape *s, const Query *q, vec x, int64_t key, vec *change) {
+    vec slope = splat(1.0f);
+    if (s->softcap) {
+        vec t = tangent(x / s->softcap);
+        x = t * s->softcap;
+        slope = 1.0f - t * t;
+    }
+    vec weight = exponential(x - q->lse);
+    if (q->first > key || q->last < key + LANES) weight = (vec)(are_seen(key, q->first, q->last) & (ints)weight);
+    *change = weight * (*change - q->delta) * slope;
+    return weight;
+}
 
 /* The BK keys of a part with all queries that see them: their dk and dv, and what they add to `dq` [H][padded L][width].
    `scratch` has room for 6 * BK + 2 * BQ rows and 2 * BQ x BK scores. */
@@ -385,7 +428,6 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
     if (s->window) end = least(end, key + count - 1 + s->window - d.offset);
     for (int64_t h = g * share; h < (g + 1) * share; h++) {
         int64_t place = h * b->places[s->documents] + b->places[job.n];
-        const float *lse = (const float *)b->lse->data;
         for (int64_t start = begin / MQ * MQ; start < end; start += BQ) {
             int64_t some = least(BQ, end - start), height = up(some, MQ);
             take_rows(q, s, b->q, d, h, start, some, height, width, 1.0f);
@@ -400,22 +442,13 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
                 }
                 for (int64_t i = 0; i < MQ; i++) {
                     float *w = weights + (group + i) * BK, *ds = dscores + (group + i) * BK;
-                    int64_t first = first_key(s, here + i), last = last_key(d, here + i), filled = low;
-                    int is_whole = first <= key + low && last >= key + high;
+                    int64_t filled = low;
                     if (group + i < some) {
-                        float stat = lse[at(b->lse, d, h, start + group + i)];
-                        float mean = b->delta[place + start + group + i];
+                        const Query of = query_of(b, d, h, place, start + group + i, start + some);
                         for (; filled < high; filled += LANES) {
-                            vec x = load(w + filled), slope = splat(1.0f);
-                            if (s->softcap) {
-                                vec t = tangent(x / s->softcap);
-                                x = t * s->softcap;
-                                slope = 1.0f - t * t;
-                            }
-                            vec p = exponential(x - stat);
-                            if (!is_whole) p = (vec)(are_seen(key + filled, first, last) & (ints)p);
-                            store(w + filled, p);
-                            store(ds + filled, p * (load(ds + filled) - mean) * slope);
+                            vec change = load(ds + filled);
+                            store(w + filled, weigh_again(s, &of, load(w + filled), key + filled, &change));
+                            store(ds + filled, change);
                         }
                     }
                     memset(w, 0, sizeof(float) * low);
@@ -440,46 +473,101 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
     }
 }
 
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__)
+#include "cpu_attention_bf16.h"
+#else /* nothing multiplies bfloat16 faster: these are never called */
+enum { STEP = 32 };
+typedef int Tiles;
+static int has_tiles(void) { return 0; }
+static void take_tiles(Tiles *before) { *before = 0; }
+static void give_tiles_back(const Tiles *before) { (void)before; }
+static void pack_keys_bf16(const Forward *f, Job job, const Tensor *k, const Tensor *v, uint16_t *scratch) {}
+static void forward_block_bf16(const Forward *f, Job job, float *scratch) {}
+static void pack_queries_bf16(const Backward *b, Job job, uint16_t *scratch) {}
+static void backward_block_bf16(const Backward *b, Job job, float *dq, float *scratch) {}
+#endif
+
+/* Memory that begins where a line of the caches does; NULL where there is none. */
+static void *memory(int64_t bytes) { return aligned_alloc(64, up(most(bytes, 1), 64)); }
+
+/* out [N,H,L,D] and lse [N,H,L] (float) of q [N,H,L,D] and k, v [N,G,S,D]. 1 where there was no memory. */
+int attention_forward(const Shape *s, const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out,
+                      const Tensor *lse) {
+    const int in_bf16 = s->is_bf16 && has_tiles();
+    int64_t width = up(s->size, in_bf16 ? STEP : LANES), *place = places(s, up(TILE, STEP), 1);
+    int64_t padded = place ? place[s->documents] : 0, key_parts, query_parts;
+    int64_t room = up(4 * ((2 * BQ + BK) * width + 2 * STEP * BK), 64); /* bytes of a thread */
+    void *keys = memory(4 * s->shared * padded * width), *values = memory(4 * s->shared * padded * width);
+    char *scratch = memory(room * s->threads);
+    Job *of_keys = deal(s, s->shared, BK, 1, &key_parts), *of_queries = deal(s, s->heads, BQ, 0, &query_parts);
+    Forward f = {s, width, place, keys, values, q, out, lse};
+    const int has_memory = place && keys && values && scratch && of_keys && of_queries;
+#pragma omp parallel num_threads(s->threads) if (has_memory)
+    if (has_memory) {
+        void *own = scratch + room * omp_get_thread_num();
+        Tiles before;
+        if (in_bf16) take_tiles(&before);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < key_parts; i++) {
+            if (in_bf16)
+                pack_keys_bf16(&f, of_keys[i], k, v, own);
+            else
+                pack_keys(&f, of_keys[i], k, v, own);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < query_parts; i++) {
+            if (in_bf16)
+                forward_block_bf16(&f, of_queries[i], own);
+            else
+                forward_block(&f, of_queries[i], own);
+        }
+        if (in_bf16) give_tiles_back(&before);
+    }
+    free(place), free(keys), free(values), free(scratch), free(of_keys), free(of_queries);
+    return !has_memory;
+}
+
 /* dq [N,H,L,D], dk and dv [N,G,S,D] of `grad` and `out` [N,H,L,D] and `lse` [N,H,L]. 1 where there was no memory.
    The parts of a head go round `lanes` lanes, each with a dq of its own, so that few heads occupy all threads; the sum
    of the lanes has one order. At most 8 lanes: each takes the memory of q in float. */
 int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, const Tensor *k, const Tensor *v,
                        const Tensor *out, const Tensor *lse, const Tensor *dq, const Tensor *dk, const Tensor *dv) {
-    int64_t width = up(s->size, LANES), pairs = s->documents * s->shared, parts = 0, query_parts;
-    int64_t *place = places(s, MQ, 0), padded = place ? place[s->documents] : 0;
-    int64_t room = 6 * BK * width + 2 * BQ * width + 2 * BQ * BK;
+    const int in_bf16 = s->is_bf16 && has_tiles();
+    int64_t width = up(s->size, in_bf16 ? STEP : LANES), pairs = s->documents * s->shared, parts = 0, query_parts;
+    int64_t *place = places(s, in_bf16 ? STEP : MQ, 0), padded = place ? place[s->documents] : 0;
+    int64_t room = up(4 * (6 * BK * width + 2 * BQ * width + 2 * BQ * BK), 64); /* bytes of a thread */
     for (int64_t n = 0; n < s->documents; n++) parts = most(parts, up(tokens(s, n, 1), BK) / BK);
     int64_t lanes = 1;
     if (pairs && pairs < 8 * s->threads && pairs != s->threads)
         lanes = most(1, least(parts, least(8, 4 * s->threads / pairs + 1)));
     float *sums = calloc(most(1, lanes * s->heads * padded * width), sizeof(float));
-    float *delta = malloc(sizeof(float) * s->heads * padded);
-    float *scratch = malloc(sizeof(float) * room * s->threads);
+    float *delta = memory(4 * s->heads * padded);
+    uint16_t *columns = memory(in_bf16 ? 4 * s->heads * padded * width : 0);
+    char *scratch = memory(room * s->threads);
     Job *of_queries = deal(s, s->heads, BQ, 0, &query_parts);
-    Backward b = {s, width, grad, q, k, v, lse, dk, dv, place, delta};
-    const int has_memory = place && sums && delta && scratch && of_queries;
+    Backward b = {s, width, grad, q, k, v, out, lse, dk, dv, place, delta, columns};
+    const int has_memory = place && sums && delta && columns && scratch && of_queries;
+    b.grad_columns = columns + s->heads * padded * width;
 #pragma omp parallel num_threads(s->threads) if (has_memory)
     if (has_memory) {
-        float *own = scratch + room * omp_get_thread_num();
+        void *own = scratch + room * omp_get_thread_num();
+        Tiles before;
+        if (in_bf16) take_tiles(&before);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < query_parts; i++) {
-            Job job = of_queries[i];
-            Document d = document(s, job.n);
-            int64_t start = job.part * BQ, count = least(BQ, d.queries - start);
-            float *x = own, *y = own + BQ * width, *to = delta + job.head * padded + place[job.n] + start;
-            take_rows(x, s, grad, d, job.head, start, count, count, width, 1.0f);
-            take_rows(y, s, out, d, job.head, start, count, count, width, 1.0f);
-            for (int64_t l = 0; l < count; l++, x += width, y += width) {
-                vec sum = {0};
-                for (int64_t c = 0; c < width; c += LANES) sum += load(x + c) * load(y + c);
-                to[l] = sum_of(sum);
-            }
+            sum_up(&b, of_queries[i], own);
+            if (in_bf16) pack_queries_bf16(&b, of_queries[i], own);
         }
 #pragma omp for schedule(dynamic)
         for (int64_t turn = 0; turn < pairs * lanes; turn++) {
             int64_t n = turn / lanes / s->shared, g = turn / lanes % s->shared, lane = turn % lanes;
-            for (int64_t part = lane; part < up(tokens(s, n, 1), BK) / BK; part += lanes)
-                backward_block(&b, (Job){n, g, part}, sums + lane * s->heads * padded * width, own);
+            float *to = sums + lane * s->heads * padded * width;
+            for (int64_t part = lane; part < up(tokens(s, n, 1), BK) / BK; part += lanes) {
+                if (in_bf16)
+                    backward_block_bf16(&b, (Job){n, g, part}, to, own);
+                else
+                    backward_block(&b, (Job){n, g, part}, to, own);
+            }
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < query_parts; i++) {
@@ -492,20 +580,25 @@ int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, cons
                     const float *more = sum + lane * s->heads * padded * width;
                     for (int64_t c = 0; c < width; c += LANES) store(sum + c, load(sum + c) + load(more + c));
                 }
-                put_row(s, dq, d, job.head, l, sum, 1.0f);
+                put_row(s, dq, d, job.head, l, sum, in_bf16 ? s->scale : 1.0f);
             }
         }
+        if (in_bf16) give_tiles_back(&before);
     }
-    free(place), free(sums), free(delta), free(scratch), free(of_queries);
+    free(place), free(sums), free(delta), free(columns), free(scratch), free(of_queries);
     return !has_memory;
 }
 
-/* Both once, of a document of 9 tokens: 0 where this CPU has the instructions. */
+/* Both once, of a document of 9 tokens, in both types: 0 where this CPU has the instructions. */
 int attention_tried(void) {
     float x[4][9 * 8] = {{0}}, lse[9], dq[9 * 8], dk[9 * 8], dv[9 * 8];
-    Shape s = {NULL, 1, 1, 1, 9, 9, 8, 0, 5, 1.0f, 2.0f, 0, 1};
-    Tensor t[4], of_lse = {lse, 9, 9, 1}, of_dq = {dq, 72, 72, 8}, of_dk = {dk, 72, 72, 8}, of_dv = {dv, 72, 72, 8};
-    for (int i = 0; i < 4; i++) t[i] = (Tensor){x[i], 72, 72, 8};
-    return attention_forward(&s, t, t + 1, t + 2, t + 3, &of_lse) ||
-           attention_backward(&s, t + 3, t, t + 1, t + 2, t + 3, &of_lse, &of_dq, &of_dk, &of_dv);
+    int failed = 0;
+    for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
+        Shape s = {NULL, 1, 1, 1, 9, 9, 8, 0, 5, 1.0f, 2.0f, is_bf16, 1};
+        Tensor t[4], of_lse = {lse, 9, 9, 1}, of_dq = {dq, 72, 72, 8}, of_dk = {dk, 72, 72, 8}, of_dv = {dv, 72, 72, 8};
+        for (int i = 0; i < 4; i++) t[i] = (Tensor){x[i], 72, 72, 8};
+        failed |= attention_forward(&s, t, t + 1, t + 2, t + 3, &of_lse) ||
+                  attention_backward(&s, t + 3, t, t + 1, t + 2, t + 3, &of_lse, &of_dq, &of_dk, &of_dv);
+    }
+    return failed;
 }

@@ -56,6 +56,7 @@ from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError, first_line
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
+HEADER = Path(__file__).with_name("cpu_attention_bf16.h")  # which it includes where the CPU has AMX
 LIBRARY = "cpu_attention.so"
 _OPTIONS = ("-O3", "-fopenmp", "-lm")
 _MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: whatever the compiler takes this machine to be
@@ -186,7 +187,8 @@ def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
 @cache
 def _library() -> ctypes.CDLL | str:
     """The compiled kernel, or why there is none."""
-    key = (SOURCE.read_text(encoding="utf-8"), _OPTIONS, _machine(), os.name)
+    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, HEADER)]
+    key = (*sources, _OPTIONS, _machine(), os.name)
     try:
         return kept_library("kernels", LIBRARY, key, build=_build, load=lambda library: ctypes.CDLL(str(library)))
     except (UserError, OSError, ValueError) as error:
