@@ -181,6 +181,28 @@ def test_an_own_loop_with_backwards_of_its_own(layout: str) -> None:
     run_ranks(1, own_loop, layout)
 
 
+def hooked() -> None:
+    """Hooks of a parameter see its gradient in its type, and what they return takes its place, one after the other."""
+    model, ids = own_model("single")
+    seen = list[torch.Tensor]()
+    norm, head = model.get_parameter("model.norm.weight"), model.get_parameter("lm_head.weight")
+    model(input_ids=ids, labels=ids).loss.backward()
+    right = {each: each.grad.clone() for each in (norm, head)}
+    model.zero_grad()
+    norm.register_hook(seen.append)
+    norm.register_hook(lambda gradient: gradient * 2)
+    norm.register_hook(lambda gradient: gradient + 1)
+    head.register_hook(torch.zeros_like).remove()
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert all(torch.equal(each, right[norm]) and each.dtype is torch.float32 for each in seen) and len(seen) == 2
+    assert torch.allclose(norm.grad, 2 * (2 * right[norm] + 1)) and torch.equal(head.grad, 2 * right[head])
+
+
+def test_hooks_of_a_parameter_are_called() -> None:
+    run_ranks(1, hooked)
+
+
 def raising() -> None:
     model, ids = own_model("single")
     layer = model.model.layers[1]
