@@ -77,6 +77,27 @@ def plain_calls(layout: str, name: str) -> tuple[list[float], int]:
     return [result.loss, result.grad_norm], model.data_ranks
 
 
+def other_parameters(layout: str, precision: str) -> bool:
+    """What stands in the place of a parameter would be passed over; a hook for its gradient would not be called."""
+    model: Any = ff.parallelize(build("llama"), layout, precision=precision)
+    batch = plain(np.random.default_rng(3), 2, 8)
+    head, doubled = model.lm_head, {name: 2 * each.detach() for name, each in model.named_parameters()}
+    with refuses(r"model\.embed_tokens\.weight is another tensor"):
+        torch.func.functional_call(model, doubled, (batch["input_ids"],))
+    right, own = ff.evaluate(model, batch), head.weight
+    head.weight = nn.Parameter(2 * own.detach())
+    with refuses(r"lm_head\.weight is another tensor than the one that ff\.parallelize put there"):
+        ff.train_step(model, torch.optim.SGD(model.parameters()), batch)
+    head.weight, model.lm_head = own, nn.Linear(*reversed(head.weight.shape), bias=False)
+    with refuses(r"lm_head\.weight is another tensor"):
+        model.backward(batch)
+    model.lm_head = head
+    if dist.get_world_size() > 1:
+        with refuses("register_hook"):
+            own.register_hook(torch.zeros_like)
+    return ff.evaluate(model, batch) == right
+
+
 def methods(layout: str) -> bool:
     """Methods of `transformers` and torch that would give or take parts for wholes."""
     model, _ = model_and_batch(layout)

@@ -259,6 +259,11 @@ def _check_model(model: nn.Module) -> torch.dtype:
             f"{odd[0]} is {dict(model.named_parameters())[odd[0]].dtype}: quantised weights cannot be trained",
             fix="load the model without quantization_config",
         )
+    if hooked := [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise refusal(
+            f"{hooked[0]} has a hook for its gradient, which would be lost: the parameters are others afterwards",
+            fix="register it after ff.parallelize",
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise refusal(
             "gradient checkpointing is on in the model",
@@ -312,3 +317,4 @@ def check_parallel(model: Any) -> None:
             fix="model = ff.parallelize(model, layout), and nothing wrapped around it",
         )
     put_in_order(model)
+    guard.check_parameters(model)
