@@ -98,6 +98,33 @@ def other_parameters(layout: str, precision: str) -> bool:
     return ff.evaluate(model, batch) == right
 
 
+def called_around() -> bool:
+    """Hooks of the whole model, and a forward of its own, before `parallelize` and after; those of parts are called."""
+    batch = plain(np.random.default_rng(3), 2, 8)
+
+    def halved(*args: Any) -> Any:
+        return {**args[-1], "logits": args[-1]["logits"] / 2}
+
+    plain_model = build("llama")
+    hooks = [plain_model.register_forward_hook(halved)]
+    model: Any = ff.parallelize(plain_model, "single")
+    for also in (None, model.register_forward_hook, model.register_forward_pre_hook):
+        hooks += [] if also is None else [also(halved)]
+        for call in (lambda: ff.evaluate(model, batch), lambda: ff.logits(model, batch), lambda: model.backward(batch)):
+            with refuses("the whole model has a forward hook"):
+                call()
+        hooks.pop().remove()
+    right = ff.evaluate(model, batch)
+    own = type(model).forward
+    model.forward = lambda *args, **kwargs: halved(own(model, *args, **kwargs))
+    with refuses("or a forward of its own"):
+        ff.evaluate(model, batch)
+    del model.forward
+    with model.lm_head.register_forward_hook(lambda *args: args[-1] / 2):
+        changed = ff.evaluate(model, batch)
+    return ff.evaluate(model, batch) == right != changed
+
+
 def methods(layout: str) -> bool:
     """Methods of `transformers` and torch that would give or take parts for wholes."""
     model, _ = model_and_batch(layout)

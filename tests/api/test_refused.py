@@ -59,6 +59,10 @@ def test_one_process_needs_none_of_it() -> None:
     assert all(run_ranks(1, refused.one_process))
 
 
+def test_what_is_called_around_the_whole_model_is_not_left_out() -> None:
+    assert all(run_ranks(1, refused.called_around))
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_gradient_hook_that_would_be_lost_is_refused(register: str) -> None:
     model = build("llama")
