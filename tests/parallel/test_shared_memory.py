@@ -181,7 +181,7 @@ def test_a_rank_that_was_stopped_goes_on(two: _Two) -> None:
     assert {two.heard(), two.heard()} == {(0, "8"), (1, "8")}
 
 
-@pytest.mark.parametrize("two", ["calls_another"], indirect=True)
+@pytest.mark.parametrize("two", [f"calls_another {what}" for what in transport.UNLIKE], indirect=True)
 def test_another_collective_is_named(two: _Two) -> None:
     for rank, said in (two.heard(), two.heard()):
         assert f"rank {1 - rank} calls another collective" in said
