@@ -95,6 +95,17 @@ def other_parameters(layout: str, precision: str) -> bool:
     if dist.get_world_size() > 1:
         with refuses("register_hook"):
             own.register_hook(torch.zeros_like)
+        with refuses(r"parameter\.data = values would change nothing"):
+            own.data = 2 * own.data
+        with torch.no_grad():  # what changes a part where it lies is right
+            own.data.mul_(2)
+            assert ff.evaluate(model, batch) != right
+            own.copy_(own.detach().clone() / 2)
+        assert ff.evaluate(model, batch) == right and isinstance(own, nn.Parameter)
+        torch.utils.swap_tensors(own, nn.Parameter(2 * own.detach()))
+        with refuses(r"lm_head\.weight is another tensor"):
+            ff.evaluate(model, batch)
+        return True
     return ff.evaluate(model, batch) == right
 
 

@@ -134,6 +134,8 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
         guard.parameters = _by_name(model)
     for parameter in guard.parameters.values() if plan.uses_fsdp else ():
         parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
+        if isinstance(parameter, DTensor):
+            parameter.__class__ = PartOfParameter  # type: ignore[assignment]
 
 
 def check_parameters(model: Any) -> None:
@@ -142,12 +144,21 @@ def check_parameters(model: Any) -> None:
     if not (held := model.fivefold.guard.parameters):
         return
     found = _by_name(model)
-    if other := [name for name, parameter in held.items() if found.get(name) is not parameter]:
+    # Of `torch.utils.swap_tensors` the parameter is the same, and what it is and has another's.
+    if other := [
+        name
+        for name, parameter in held.items()
+        if found.get(name) is not parameter or (isinstance(parameter, DTensor) and not _is_part(parameter))
+    ]:
         raise UserError(
             f"{other[0]} is another tensor than the one that ff.parallelize put there, and would be passed over",
             fix="with torch.no_grad(): parameter.copy_(values), or put it there before ff.parallelize",
             more=READ_MORE,
         )
+
+
+def _is_part(tensor: Any) -> bool:
+    return isinstance(tensor, PartOfParameter)
 
 
 def _by_name(model: Any) -> dict[str, nn.Parameter]:
@@ -205,7 +216,23 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {**kwargs, "cu_seqlens": cu_seqlens.to(torch.int32)}
 
 
-# ---- gradients that are only a part ----------------------------------------------------------------------------------
+# ---- parameters and gradients that are only a part -------------------------------------------------------------------
+
+
+class PartOfParameter(DTensor):
+    """A parameter that FSDP gathers from this rank's part and others: `.data = values` would change neither."""
+
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        raise UserError(
+            "parameter.data = values would change nothing: FSDP gathers the parameter from where its parts lie",
+            fix="with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
+            more=READ_MORE,
+        )
 
 
 class PartOfGradient(DTensor):
