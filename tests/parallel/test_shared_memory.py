@@ -202,3 +202,8 @@ def test_what_a_rank_sent_before_it_ended_arrives(two: _Two) -> None:
 def test_the_watchdog_sees_what_waits(two: _Two) -> None:
     rank, said = two.heard()
     assert rank == 0 and said.startswith("True True waits in: all_reduce [[4]] of group")
+
+
+@pytest.mark.parametrize("two", ["averages_integers"], indirect=True)
+def test_whole_numbers_have_no_average(two: _Two) -> None:
+    assert all("type Float" in said for _, said in (two.heard(), two.heard()))

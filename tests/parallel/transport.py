@@ -410,6 +410,12 @@ def calls_another(group: dist.ProcessGroup, what: str) -> str:
     return "done"
 
 
+def averages_integers(group: dist.ProcessGroup) -> str:
+    """Left to torch, which refuses it."""
+    dist.all_reduce(torch.tensor([1, 2]), dist.ReduceOp.AVG, group=group)
+    return "done"
+
+
 def is_patient(group: dist.ProcessGroup) -> str:
     """Rank 0 has a timeout of its own."""
     if dist.get_rank() == 0:
