@@ -416,12 +416,35 @@ def averages_integers(group: dist.ProcessGroup) -> str:
     return "done"
 
 
+def exchanges_no_such_rows(group: dist.ProcessGroup) -> str:
+    """More rows than there are would be read from beyond the tensor."""
+    try:
+        dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [2, 3], group=group)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "done"
+
+
+def sleeps(group: dist.ProcessGroup) -> str:
+    """Rank 0 is stopped, by its test, for longer than it would wait."""
+    if dist.get_rank() == 0:
+        _waiting_for(group, 1.5)
+    else:
+        time.sleep(2.6)
+        dist.all_reduce(torch.ones(4), group=group)
+    return "done"
+
+
+def _waiting_for(group: dist.ProcessGroup, seconds: float) -> None:
+    options = dist.distributed_c10d.AllreduceOptions()  # type: ignore[attr-defined]
+    options.timeout, options.asyncOp = timedelta(seconds=seconds), False
+    group.allreduce([torch.ones(4)], options)
+
+
 def is_patient(group: dist.ProcessGroup) -> str:
     """Rank 0 has a timeout of its own."""
     if dist.get_rank() == 0:
-        options = dist.distributed_c10d.AllreduceOptions()  # type: ignore[attr-defined]
-        options.timeout, options.asyncOp = timedelta(seconds=0.4), False
-        group.allreduce([torch.ones(4)], options)
+        _waiting_for(group, 0.4)
     else:
         time.sleep(60)
     return "done"
