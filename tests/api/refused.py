@@ -100,7 +100,7 @@ def other_parameters(layout: str, precision: str) -> bool:
         with torch.no_grad():  # what changes a part where it lies is right
             own.data.mul_(2)
             assert ff.evaluate(model, batch) != right
-            own.copy_(own.detach().clone() / 2)
+            own.copy_(copy.deepcopy(own) / 2)
         assert ff.evaluate(model, batch) == right and isinstance(own, nn.Parameter)
         torch.utils.swap_tensors(own, nn.Parameter(2 * own.detach()))
         with refuses(r"lm_head\.weight is another tensor"):

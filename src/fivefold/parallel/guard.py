@@ -234,6 +234,11 @@ class PartOfParameter(DTensor):
             more=READ_MORE,
         )
 
+    def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
+        """An ordinary one: an average of the weights, say."""
+        memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
 
 class PartOfGradient(DTensor):
     """A gradient of which other ranks hold parts that its mesh does not know of: tensor, expert or pipeline parallel.
