@@ -59,6 +59,15 @@ class Prompted(LlamaForCausalLM):
         return super().forward(inputs_embeds=inputs_embeds, **kwargs)
 
 
+class Striding(LlamaForCausalLM):
+    """Its tokens stand apart."""
+
+    def forward(self, position_ids=None, **kwargs):
+        if position_ids is not None:
+            kwargs["position_ids"] = 2 * position_ids
+        return super().forward(**kwargs)
+
+
 class Copying(LlamaForCausalLM):
     """Its own tokens are likelier."""
 
@@ -94,6 +103,7 @@ class Scaling(LlamaForCausalLM):
     ("kind", "said"),
     [
         (Prompted, "gives model embeddings that it has made, and no tokens"),
+        (Striding, "gives model other positions than it is given"),
         (Copying, "looks at the tokens again to make logits"),
         (Shifting, "lets tokens meet between the last hidden states and the logits"),
     ],

@@ -99,9 +99,15 @@ def _check_around(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy, i
         with base_gives(base, states) as took, suppress(Untraceable):
             recorder.run(lambda **inputs: logits.append(copy(**inputs).logits), input_ids=tokens, use_cache=False)
         given += took
+    places = torch.arange(recorder.tokens).unsqueeze(0)
+    with base_gives(base, hidden) as took, suppress(Untraceable):
+        recorder.run(copy, input_ids=ids, position_ids=places, use_cache=False)
+    positions = [each["position_ids"] for each in took if isinstance(each.get("position_ids"), Tensor)]
     fix = f"do so inside of {anatomy.base}, whose forward is run in training, or in a layer"
     if any(each.get("inputs_embeds") is not None for each in given):
         raise Untraceable(f"its forward gives {anatomy.base} embeddings that it has made, and no tokens", fix=fix)
+    if not all(_same([each], [places]) for each in positions):
+        raise Untraceable(f"its forward gives {anatomy.base} other positions than it is given", fix=fix)
     if len(logits) < 3:
         return
     if not _same(logits[:1], logits[1:2]):
