@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,63 @@ def test_nothing_is_kept_under_a_folder_that_others_write(cache, own, at, mode, 
     (cache / "kernels").mkdir()
     (cache.parent / at).chmod(mode)
     assert code_folder("kernels") == own
+
+
+def test_nothing_is_made_under_a_folder_that_others_write(cache, own):
+    cache.chmod(0o777)
+    assert code_folder("kernels") == own and not (cache / "kernels").exists()
+
+
+def test_a_folder_that_another_user_has_made_first_is_not_taken(cache, own, monkeypatch):
+    """Between the look at the way to it and the making of it."""
+    asked, real = [], code_cache._changed_by_others
+
+    def changed(folder):
+        asked.append(folder)
+        return "another was first" if asked == [cache / "kernels"] * 2 else real(folder)
+
+    monkeypatch.setattr(code_cache, "_changed_by_others", changed)
+    assert code_folder("kernels") == own
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "members", "is_own"),
+    [
+        (7, "anna", [], True),
+        (7, "anna", ["anna"], True),
+        (7, "anna", ["anna", "otto"], False),
+        (7, "team", [], False),
+        (7, "team", ["anna"], False),
+        (0, "root", ["otto"], True),
+        (7, None, [], False),
+        (0, None, [], True),
+    ],
+)
+def test_a_group_is_ones_own_where_nobody_else_is_in_it(group, name, members, is_own, monkeypatch):
+    def named(number):
+        if name is None:
+            raise KeyError(number)
+        return SimpleNamespace(gr_name=name, gr_mem=members, pw_name="anna")
+
+    monkeypatch.setattr(code_cache.grp, "getgrgid", named)
+    monkeypatch.setattr(code_cache.pwd, "getpwuid", named)
+    assert code_cache._is_own_group(group) is is_own
+
+
+@pytest.mark.parametrize(
+    ("user", "known", "is_unmapped"),
+    [(65534, "0 1000 1", True), (65534, "0 0 4294967295", False), (ANOTHER, "0 1000 1", False), (65534, None, False)],
+)
+def test_nobody_stands_for_the_users_that_a_container_does_not_know(user, known, is_unmapped, monkeypatch):
+    def read(*_, **__):
+        if known is None:
+            raise FileNotFoundError
+        return f"         {known}\n"
+
+    code_cache._is_unmapped.cache_clear()
+    monkeypatch.setattr(Path, "read_text", read)
+    assert code_cache._is_unmapped(user) is is_unmapped
+    code_cache._is_unmapped.cache_clear()
 
 
 def test_a_sticky_folder_above_it_is_none_that_others_can_change(cache, own):

@@ -541,6 +541,16 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def through_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """A gradient that is about to be added to that of a parameter, which has come another way, as the hooks of the
+    parameter (`register_hook`) make it. They see it in the parameter's type."""
+    for hook in (parameter._backward_hooks or {}).values():
+        gradient = gradient.to(parameter.dtype)
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
 def call_gradient_hooks(parameter: nn.Parameter) -> None:
     """Call what waits for the gradient of a parameter, which has come another way (as FSDP does)."""
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
@@ -780,6 +790,7 @@ def surfaces() -> Iterator[Surface]:
         yield Surface(f"distributed.distributed_c10d.{name}")
     yield Surface("distributed.ProcessGroup._get_backend")
     yield from (Surface("autograd._unsafe_preserve_version_counter"), Surface("Tensor._post_accumulate_grad_hooks"))
+    yield Surface("Tensor._backward_hooks")
     yield Surface("autograd.Variable._execution_engine.queue_callback")
     yield from _of_carriers()
     yield Surface("cuda._is_in_bad_fork")

@@ -77,6 +77,65 @@ def plain_calls(layout: str, name: str) -> tuple[list[float], int]:
     return [result.loss, result.grad_norm], model.data_ranks
 
 
+def other_parameters(layout: str, precision: str) -> bool:
+    """What stands in the place of a parameter would be passed over; a hook for its gradient would not be called."""
+    model: Any = ff.parallelize(build("llama"), layout, precision=precision)
+    batch = plain(np.random.default_rng(3), 2, 8)
+    head, doubled = model.lm_head, {name: 2 * each.detach() for name, each in model.named_parameters()}
+    with refuses(r"model\.embed_tokens\.weight is another tensor"):
+        torch.func.functional_call(model, doubled, (batch["input_ids"],))
+    right, own = ff.evaluate(model, batch), head.weight
+    head.weight = nn.Parameter(2 * own.detach())
+    with refuses(r"lm_head\.weight is another tensor than the one that ff\.parallelize put there"):
+        ff.train_step(model, torch.optim.SGD(model.parameters()), batch)
+    head.weight, model.lm_head = own, nn.Linear(*reversed(head.weight.shape), bias=False)
+    with refuses(r"lm_head\.weight is another tensor"):
+        model.backward(batch)
+    model.lm_head = head
+    if dist.get_world_size() > 1:
+        with refuses("register_hook"):
+            own.register_hook(torch.zeros_like)
+        with refuses(r"parameter\.data = values would change nothing"):
+            own.data = 2 * own.data
+        with torch.no_grad():  # what changes a part where it lies is right
+            own.data.mul_(2)
+            assert ff.evaluate(model, batch) != right
+            own.copy_(copy.deepcopy(own) / 2)
+        assert ff.evaluate(model, batch) == right and isinstance(own, nn.Parameter)
+        torch.utils.swap_tensors(own, nn.Parameter(2 * own.detach()))
+        with refuses(r"lm_head\.weight is another tensor"):
+            ff.evaluate(model, batch)
+        return True
+    return ff.evaluate(model, batch) == right
+
+
+def called_around() -> bool:
+    """Hooks of the whole model, and a forward of its own, before `parallelize` and after; those of parts are called."""
+    batch = plain(np.random.default_rng(3), 2, 8)
+
+    def halved(*args: Any) -> Any:
+        return {**args[-1], "logits": args[-1]["logits"] / 2}
+
+    plain_model = build("llama")
+    hooks = [plain_model.register_forward_hook(halved)]
+    model: Any = ff.parallelize(plain_model, "single")
+    for also in (None, model.register_forward_hook, model.register_forward_pre_hook):
+        hooks += [] if also is None else [also(halved)]
+        for call in (lambda: ff.evaluate(model, batch), lambda: ff.logits(model, batch), lambda: model.backward(batch)):
+            with refuses("the whole model has a forward hook"):
+                call()
+        hooks.pop().remove()
+    right = ff.evaluate(model, batch)
+    own = type(model).forward
+    model.forward = lambda *args, **kwargs: halved(own(model, *args, **kwargs))
+    with refuses("or a forward of its own"):
+        ff.evaluate(model, batch)
+    del model.forward
+    with model.lm_head.register_forward_hook(lambda *args: args[-1] / 2):
+        changed = ff.evaluate(model, batch)
+    return ff.evaluate(model, batch) == right != changed
+
+
 def methods(layout: str) -> bool:
     """Methods of `transformers` and torch that would give or take parts for wholes."""
     model, _ = model_and_batch(layout)

@@ -29,6 +29,13 @@ def test_methods_that_would_give_parts_for_wholes_are_refused() -> None:
     assert all(run_ranks(2, refused.methods, "tp2"))
 
 
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("single", "bf16"), ("shard2", "fp32"), ("tp2", "fp32"), ("dp2", "bf16")]
+)
+def test_what_takes_the_place_of_a_parameter_is_refused(layout: str, precision: str) -> None:
+    assert all(run_ranks(1 if layout == "single" else 2, refused.other_parameters, layout, precision))
+
+
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
 def test_wrong_batches_are_refused_on_every_rank(layout: str) -> None:
     assert all(run_ranks(2, refused.batches, layout))
@@ -50,6 +57,18 @@ def test_a_budget_of_recompute_is_told_the_step() -> None:
 
 def test_one_process_needs_none_of_it() -> None:
     assert all(run_ranks(1, refused.one_process))
+
+
+def test_what_is_called_around_the_whole_model_is_not_left_out() -> None:
+    assert all(run_ranks(1, refused.called_around))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_that_would_be_lost_is_refused(register: str) -> None:
+    model = build("llama")
+    getattr(model.get_parameter("model.norm.weight"), register)(lambda _: None)
+    with pytest.raises(ff.UserError, match=r"model\.norm\.weight has a hook for its gradient, which would be lost"):
+        ff.parallelize(model, "single")
 
 
 def test_what_is_no_model_is_refused_before_a_group_is_made() -> None:

@@ -6,11 +6,13 @@ from transformers import (
     DbrxConfig,
     DogeConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MiniMaxM3VLTextConfig,
     OPTConfig,
     PhimoeConfig,
     Starcoder2Config,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama import modeling_llama
 
 from fivefold.core.errors import UserError
@@ -42,6 +44,80 @@ def noisy(mlp, x):
 
 def counting(mlp, x):
     return x * torch.arange(x.shape[1])[:, None]
+
+
+class Prompted(LlamaForCausalLM):
+    """A learnt vector is added to what its base embeds."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.prompt = torch.nn.Parameter(torch.randn(config.hidden_size))
+
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids) + self.prompt
+        return super().forward(inputs_embeds=inputs_embeds, **kwargs)
+
+
+class Striding(LlamaForCausalLM):
+    """Its tokens stand apart."""
+
+    def forward(self, position_ids=None, **kwargs):
+        if position_ids is not None:
+            kwargs["position_ids"] = 2 * position_ids
+        return super().forward(**kwargs)
+
+
+class Copying(LlamaForCausalLM):
+    """Its own tokens are likelier."""
+
+    def forward(self, input_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        if input_ids is not None:
+            out.logits = out.logits + torch.nn.functional.one_hot(input_ids, self.config.vocab_size)
+        return out
+
+
+class Shifting(LlamaForCausalLM):
+    """A token's logits are also of the hidden state before it."""
+
+    def forward(self, input_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden + hidden.roll(1, dims=1)))
+
+
+class Scaling(LlamaForCausalLM):
+    """Of each token alone: trained as it is."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(config.vocab_size))
+        self.other_head = torch.nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden) * self.scale + self.other_head(hidden.tanh()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Prompted, "gives model embeddings that it has made, and no tokens"),
+        (Striding, "gives model other positions than it is given"),
+        (Copying, "looks at the tokens again to make logits"),
+        (Shifting, "lets tokens meet between the last hidden states and the logits"),
+    ],
+)
+def test_what_a_forward_does_around_its_base_is_refused(kind, said):
+    """Training would leave it out, or do it to some of the tokens at a time."""
+    model = build_meta(LlamaConfig(**tiny.SIZES), model_class=kind)
+    with pytest.raises(Untraceable, match=said):
+        trace(model, Anatomy.of(model))
+
+
+def test_a_forward_that_makes_logits_of_each_hidden_state_is_not_refused():
+    model = build_meta(LlamaConfig(**tiny.SIZES), model_class=Scaling)
+    assert "other_head" in trace(model, Anatomy.of(model)).to_logits
 
 
 def failing(mlp, x):

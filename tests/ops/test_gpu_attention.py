@@ -342,6 +342,8 @@ def test_what_flash_has_not_is_fused(
     query: Any = OnGPU()
     assert kernels.serving(query, rule, farthest, ahead) == serving
     assert kernels.takes_documents(query, rule)
+    assert kernels.serving_documents(query, rule) == ("fused" if rule.softcap else "flash")
+    assert not kernels.takes_flash(OnGPU(size=100))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -181,6 +181,66 @@ def test_an_own_loop_with_backwards_of_its_own(layout: str) -> None:
     run_ranks(1, own_loop, layout)
 
 
+def other_losses(layout: str) -> None:
+    """Logits beside a loss that is asked for as well: the backward of either finds the copies, as they are now."""
+    model, ids = own_model(layout)
+    model(input_ids=ids).logits.float().square().mean().backward()
+    right = gradients_of(model)
+    out = model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        model(input_ids=ids)  # the copies have these values
+        for parameter in model.parameters():
+            parameter.div_(2)
+    out.logits.float().square().mean().backward()
+    assert in_place(model)
+    assert all(torch.equal(one, other) for one, other in zip(right, gradients_of(model), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["single", "single+full"])
+def test_a_loss_of_ones_own_finds_the_copies(layout: str) -> None:
+    run_ranks(1, other_losses, layout)
+
+
+def by_the_library(which: str) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """What is computed without gradients, by the library and by a call."""
+    with by(which):
+        model = ff.parallelize(reference_model(Case("single"), torch.float32), "single", precision="bf16")
+    ids = torch.arange(38).view(2, 19)
+    with torch.no_grad():
+        called = model(input_ids=ids).logits
+    return ff.evaluate(model, {"input_ids": ids, "labels": ids}), ff.logits(model, {"input_ids": ids}), called
+
+
+def test_evaluation_and_logits_are_computed_with_copies() -> None:
+    (copied,), (sharded,) = (run_ranks(1, by_the_library, which) for which in ("copies", "fsdp"))
+    assert copied[0] == sharded[0]
+    assert all(each.dtype is torch.bfloat16 and torch.equal(each, sharded[1]) for each in (*copied[1:], sharded[2]))
+
+
+def hooked() -> None:
+    """Hooks of a parameter see its gradient in its type, and what they return takes its place, one after the other."""
+    model, ids = own_model("single")
+    seen = list[torch.Tensor]()
+    norm, head = model.get_parameter("model.norm.weight"), model.get_parameter("lm_head.weight")
+    model(input_ids=ids, labels=ids).loss.backward()
+    right = {each: each.grad.clone() for each in (norm, head)}
+    model.zero_grad()
+    norm.register_hook(seen.append)
+    norm.register_hook(lambda gradient: gradient * 2)
+    norm.register_hook(lambda gradient: gradient + 1)
+    head.register_hook(torch.zeros_like).remove()
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert all(torch.equal(each, right[norm]) and each.dtype is torch.float32 for each in seen) and len(seen) == 2
+    assert torch.allclose(norm.grad, 2 * (2 * right[norm] + 1)) and torch.equal(head.grad, 2 * right[head])
+
+
+def test_hooks_of_a_parameter_are_called() -> None:
+    run_ranks(1, hooked)
+
+
 def raising() -> None:
     model, ids = own_model("single")
     layer = model.model.layers[1]

@@ -108,6 +108,14 @@ def test_a_kept_tensor_that_is_changed_in_place_is_refused() -> None:
         out.sum().backward()
 
 
+def test_a_second_backward_of_what_is_kept_is_refused() -> None:
+    block, x = Block(), torch.randn(3, 4, requires_grad=True)
+    out = checkpoint(block, x, use_reentrant=False, context_fn=keep.contexts)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(UserError, match="a second backward of one forward"):
+        out.sum().backward()
+
+
 def test_hooks_around_a_block_get_what_it_keeps() -> None:
     block, x, seen = Block(), torch.randn(3, 4, requires_grad=True), list[torch.Size]()
 

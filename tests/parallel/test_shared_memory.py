@@ -181,7 +181,7 @@ def test_a_rank_that_was_stopped_goes_on(two: _Two) -> None:
     assert {two.heard(), two.heard()} == {(0, "8"), (1, "8")}
 
 
-@pytest.mark.parametrize("two", ["calls_another"], indirect=True)
+@pytest.mark.parametrize("two", [f"calls_another {what}" for what in transport.UNLIKE], indirect=True)
 def test_another_collective_is_named(two: _Two) -> None:
     for rank, said in (two.heard(), two.heard()):
         assert f"rank {1 - rank} calls another collective" in said
@@ -202,3 +202,22 @@ def test_what_a_rank_sent_before_it_ended_arrives(two: _Two) -> None:
 def test_the_watchdog_sees_what_waits(two: _Two) -> None:
     rank, said = two.heard()
     assert rank == 0 and said.startswith("True True waits in: all_reduce [[4]] of group")
+
+
+@pytest.mark.parametrize("two", ["averages_integers"], indirect=True)
+def test_whole_numbers_have_no_average(two: _Two) -> None:
+    assert all("type Float" in said for _, said in (two.heard(), two.heard()))
+
+
+@pytest.mark.parametrize("two", ["exchanges_no_such_rows"], indirect=True)
+def test_rows_that_a_tensor_has_not_are_refused(two: _Two) -> None:
+    assert all("its splits are not those of its tensors" in said for _, said in (two.heard(), two.heard()))
+
+
+@pytest.mark.parametrize("two", ["sleeps"], indirect=True)
+def test_a_rank_that_was_stopped_has_not_waited_meanwhile(two: _Two) -> None:
+    time.sleep(0.3)
+    os.kill(two.processes[0].pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(two.processes[0].pid, signal.SIGCONT)
+    assert {two.heard(), two.heard()} == {(0, "done"), (1, "done")}

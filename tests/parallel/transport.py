@@ -356,7 +356,7 @@ def _patched(what: str) -> Callable[[], None]:
 
 
 def apart(body: str, rank: int, store: str, answers: Any) -> None:
-    """A rank of a world of two of its own, one of which may end: `body` is one of the functions below."""
+    """A rank of a world of two of its own, one of which may end: `body` is a function below, and what it is given."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
     group = group_of([0, 1])
@@ -364,7 +364,8 @@ def apart(body: str, rank: int, store: str, answers: Any) -> None:
     answers.put((rank, "ready"))
     time.sleep(0.3)  # the other one says so, too, before anything else
     try:
-        answers.put((rank, globals()[body](group)))
+        name, *more = body.split()
+        answers.put((rank, globals()[name](group, *more)))
     except RuntimeError as error:
         answers.put((rank, str(error)))
     if rank == 0:
@@ -392,17 +393,58 @@ def goes_on(group: dist.ProcessGroup) -> str:
     return f"{x.sum():g}"
 
 
-def calls_another(group: dist.ProcessGroup) -> str:
-    dist.all_reduce(torch.ones(4 + dist.get_rank()), group=group)
+UNLIKE: dict[str, Callable[[int, dist.ProcessGroup], object]] = {  # of rank 0 and rank 1, other collectives
+    "size": lambda rank, group: dist.all_reduce(torch.ones(4 + rank), group=group),
+    "type": lambda rank, group: dist.all_reduce(torch.ones(4).to([torch.float, torch.int][rank]), group=group),
+    "operation": lambda rank, group: dist.all_reduce(torch.ones(4), [OPS["sum"], OPS["max"]][rank], group=group),
+    "root": lambda rank, group: dist.broadcast(torch.ones(4), 1 - rank, group=group),
+    "kind": lambda rank, group: dist.all_reduce(torch.ones(4), group=group) if rank else dist.barrier(group),
+    "rows": lambda rank, group: dist.all_to_all_single(
+        torch.ones(4), torch.ones(4), [[3, 1], [2, 2]][rank], [[3, 1], [2, 2]][rank], group=group
+    ),
+}
+
+
+def calls_another(group: dist.ProcessGroup, what: str) -> str:
+    UNLIKE[what](dist.get_rank(), group)
     return "done"
+
+
+def averages_integers(group: dist.ProcessGroup) -> str:
+    """Left to torch, which refuses it."""
+    dist.all_reduce(torch.tensor([1, 2]), dist.ReduceOp.AVG, group=group)
+    return "done"
+
+
+def exchanges_no_such_rows(group: dist.ProcessGroup) -> str:
+    """More rows than there are would be read from beyond the tensor."""
+    try:
+        dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [2, 3], group=group)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "done"
+
+
+def sleeps(group: dist.ProcessGroup) -> str:
+    """Rank 0 is stopped, by its test, for longer than it would wait."""
+    if dist.get_rank() == 0:
+        _waiting_for(group, 1.5)
+    else:
+        time.sleep(2.6)
+        dist.all_reduce(torch.ones(4), group=group)
+    return "done"
+
+
+def _waiting_for(group: dist.ProcessGroup, seconds: float) -> None:
+    options = dist.distributed_c10d.AllreduceOptions()  # type: ignore[attr-defined]
+    options.timeout, options.asyncOp = timedelta(seconds=seconds), False
+    group.allreduce([torch.ones(4)], options)
 
 
 def is_patient(group: dist.ProcessGroup) -> str:
     """Rank 0 has a timeout of its own."""
     if dist.get_rank() == 0:
-        options = dist.distributed_c10d.AllreduceOptions()  # type: ignore[attr-defined]
-        options.timeout, options.asyncOp = timedelta(seconds=0.4), False
-        group.allreduce([torch.ones(4)], options)
+        _waiting_for(group, 0.4)
     else:
         time.sleep(60)
     return "done"

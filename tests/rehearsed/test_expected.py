@@ -64,6 +64,25 @@ def test_the_items_are_the_planners() -> None:
     assert f"{found.flops * 1e-12:,.3g} model TFLOPs" in rows["matmuls"].of
 
 
+def test_counts_and_shares_are_of_a_device_and_of_the_whole_step() -> None:
+    found = expected(seen(10**6, 3))
+    assert found.flops == pytest.approx(PLANNED.flops / 8) and found.to_json()["model_flops_per_device"] == found.flops
+    rows = {row.item: row for row in found.rows()}
+    shares = [float(row.share.removesuffix(" %")) for row in rows.values() if row.share != "-"]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    assert rows["launches"].share == f"{100 * found.floor_beyond / found.step_seconds:.1f} %"
+
+
+def test_a_slower_host_launches_slower() -> None:
+    cluster = replace(CLUSTER, chip=replace(CLUSTER.chip, host_scale=2.0))
+    found = ExpectedStep.of(replace(PLANNED, cluster=cluster), (seen(1000),), "step 2")
+    assert found is not None and found.launch_floor == pytest.approx(2 * 1000 * LAUNCH)
+
+
+def test_time_that_is_saved_is_told_like_time_that_is_taken() -> None:
+    assert [ms(each) for each in (12.3454, -12.3454, 0.01234, -0.01234)] == ["12,345", "-12,345", "12.3", "-12.3"]
+
+
 def test_what_the_device_is_idle_in_is_not_its_time() -> None:
     planned = estimate("llama-3.2-1b", CLUSTER, Workload(8192, 16), "pp2.shard4")
     found = ExpectedStep.of(planned, (seen(1),), "step 2")

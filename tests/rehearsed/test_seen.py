@@ -98,6 +98,24 @@ def test_a_collective_is_waited_for_through_a_third_stream() -> None:
     assert [each.exposed for each in issued(entries, GROUPS)] == [True]
 
 
+def test_kernels_after_what_the_other_stream_has_waited_for_hide_its_collective() -> None:
+    """Issued before it, and still beside it: the collective begins behind the first kernel."""
+    entries = [
+        kernel(), record(1, COMPUTE), wait(1, OTHER), kernel(), kernel(), collective("reduce_scatter"),
+        record(2, OTHER), wait(2, COMPUTE),
+    ]  # fmt: skip
+    assert [(each.bytes, each.exposed) for each in issued(entries, GROUPS)] == [(400, False)]
+
+
+def test_calls_given_as_one_are_told_apart_by_their_communicators() -> None:
+    both = [collective(kind, of=of, group=3) for of in (7, 9) for kind in ("send", "recv") * 2]
+    found = issued(both, {7: Group("tp", 2), 9: Group("ep", 2)})
+    assert [(each.axis, each.kind, each.bytes) for each in found] == [
+        ("tp", "all_to_all", 200),
+        ("ep", "all_to_all", 200),
+    ]
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -118,7 +136,8 @@ HISTORY = [
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "bytes", "live"), [(0, 9, 170, [10, 20]), (0, 2, 150, [10, 20]), (6, 9, 90, [20, 30])]
+    ("begin", "end", "bytes", "live"),
+    [(0, 9, 170, [10, 20]), (0, 2, 150, [10, 20]), (6, 9, 90, [20, 30]), (7, 9, 90, [20, 30])],
 )
 def test_the_peak_between_two_times(begin: int, end: int, bytes: int, live: list[int]) -> None:
     peak = peak_of(HISTORY, begin, end)
@@ -128,6 +147,11 @@ def test_the_peak_between_two_times(begin: int, end: int, bytes: int, live: list
 def test_where_memory_ran_out_is_the_peak() -> None:
     history = [*HISTORY, event(8, "oom", 0, 500), event(9, "alloc", 40, 999)]
     assert peak_of(history, 0, 99).bytes == 90
+
+
+def test_a_module_runs_from_the_time_on_at_which_it_begins() -> None:
+    running = Running([2, 4], ["layers.0", ""])
+    assert [running.at(time) for time in range(1, 5)] == ["", "layers.0", "layers.0", ""]
 
 
 def test_tensors_alike_are_told_together() -> None:
@@ -329,3 +353,34 @@ def test_a_page_is_written_where_a_link_points(tmp_path: Path) -> None:
 def test_a_rank_of_each_kind(layout: str, ranks: list[int]) -> None:
     """The first, a middle and the last rank of a pipeline, each the first of its stage."""
     assert kinds(Layout.parse(layout)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "bytes", "is_declared"),
+    [
+        ("all_gather", 3, 64, True),
+        ("all_gather", 2, 64, False),
+        ("all_gather", 4, 64, False),
+        ("all_gather", 3, 63, False),
+        ("all_gather", 3, 65, False),
+        ("all_to_all", 3, 63, True),
+        ("all_to_all", 2, 64, False),
+    ],
+)
+def test_more_and_fewer_collectives_than_declared_are_told(
+    kind: str, count: int, bytes: int, is_declared: bool
+) -> None:
+    seen = Seen(rank=1, sent=(Sent("tp", kind, count, bytes, 3, 64),))
+    told = Rehearsal("llama", "tp2", Cluster.parse("8xH100"), 2, (Seen(rank=0), seen))
+    assert (seen.ok, told.ok, not seen.undeclared) == (is_declared,) * 3
+    assert ("rank 1 sends otherwise than its plan declares" in told.verdict) is not is_declared
+
+
+def test_the_peak_is_of_the_phase_that_reserves_most() -> None:
+    rest = {"after": 0, "launches": 1, "syncs": 0, "compiles": 0, "seconds": 0.1}
+    ranks = (
+        Seen(rank=0, phases=(Phase(name="load", allocated=9 * GIB, reserved=10 * GIB, **rest),)),
+        Seen(rank=1, phases=(Phase(name="step 1", allocated=8 * GIB, reserved=11 * GIB, **rest),)),
+    )
+    told = Rehearsal("llama", "tp2", Cluster.parse("8xH100"), 2, ranks)
+    assert told.peak is not None and told.peak[0].rank == 1 and "(rank 1, step 1)" in told.verdict

@@ -44,6 +44,24 @@ class _PassThrough(nn.Module):
         return _Output(last_hidden_state=inputs_embeds)
 
 
+@contextmanager
+def base_gives(base: nn.Module, hidden: Tensor) -> Iterator[list[dict[str, Any]]]:
+    """Inside, `base` gives `hidden`, whatever it is given, of which the list has the keyword arguments."""
+    given, own = list[dict[str, Any]](), vars(base).get("forward")
+
+    def forward(*_: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        given.append(kwargs)
+        return _Output(last_hidden_state=hidden)
+
+    base.forward = forward
+    try:
+        yield given
+    finally:
+        del base.forward
+        if own is not None:
+            base.forward = own
+
+
 class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
     def __getattr__(self, name: str) -> None:
         """What else a base gives back (router logits, cross attentions) is not there."""

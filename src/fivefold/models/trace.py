@@ -7,7 +7,7 @@ and again to tell what depends on the tokens, on chance, or on the length of a r
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.facts import Counted
-from fivefold.models.forwards import behind_padding, hand_on_cu_seqlens, head_only
-from fivefold.models.record import WATCHED, BlockTrace, Trace, Untraceable
+from fivefold.models.forwards import base_gives, behind_padding, hand_on_cu_seqlens, head_only
+from fivefold.models.record import WATCHED, BlockTrace, MixesTokens, Trace, Untraceable
 from fivefold.models.recorder import ATTENTION, Recorder, register
 
 PLACES = tuple(1024 << power for power in range(11))  # in a row, where what a model counts for itself is looked at
@@ -55,6 +55,7 @@ def _traced(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[
     if not _same(without_positions.places, traced.places):
         traced.padding = _padding(run, ids, base.config.get_text_config().pad_token_id)
     traced.to_logits = _to_logits(recorder, copy, anatomy)
+    _check_around(recorder, copy, anatomy, ids)
     traced.in_bf16 = _in_bf16(model, anatomy, forgetful)
     if traced.counts:
         traced.counted = Counted(traced.counts[0], _same_up_to(traced, whole))
@@ -84,6 +85,36 @@ def _to_logits(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy) -> t
     with head_only(copy, anatomy) as logits_of, suppress(Untraceable):
         return tuple(recorder.run(logits_of, hidden=hidden).before)
     return (anatomy.head,)
+
+
+def _check_around(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy, ids: Tensor) -> None:
+    """Training calls the base with tokens, and makes logits of some of its hidden states at a time. Raises
+    `Untraceable` where the model's own forward does more: gives its base something else, or looks at tokens, or at
+    other hidden states, to make the logits of one. Where it cannot be run with stand-ins, the first step will tell."""
+    hidden = torch.randn(1, recorder.tokens, recorder.hidden, generator=torch.Generator().manual_seed(0))
+    changed = hidden.clone()
+    changed[0, WATCHED] += 1
+    given, logits, base = list[dict[str, Any]](), list[Tensor](), copy.get_submodule(anatomy.base)
+    for tokens, states in ((ids, hidden), (ids.flip(1), hidden), (ids, changed)):
+        with base_gives(base, states) as took, suppress(Untraceable):
+            recorder.run(lambda **inputs: logits.append(copy(**inputs).logits), input_ids=tokens, use_cache=False)
+        given += took
+    places = torch.arange(recorder.tokens).unsqueeze(0)
+    with base_gives(base, hidden) as took, suppress(Untraceable):
+        recorder.run(copy, input_ids=ids, position_ids=places, use_cache=False)
+    positions = [each["position_ids"] for each in took if isinstance(each.get("position_ids"), Tensor)]
+    fix = f"do so inside of {anatomy.base}, whose forward is run in training, or in a layer"
+    if any(each.get("inputs_embeds") is not None for each in given):
+        raise Untraceable(f"its forward gives {anatomy.base} embeddings that it has made, and no tokens", fix=fix)
+    if not all(_same([each], [places]) for each in positions):
+        raise Untraceable(f"its forward gives {anatomy.base} other positions than it is given", fix=fix)
+    if len(logits) < 3:
+        return
+    if not _same(logits[:1], logits[1:2]):
+        raise Untraceable("its forward looks at the tokens again to make logits of hidden states", fix=fix)
+    others = torch.arange(recorder.tokens) != WATCHED
+    if not _same([logits[0][:, others]], [logits[2][:, others]]):
+        raise MixesTokens("its forward lets tokens meet between the last hidden states and the logits")
 
 
 def _padding(run: Run, ids: Tensor, padding: int | None) -> int:

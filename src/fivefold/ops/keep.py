@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fivefold.core.errors import UserError
 from fivefold.torch_internals import DEAR, SUMS, Dispatch, hooks_of_saved, times_changed, without_graph
 
 Forward = Callable[..., Any]
@@ -130,14 +131,27 @@ def _during(block: _Block | None) -> Iterator[None]:
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the first forward of a block and around its second: `context_fn` of `torch.utils.checkpoint`."""
     block = _Block(hooks_of_saved())
+    return _during(block), _Second(block)
 
-    @contextmanager
-    def second() -> Iterator[None]:
-        block.is_again = True
-        with _during(block):
-            yield
 
-    return _during(block), second()
+class _Second(AbstractContextManager[None]):
+    """Around the second forward of a block, which takes what the first has kept. There is no third."""
+
+    def __init__(self, block: _Block) -> None:
+        self._block = block
+
+    def __enter__(self) -> None:
+        if self._block.is_again:
+            raise UserError(
+                "a second backward of one forward (retain_graph=True): selective recompute keeps products for one",
+                fix="a layout with +full or without recompute, or a forward for each backward",
+            )
+        self._block.is_again = True
+        self._during = _during(self._block)
+        self._during.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._during.__exit__(*error)
 
 
 def graph_contexts() -> Any:

@@ -59,6 +59,7 @@ class ParallelModel(nn.Module):
     config: Any
     fivefold: ParallelState
     given_dtype: torch.dtype  # of the parameters, before
+    called_around: frozenset[Any]  # see `_around_call`: those of this library
     adapter: Lora | None  # what is trained beside the frozen model
 
     @property
@@ -191,7 +192,7 @@ def parallelize(
     if not isinstance(layout, Layout):
         raise UserError(f"the layout is a {type(layout).__name__}", fix='pass a Layout, or its text: "shard2.tp2"')
     given = _check_model(model)
-    before = list(model.parameters())
+    before, called_around = list(model.parameters()), _around_call(model)
     if layout.state_dtype != "fp32":
         raise refusal(
             f"{layout} keeps an optimizer's state in {layout.state_dtype}, and an optimizer of torch keeps its own",
@@ -225,7 +226,14 @@ def parallelize(
     model.__class__ = type(f"Parallel{state.plan.anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
     model.given_dtype, model.adapter = given, lora
+    model.called_around = _around_call(model) - called_around
     return model
+
+
+def _around_call(model: nn.Module) -> frozenset[Any]:
+    """What a call of the whole model runs beside the forward of its class: hooks, by number, and one of its own."""
+    own = vars(model).get("forward")
+    return frozenset({*model._forward_pre_hooks, *model._forward_hooks, *([own] if own else [])})
 
 
 def _beside(model: nn.Module, folder: str | Path, lora: Lora, source: TensorSource | None, seed: int) -> TensorSource:
@@ -258,6 +266,11 @@ def _check_model(model: nn.Module) -> torch.dtype:
         raise refusal(
             f"{odd[0]} is {dict(model.named_parameters())[odd[0]].dtype}: quantised weights cannot be trained",
             fix="load the model without quantization_config",
+        )
+    if hooked := [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+        raise refusal(
+            f"{hooked[0]} has a hook for its gradient, which would be lost: the parameters are others afterwards",
+            fix="register it after ff.parallelize",
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise refusal(
@@ -312,3 +325,16 @@ def check_parallel(model: Any) -> None:
             fix="model = ff.parallelize(model, layout), and nothing wrapped around it",
         )
     put_in_order(model)
+    guard.check_parameters(model)
+
+
+def check_runs(model: Any) -> None:
+    """`check_parallel`, of a model that is about to be run here. Raises `UserError` for what that would leave out."""
+    check_parallel(model)
+    if _around_call(model) - model.called_around:
+        raise refusal(
+            "the whole model has a forward hook, or a forward of its own, which would be left out: here its base, its "
+            "layers and its head are called",
+            fix=f"register it on one of these (model.{model.fivefold.plan.anatomy.base}), or, in one process, take the "
+            "loss of model(...)",
+        )

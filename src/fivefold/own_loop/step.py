@@ -14,7 +14,7 @@ from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.text import encode_prompt
 from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
-from fivefold.own_loop.model import ParallelModel, check_parallel
+from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import guard, passes
 from fivefold.training.step import (
@@ -48,7 +48,7 @@ def train_step(
 
     A step without targets, or whose loss or gradient is not finite, is skipped: `result.skipped`. Raises `UserError`.
     """
-    check_parallel(model)
+    check_runs(model)
 
     def ready_to_step() -> None:
         _check_grad_enabled()
@@ -78,7 +78,7 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     `batch` as in `train_step`. Several calls add up, each divided by its own targets, as `loss.backward()` would; the
     micro batches of one step are better passed together, as a list. Raises `UserError`.
     """
-    check_parallel(model)
+    check_runs(model)
     loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
     if model.fivefold.plan.parts_beyond_fsdp:
         guard.mark_gradients(model)
@@ -102,7 +102,7 @@ def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
     `batches` as in `train_step`, of this data rank; ranks may have unequal numbers of them. NaN without targets. Raises
     `UserError` where no rank has a batch.
     """
-    check_parallel(model)
+    check_runs(model)
     each = iter([batches] if isinstance(batches, Mapping) else batches)
 
     def take() -> list[MicroBatch]:
@@ -122,7 +122,7 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
 
     `batch`: `input_ids`, optionally `position_ids` that restart where a document begins. Any length, any layout.
     """
-    check_parallel(model)
+    check_runs(model)
 
     def one_without_mask() -> None:
         if not isinstance(batch, Mapping):
@@ -157,7 +157,7 @@ def generate(
     """Continue `prompt` with a parallelized model: text with a `tokenizer` of `transformers` (or `tokenizers`), or
     tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same. Tokens are
     drawn, by `seed`; `temperature=0` takes the likeliest each time."""
-    check_parallel(model)
+    check_runs(model)
     options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options["seed"] = seed
     ends = _end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fivefold.torch_internals import after_this_backward, call_gradient_hooks, overwrite_unseen
+from fivefold.torch_internals import (
+    after_this_backward,
+    call_gradient_hooks,
+    overwrite_unseen,
+    through_gradient_hooks,
+)
 
 
 class Copies:
@@ -124,6 +129,7 @@ def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:
         gradient, copy.grad = copy.grad, None
         if gradient is None:  # frozen since the forward
             return
+        gradient = through_gradient_hooks(parameter, gradient)
         if parameter.grad is None:
             parameter.grad = gradient.to(parameter.dtype)
         else:

@@ -26,11 +26,13 @@ READ_MORE = "docs/python.md"
 
 
 class Guard:
-    """Whether the library itself is running the model; `is_called`: whether a user's call of all of it is under way."""
+    """Whether the library itself is running the model; `is_called`: whether a user's call of all of it is under way.
+    `parameters`: those of the model by name, where others stand in their places in a forward."""
 
     def __init__(self) -> None:
         self._depth = 0
         self.is_called = False
+        self.parameters: dict[str, nn.Parameter] = {}
 
     @property
     def is_library(self) -> bool:
@@ -81,6 +83,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             )
         if not is_in_backward():  # which runs a model again that is checkpointed as a whole
             put_in_order(model)
+            check_parameters(model)
         guard.is_called = True
         return None
 
@@ -127,6 +130,48 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     for name in _around_layers(plan):
         model.get_submodule(name).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
     model.register_forward_hook(drop, always_call=True)
+    if plan.uses_fsdp or plan.copied:
+        guard.parameters = _by_name(model)
+    for parameter in guard.parameters.values() if plan.uses_fsdp else ():
+        parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
+        if isinstance(parameter, DTensor):
+            parameter.__class__ = PartOfParameter  # type: ignore[assignment]
+
+
+def check_parameters(model: Any) -> None:
+    """Raise `UserError` where another tensor stands in the place of a parameter, by `functional_call` or because it was
+    assigned: it would be passed over, for what is gathered or copied is the parameter that stood there."""
+    if not (held := model.fivefold.guard.parameters):
+        return
+    found = _by_name(model)
+    # Of `torch.utils.swap_tensors` the parameter is the same, and what it is and has another's.
+    if other := [
+        name
+        for name, parameter in held.items()
+        if found.get(name) is not parameter or (isinstance(parameter, DTensor) and not _is_part(parameter))
+    ]:
+        raise UserError(
+            f"{other[0]} is another tensor than the one that ff.parallelize put there, and would be passed over",
+            fix="with torch.no_grad(): parameter.copy_(values), or put it there before ff.parallelize",
+            more=READ_MORE,
+        )
+
+
+def _is_part(tensor: Any) -> bool:
+    return isinstance(tensor, PartOfParameter)
+
+
+def _by_name(model: Any) -> dict[str, nn.Parameter]:
+    return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+
+
+def refuse_gradient_hook(hook: Any, **_: Any) -> None:
+    """In place of a parameter's `register_hook`: raises `UserError`, for FSDP calls no such hooks."""
+    raise UserError(
+        "a hook of a parameter's gradient (register_hook) would never be called here: FSDP adds up gradients by itself",
+        fix="change parameter.grad after loss = model.backward(batch), before the optimizer's step",
+        more=READ_MORE,
+    )
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -171,7 +216,28 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {**kwargs, "cu_seqlens": cu_seqlens.to(torch.int32)}
 
 
-# ---- gradients that are only a part ----------------------------------------------------------------------------------
+# ---- parameters and gradients that are only a part -------------------------------------------------------------------
+
+
+class PartOfParameter(DTensor):
+    """A parameter that FSDP gathers from this rank's part and others: `.data = values` would change neither."""
+
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        raise UserError(
+            "parameter.data = values would change nothing: FSDP gathers the parameter from where its parts lie",
+            fix="with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
+            more=READ_MORE,
+        )
+
+    def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
+        """An ordinary one: an average of the weights, say."""
+        memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
 
 
 class PartOfGradient(DTensor):
