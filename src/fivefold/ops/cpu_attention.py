@@ -2,8 +2,8 @@
 
 `benchmarks/attention.py` measures it beside PyTorch's fused kernel. Two cores of an AMD EPYC 9005 compute 2 rows of
 1,024 tokens and 12 heads of 64 in fp32 at 290 GFLOP/s forward and 390 backward, where large fp32 matmuls reach 490. An
-Intel CPU with AMX multiplies bf16 by its tiles (`cpu_attention_bf16.h`). Elsewhere bf16 is multiplied as fp32: for heads
-of 128 on that EPYC, whose instructions for bf16 PyTorch's kernel uses, that is 0.8 times as fast.
+Intel CPU with AMX multiplies bf16 by its tiles (`cpu_attention_bf16.h`). Elsewhere bf16 is multiplied as fp32: for
+heads of 128 on that EPYC, whose instructions for bf16 PyTorch's kernel uses, that is 0.8 times as fast.
 
 Without a C compiler that knows OpenMP nothing is compiled, and PyTorch's kernels serve.
 
