@@ -37,38 +37,40 @@ def packed_attention(
     more logit per head in the softmax, without a value.
     """
     assert key.shape[2] == query.shape[2], f"{query.shape[2]} queries and {key.shape[2]} keys a row: no cache here"
-    out_BTHD, lse_BTH = _empty_outputs(query)
-    _fill(out_BTHD, lse_BTH, query, key, value, cu_seqlens, kernels.AttentionParams(scale, window, softcap))
+    rule = kernels.AttentionParams(scale, window, softcap)
+    compute = _all_at_once if kernels.takes_documents(query, rule) else _by_groups
+    out_BTHD, lse_BTH = compute(query, key, value, cu_seqlens, rule)
     if sinks is not None:
         assert len(sinks) == query.shape[1], f"{len(sinks)} attention sinks for {query.shape[1]} query heads"
         kernels.join_sinks(out_BTHD, lse_BTH, sinks)
     return out_BTHD, lse_BTH
 
 
-def _fill(
-    out_BTHD: Tensor,
-    lse_BTH: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    rule: kernels.AttentionParams,
-) -> None:
-    out_MHD, lse_MH = out_BTHD.flatten(0, 1), lse_BTH.flatten(0, 1)
+def _all_at_once(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by one call, whose output is not copied."""
+    shape = query.shape[0], query.shape[2]
+    if query.device.type == "cpu":  # its kernel would read and write beyond the tokens
+        documents(cu_seqlens, *shape)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
-    if kernels.takes_documents(query, rule):
-        if query.device.type == "cpu":  # its kernel would read and write beyond the tokens
-            documents(cu_seqlens, query.shape[0], query.shape[2])
-        edges = _on_device(cu_seqlens, query.device)
-        out, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule)
-        out_MHD.copy_(out)
-        lse_MH.copy_(lse_HM.T)
-        return
+    edges = _on_device(cu_seqlens, query.device)
+    out_MHD, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule)
+    return out_MHD.contiguous().view(*shape, *out_MHD.shape[1:]), lse_HM.T.contiguous().view(*shape, len(lse_HM))
+
+
+def _by_groups(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams
+) -> tuple[Tensor, Tensor]:
+    """The same, documents of similar length as one batch."""
+    out_BTHD, lse_BTH = _empty_outputs(query)
+    q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         q, k, v = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD))
         out_NHLD, lse_NHL = kernels.forward(q, k, v, rule, group.longest - 1)
-        group.put(out_MHD, out_NHLD.transpose(1, 2))
-        group.put(lse_MH, lse_NHL.transpose(1, 2))
+        group.put(out_BTHD.flatten(0, 1), out_NHLD.transpose(1, 2))
+        group.put(lse_BTH.flatten(0, 1), lse_NHL.transpose(1, 2))
+    return out_BTHD, lse_BTH
 
 
 @torch.library.custom_op("fivefold::packed_attention_backward", mutates_args=())
@@ -86,18 +88,18 @@ def packed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`. Sinks are in `lse`."""
     rule = kernels.AttentionParams(scale, window, softcap)
-    grads = _empty_grads(query, key, value)
-    wholes = [_tokens(tensor) for tensor in grads]
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
     if kernels.takes_documents(query, rule):
         edges, lse_HM = _on_device(cu_seqlens, query.device), lse_MH.T.contiguous()
-        pieces = kernels.varlen_backward(
+        found = kernels.varlen_backward(
             grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule
         )
-        for whole, piece in zip(wholes, pieces, strict=True):
-            whole.copy_(piece)
-        return grads
+        shape = query.shape[0], query.shape[2]
+        dq, dk, dv = (piece.contiguous().view(*shape, *piece.shape[1:]).transpose(1, 2) for piece in found)
+        return dq, dk, dv
+    grads = _empty_grads(query, key, value)
+    wholes = [_tokens(tensor) for tensor in grads]
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
         q, k, v, o, stat = (group.take(each).transpose(1, 2) for each in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
