@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import fivefold as ff
+from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
@@ -267,6 +268,38 @@ def raising() -> None:
 
 def test_a_pass_that_raises_leaves_the_parameters_in_their_places() -> None:
     run_ranks(1, raising)
+
+
+def changed_in_its_place() -> None:
+    """A backward raises, and its copies are left in their places; a parameter is changed by its module's attribute."""
+    model = ff.parallelize(reference_model(Case("single"), torch.float32), "single", precision="bf16")
+    ids = torch.randint(0, 101, (2, 19))
+    held, before = list(model.parameters()), model.lm_head.weight.clone()
+
+    def interrupt(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    def listen(_: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.register_hook(interrupt)
+
+    hook = model.model.layers[1].register_forward_hook(listen)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    hook.remove()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    with pytest.raises(UserError, match=r"lm_head.weight was changed while a copy in bfloat16 .* is lost"):
+        model(input_ids=ids)
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    assert torch.equal(model.lm_head.weight, before)
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    assert not torch.equal(loss, model(input_ids=ids, labels=ids).loss)
+
+
+def test_a_change_to_a_copy_is_not_lost_in_silence() -> None:
+    run_ranks(1, changed_in_its_place)
 
 
 def interrupted(which: str, error: type[BaseException]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fivefold.core.errors import UserError
 from fivefold.torch_internals import (
     after_this_backward,
     call_gradient_hooks,
@@ -32,8 +33,9 @@ class Copies:
         self.is_held = False
         self._dtype = dtype
         self._is_in = self._is_waiting = False
-        parameters = [model.get_parameter(name) for name in names]
-        self._of = {parameter: nn.Parameter(torch.empty_like(parameter, dtype=dtype)) for parameter in parameters}
+        self._names = {model.get_parameter(name): name for name in names}
+        self._of = {parameter: nn.Parameter(torch.empty_like(parameter, dtype=dtype)) for parameter in self._names}
+        self._versions = list[int]()  # of the copies when they were put in
         for parameter, copy in self._of.items():
             copy.register_post_accumulate_grad_hook(_adding_to(parameter))  # type: ignore[no-untyped-call]
         self._places = [
@@ -51,16 +53,30 @@ class Copies:
         overwrite_unseen(list(self._of.values()), list(self._of))
         for parameter, copy in self._of.items():
             copy.requires_grad_(parameter.requires_grad)
+        self._versions = [copy._version for copy in self._of.values()]
         for places, leaf, parameter in self._places:
             places[leaf] = self._of[parameter]
 
     def put_back(self) -> None:
-        """Let the parameters stand in their places again."""
+        """Let the parameters stand in their places again.
+
+        Raises `UserError` where a copy was written to: that change is lost.
+        """
         self.is_held = self._is_waiting = False
         if self._is_in:
             self._is_in = False
             for places, leaf, parameter in self._places:
                 places[leaf] = parameter
+            self._check_versions()
+
+    def _check_versions(self) -> None:
+        for (parameter, copy), version in zip(self._of.items(), self._versions, strict=True):
+            if copy._version != version:
+                raise UserError(
+                    f"{self._names[parameter]} was changed while a copy in {str(self._dtype)[6:]} stood in its place, in "
+                    "a backward or after one that raised: the change is lost",
+                    fix="take it from model.named_parameters(), which puts all in order",
+                )
 
     def hold(self) -> None:
         """Keep the copies in place until `put_back`."""
