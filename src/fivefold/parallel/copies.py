@@ -73,8 +73,8 @@ class Copies:
         for (parameter, copy), version in zip(self._of.items(), self._versions, strict=True):
             if copy._version != version:
                 raise UserError(
-                    f"{self._names[parameter]} was changed while a copy in {str(self._dtype)[6:]} stood in its place, in "
-                    "a backward or after one that raised: the change is lost",
+                    f"{self._names[parameter]} was changed while a copy in {str(self._dtype)[6:]} stood in its place, "
+                    "in a backward or after one that raised: the change is lost",
                     fix="take it from model.named_parameters(), which puts all in order",
                 )
 
