@@ -345,7 +345,7 @@ CALLS = {"role": "assistant", "content": None, "tool_calls": [{"type": "function
         ({"messages": []}, {}, "records.jsonl:1: a conversation without turns"),
         ({"messages": [{"role": "user", "content": 3}]}, {}, "turn 1: its content is a int, not a string"),
         ({"messages": "hello"}, {}, "turns are a list, not a str"),
-        ({"prompt": "p", "completion": None}, {}, "the answer is a NoneType, not a string"),
+        ({"prompt": "p", "completion": None}, {}, "the answer is null, not a string"),
         ({"instruction": "q", "output": "a", "history": "x"}, {}, "records.jsonl:1: the history is no list of pairs"),
         ({"instruction": "q", "output": "a", "history": [1]}, {}, "records.jsonl:1: the history is no list of pairs"),
         ({"messages": TALK, "system": 3}, {}, "records.jsonl:1: the system text is a int, not a string"),

@@ -109,7 +109,7 @@ BAD_ROWS = {
     b'{"n": 1}': ("no key 'text'; the keys are 'n'", "data.train.text_key names the key"),
     b"{}": ("no key 'text'; the keys are none at all", "text_key"),
     b'{"text": 5}': ("'text' holds a int, not a string", "text_key"),
-    b'{"text": null, "raw": "x"}': ("'text' holds a NoneType, not a string", "add data.train.text_key=raw"),
+    b'{"text": null, "raw": "x"}': ("'text' holds null, not a string", "add data.train.text_key=raw"),
     b'["a"]': ("a JSON list, not an object", "per line"),
     b'{"text": "a"': ("not JSON: Expecting ',' delimiter at column 13", "one JSON object per line"),
     b'{"text": "\xff"}': ("not UTF-8: byte 0xff at offset 10 of the row", "UTF-8"),

@@ -162,7 +162,7 @@ def test_what_the_hub_refuses(
 @pytest.mark.parametrize(
     ("path", "what", "fix"),
     [
-        ("hub:org/name?split=odd", ":2: 'text' holds a NoneType, not a string", "names the column"),
+        ("hub:org/name?split=odd", ":2: 'text' holds null, not a string", "names the column"),
         ("hub:org/name?split=no", ": cannot be read: Bad split: no. Available splits: ['train', 'odd']", "split=S"),
         ("hub:org/name?config=no", ": cannot be read: BuilderConfig 'no' not found. Available: ['plain'", "config=C"),
         ("hub:org/name?config=a%20b%2Bc", ":1: no column 'text'; the columns are 'body', 'n'", "text_key=body"),

@@ -83,7 +83,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
 
 def test_a_null_names_its_row_as_in_jsonl(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", rows_per_group=2, text=["one", "two", "three", None, "five"])
-    assert refusal(path).what == f"data.train: {path}:4: 'text' holds a NoneType, not a string"
+    assert refusal(path).what == f"data.train: {path}:4: 'text' holds null, not a string"
 
 
 def test_bytes_that_are_no_text_name_their_row(tmp_path: Path) -> None:

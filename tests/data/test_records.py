@@ -85,6 +85,18 @@ def test_preferences_are_named_and_no_key_is_advised(tmp_path: Path, name: str, 
     assert "text_key" not in str(error) and "objective.name: dpo" in str(error.fix)
 
 
+@pytest.mark.parametrize(("name", "left_out"), [("completion", "prompt"), ("dpo", "rejected"), ("dolly", "response")])
+def test_a_record_without_what_those_before_it_have_says_so(tmp_path: Path, name: str, left_out: str) -> None:
+    """And no key of it is advised."""
+    record = {key: value or "some" for key, value in RECORDS[name][0].items()}
+    short = {key: value for key, value in record.items() if key != left_out}
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (record, record, short)), encoding="utf-8")
+    error = refusal(path)
+    assert error.what == f"data.train: {path}:3: no key {left_out!r}, which records before it have"
+    assert error.fix == "complete this record, or take it out"
+
+
 @pytest.mark.parametrize("key", ["messages", "chosen"])
 def test_a_list_of_turns_is_no_text(tmp_path: Path, key: str) -> None:
     record = {"messages": TURNS} if key == "messages" else {"chosen": TURNS, "rejected": TURNS}

@@ -124,6 +124,7 @@ def test_merging_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
         ({"name": "dora"}, "dora is not built"),
         ({"name": "lora", "dropout": 0.1}, "dropout is 0 in any run"),
         ({"name": "lora", "rank": 0}, "greater than or equal to 1"),
+        ({"rank": 4}, "rank is of an adapter, and there is none without name: lora"),
     ],
 )
 def test_what_is_not_built_is_refused(tmp_path: Path, section: dict[str, Any], said: str) -> None:

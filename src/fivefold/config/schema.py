@@ -322,6 +322,8 @@ class AdapterSection(Section):
     def _built(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if values and "name" not in values:
+            raise ValueError(f"{next(iter(values))} is of an adapter, and there is none without name: lora")
         if values.get("name") == "dora":
             raise ValueError("dora is not built; lora is")
         if values.get("name") == "qlora":

@@ -261,15 +261,13 @@ def history(value: object, where: str) -> list[Turn]:
 def _turns(value: object, where: str) -> list[Turn]:
     turns = _parsed(value)
     if not isinstance(turns, list | tuple):
-        raise UserError(
-            f"{where}: turns are a list, not a {type(turns).__name__}", fix='[{"role": ..., "content": ...}]'
-        )
+        raise UserError(f"{where}: turns are a list, not {kind_of(turns)}", fix='[{"role": ..., "content": ...}]')
     return [_turn(each, f"{where}, turn {number}") for number, each in enumerate(turns, start=1)]
 
 
 def _turn(value: object, where: str) -> Turn:
     if not isinstance(value, Mapping):
-        raise UserError(f"{where}: a {type(value).__name__}, not an object", fix='{"role": ..., "content": ...}')
+        raise UserError(f"{where}: {kind_of(value)}, not an object", fix='{"role": ..., "content": ...}')
     said = value.get("role", value.get("from"))
     role = _ROLES.get(str(said).lower(), str(said).lower())
     if role not in _KNOWN:
@@ -292,7 +290,7 @@ def _turn(value: object, where: str) -> Turn:
 
 def _string(value: object, where: str, what: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{where}: {what} is a {type(value).__name__}, not a string", fix="write it as a string")
+        raise UserError(f"{where}: {what} is {kind_of(value)}, not a string", fix="write it as a string")
     return encodable(value, f"{where}, {what}")
 
 
@@ -308,14 +306,17 @@ def encodable(text: str, where: str) -> str:
     return text
 
 
+def kind_of(value: object) -> str:
+    """How messages call what stands in the wrong place."""
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
 def _tools(value: object, where: str) -> tuple[Any, ...] | None:
     tools = _parsed(value)
     if tools in (None, "", []):
         return None
     if not isinstance(tools, list | tuple):
-        raise UserError(
-            f"{where}: tools are a list, not a {type(tools).__name__}", fix="write their JSON schemas in a list"
-        )
+        raise UserError(f"{where}: tools are a list, not {kind_of(tools)}", fix="write their JSON schemas in a list")
     return tuple(tools)
 
 

@@ -55,8 +55,13 @@ class Records(Format):
                     each for where, record in records for each in rated_of(record, source, where)
                 )
                 return
+            whole: Mapping[str, object] | None = None  # the last record that was an example
             for where, record in records:
-                yield example_of(record, source, where) or text_of(record, source, where, self.noun)
+                found = example_of(record, source, where)
+                if found is None and whole is not None:
+                    _check_complete(record, whole, source, where, self.noun)
+                whole = record if found else whole
+                yield found or text_of(record, source, where, self.noun)
 
     def columns(self, path: Path, source: Source) -> tuple[str, ...]:
         """The keys of the first record of a file."""
@@ -259,7 +264,7 @@ def _strings(values: Iterable[object], where: str) -> list[str]:
     found = [value for value in values if value is not None and value != ""]
     for value in found:
         if not isinstance(value, str):
-            raise UserError(f"{where}: what is asked is a {type(value).__name__}, not a string", fix="write a string")
+            raise UserError(f"{where}: what is asked is {examples.kind_of(value)}, not a string", fix="write a string")
     return [str(value) for value in found]
 
 
@@ -282,11 +287,25 @@ def answers_alone(files: FileList) -> tuple[str, ...]:
     return tuple(found.values())
 
 
+def _check_complete(
+    record: Mapping[str, object], whole: Mapping[str, object], source: Source, where: str, noun: str
+) -> None:
+    """Raises `UserError` for a record that is neither a text nor, as `whole` before it, an example."""
+    parts = parts_of(whole, source)
+    missing = [key for key in (parts.keys if parts else ()) if key not in record]
+    if missing and source.text_key not in record:
+        raise UserError(
+            f"{where}: no {noun} {_listed(missing)}, which records before it have",
+            fix="complete this record, or take it out",
+            more=_MORE,
+        )
+
+
 def text_of(record: Mapping[str, object], source: Source, where: str, noun: str) -> str:
     """The string under the source's `text_key`. Raises UserError, naming the place and the keys that there are."""
     text = record.get(source.text_key)
     if not isinstance(text, str):
-        kind = type(text).__name__ if source.text_key in record else None
+        kind = examples.kind_of(text) if source.text_key in record else None
         raise no_text(record, source, where, kind=kind, likely=_longest(record), noun=noun)
     return examples.encodable(text, where)
 
@@ -294,7 +313,7 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
 def no_text(
     names: Iterable[str], source: Source, where: str, *, kind: str | None = None, likely: str | None, noun: str
 ) -> UserError:
-    """That `text_key` is none of `names`, or holds a `kind` that is no string; `likely`: the one that may be meant."""
+    """That `text_key` is none of `names`, or holds `kind`, which is no string; `likely`: the one that may be meant."""
     names = list(names)
     if conversation := conversation_of(names):
         # No key is advised: any of them would train on the answers, or the prompts, alone.
@@ -306,7 +325,7 @@ def no_text(
         )
     if kind is not None:
         return UserError(
-            f"{where}: {source.text_key!r} holds a {kind}, not a string", fix=_fix(source, likely, noun, names)
+            f"{where}: {source.text_key!r} holds {kind}, not a string", fix=_fix(source, likely, noun, names)
         )
     return UserError(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",

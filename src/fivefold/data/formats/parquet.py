@@ -67,7 +67,7 @@ def _readable(where: str) -> Iterator[None]:
 def _check_column(file: Any, source: Source, where: str) -> None:
     types = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
     if source.text_key not in types or not _holds_strings(types[source.text_key]):
-        kind = str(types[source.text_key]) if source.text_key in types else None
+        kind = f"a {types[source.text_key]}" if source.text_key in types else None
         raise no_text(types, source, where, kind=kind, likely=_largest(file, types), noun="column")
 
 
