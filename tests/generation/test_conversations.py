@@ -260,6 +260,7 @@ def test_what_is_no_prompt_is_named(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     for text, message in (
         ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ('{"prompt": "a"}\n{"prompt": "b", "id": NaN}', "line 2: not JSON: NaN"),
         ('{"prompt": "a"}\n{"text": "b"}', "line 2: not an object with one of 'prompt' and 'messages'"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the last turn is the assistant's"),
         ('{"messages": [{"role": "wizard", "content": "a"}]}', "line 1, turn 1: there is no role 'wizard'"),

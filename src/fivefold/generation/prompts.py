@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from fivefold.core import strict_json
 from fivefold.core.errors import UserError
 from fivefold.core.files import writing
 from fivefold.data import examples
@@ -132,8 +133,8 @@ def _records(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any],
             continue
         where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            record = strict_json.loads(line)  # NaN would stand in the answers
+        except ValueError as error:
             raise UserError(f"{where}: not JSON: {error}", fix='{"prompt": "..."} on each line', more=_MORE) from error
         if not isinstance(record, dict) or len({"prompt", "messages"} & set(record)) != 1:
             raise UserError(
