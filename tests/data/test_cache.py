@@ -35,6 +35,8 @@ def test_the_root_is_named_or_found_in_the_environment(tmp_path: Path) -> None:
     assert cache_root(environ={"FIVEFOLD_CACHE": "/x", "XDG_CACHE_HOME": "/y"}) == Path("/x")
     assert cache_root(environ={"XDG_CACHE_HOME": "/y"}) == Path("/y/fivefold")
     assert cache_root(environ={}) == Path.home() / ".cache" / "fivefold"
+    with pytest.raises(UserError, match=r"cache folder, .*udcff.*, is not UTF-8"):
+        cache_root(environ={"FIVEFOLD_CACHE": "/x\udcff"})
 
 
 def test_a_second_call_makes_nothing(tmp_path: Path) -> None:

@@ -38,9 +38,17 @@ def say_aloud(text: str) -> None:
 
 
 def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
-    """`override`, else `$FIVEFOLD_CACHE`, else `$XDG_CACHE_HOME/fivefold`, else `~/.cache/fivefold`."""
-    if override is not None:
-        return override
+    """`override`, else `$FIVEFOLD_CACHE`, else `$XDG_CACHE_HOME/fivefold`, else `~/.cache/fivefold`. Raises `UserError`
+    where that is not UTF-8, or there is no home folder."""
+    found = _named_root(environ) if override is None else override
+    try:
+        str(found).encode()
+    except UnicodeEncodeError:  # the library of tokenizers opens no such file
+        raise UserError(f"the name of the cache folder, {str(found)!a}, is not UTF-8", fix=INSTEAD) from None
+    return found
+
+
+def _named_root(environ: Mapping[str, str]) -> Path:
     if named := environ.get("FIVEFOLD_CACHE"):
         return expanded(named)
     if xdg := environ.get("XDG_CACHE_HOME"):
