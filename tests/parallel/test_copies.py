@@ -1,12 +1,13 @@
-"""One process in bf16 with copies of its parameters: bit for bit what FSDP computes there, and parameters in their
-places whatever happens."""
+"""One process in bf16 with copies of its parameters, and tensor ranks alone: bit for bit what FSDP computes there, and
+parameters in their places whatever happens."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +22,9 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel import copies, plan
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.copies import Copies
+from fivefold.parallel.data import master_dtype
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
@@ -41,7 +44,8 @@ def trained(case: Case, which: str, compile_blocks: bool = False) -> dict[str, A
     with by(which):
         model = parallelize(build_meta(hf_config(case)), case.parsed, compile_blocks=compile_blocks)
     state = state_of(model)
-    assert (state.copies is None) == state.plan.uses_fsdp == (which == "fsdp")
+    assert state.plan.uses_fsdp == (which == "fsdp")
+    assert (state.copies is None) == (which == "fsdp" or (which == "rest" and case.parsed.world == 1))
     optimizer = build_optimizer(model, OPTIONS)
     steps = []
     for step in range(3):
@@ -50,7 +54,7 @@ def trained(case: Case, which: str, compile_blocks: bool = False) -> dict[str, A
         with patch.object(copies, "overwrite_unseen", wraps=copies.overwrite_unseen) as made:
             steps.append(train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=0.1))
         assert made.call_count == (which == "copies"), "once a step"
-    assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
+    assert all(parameter.dtype is master_dtype(case.parsed.precision) for parameter in model.parameters())
     weights = {name: local(each).numpy() for name, each in model.named_parameters()}
     return {"loss": [each.loss for each in steps], "norm": [float(each.grad_norm) for each in steps], **weights}
 
@@ -63,23 +67,53 @@ CASES = [
     Case("single+mb1", "mixtral"),
     Case("single+mb1+zero1", "olmoe"),
     Case("single+mb1+offload", "llama"),
+    Case("tp2+mb1", "llama"),
+    Case("tp2+mb1+full+nosp", "qwen3", tied=True),
+    Case("tp2.ep2+mb1", "mixtral"),
+    Case("tp2+mb1+selective", "gemma2"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.layout}")
 def test_copies_compute_what_fsdp_computes(case: Case) -> None:
-    (copied,), (sharded,) = (run_ranks(1, trained, case, which) for which in ("copies", "fsdp"))
-    assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
-    assert copied["loss"][0] != copied["loss"][2]
-    names = copied.keys() - {"loss", "norm"}
-    assert names == sharded.keys() - {"loss", "norm"} and len(names) > 10
-    assert [name for name in names if (copied[name] != sharded[name]).any()] == []
+    ranks = (run_ranks(case.parsed.world, trained, case, which) for which in ("copies", "fsdp"))
+    for copied, sharded in zip(*ranks, strict=True):
+        assert same(copied, sharded)
+        assert copied["loss"][0] != copied["loss"][2] and len(copied) > 12
 
 
-def test_compiled_blocks_take_copies() -> None:
-    case = Case("single+mb1", "llama")
-    (copied,), (sharded,) = (run_ranks(1, trained, case, which, True) for which in ("copies", "fsdp"))
-    assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two results of `trained` are equal to the last bit."""
+    return one.keys() == other.keys() and all((np.asarray(one[name]) == other[name]).all() for name in one)
+
+
+def as_they_rest(layout: str, by_fsdp: bool) -> dict[str, Any]:
+    with patch.object(ParallelPlan, "uses_fsdp", True) if by_fsdp else nullcontext():
+        return trained(Case(layout, "llama"), "fsdp" if by_fsdp else "rest")
+
+
+@pytest.mark.parametrize("layout", ["single+mb1+fp32", "tp2+mb1+fp32", "tp2+mb1+fp64+nosp"])
+def test_in_the_type_that_they_rest_in_fsdp_would_change_nothing(layout: str) -> None:
+    ranks = (run_ranks(Case(layout).parsed.world, as_they_rest, layout, by_fsdp) for by_fsdp in (False, True))
+    assert all(same(plain, sharded) for plain, sharded in zip(*ranks, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [("tp2", True), ("tp2+etp", False), ("tp2.ep2", False), ("dp2", True), ("pp2", True), ("cp2", True)],
+)
+def test_who_needs_fsdp(layout: str, expected: bool) -> None:
+    """Of a model with experts: tensor ranks that all have whole experts shard those."""
+    lowered = plan.lower(facts_of(build_meta(hf_config(Case("single", "mixtral")))), Case(layout).parsed, 0)
+    assert lowered.uses_fsdp is expected and bool(lowered.copied) is not expected
+
+
+@pytest.mark.parametrize("layout", ["single+mb1", "tp2+mb1"])
+def test_compiled_blocks_take_copies(layout: str) -> None:
+    case = Case(layout, "llama")
+    ranks = (run_ranks(case.parsed.world, trained, case, which, True) for which in ("copies", "fsdp"))
+    for copied, sharded in zip(*ranks, strict=True):
+        assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
 
 
 class Taking(nn.Module):

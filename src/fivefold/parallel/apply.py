@@ -145,6 +145,8 @@ def parallelize(
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
     gathers = gather_parameters(model, plan, device, dtype, offload.memory if layout.offload_parameters else None)
     _tie(model, facts.anatomy)
+    if plan.rests_in_dtensors and not plan.uses_fsdp:
+        data.rest_in_dtensors(model, mesh)
     at_home = {name: gather.shard for name, gather in gathers.items() if layout.offload_parameters}
     offload.states.rest({model.get_parameter(name): shard for name, shard in at_home.items()})
     partial_gradients = tensor.held_in_part(model, plan)  # of the parameters that stay from here on
@@ -163,7 +165,7 @@ def parallelize(
         Fp8Scales(plan, gathers, amax, dtype),
         compiled,
         CompiledKernels(compiled.block) if compiled else EAGER,
-        copies=Copies(model, plan.copied, dtype) if plan.copied else None,
+        copies=Copies(model, plan.stood_in_for, dtype) if plan.stood_in_for else None,
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])

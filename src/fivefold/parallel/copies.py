@@ -1,9 +1,11 @@
-"""Copies of the parameters in the type that they are computed with, in one process that has all of them.
+"""What stands in for parameters while they are computed with, where nothing is to be gathered: in one process, or on
+tensor ranks alone.
 
-The parameters rest in fp32, the optimizer's; the copies stand in their places from a forward until its backward is
-done. The semantics are FSDP's, and so are the times: inputs of layers are cast, every gradient reaches its copy in the
-compute type, and is added to the parameter's own in fp32. FSDP's hooks at every unit are what is saved: with a model of
-1M parameters they take a quarter of a step.
+Parameters rest in fp32, the optimizer's type; what stands in for them is a copy in the compute type. Those of tensor
+ranks rest as DTensors; where the type is the same, this rank's tensor stands in. They are in place from a forward until
+its backward is done. The semantics are FSDP's, and so are the times: inputs of layers are cast, every gradient reaches
+its copy in the compute type, and is added to the parameter's own in fp32. FSDP's hooks at every unit are what is saved:
+with a model of 1M parameters they take a quarter of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
+from fivefold.parallel.dtensor import local, with_local
 from fivefold.torch_internals import (
     after_this_backward,
     call_gradient_hooks,
@@ -24,7 +27,7 @@ from fivefold.torch_internals import (
 
 
 class Copies:
-    """Of `names`, in `dtype`. They are made once, and stay in memory.
+    """Of `names`, in `dtype`: made once, they stay in memory. A parameter that is of this type is not copied.
 
     `is_held`: they stay in place until `put_back` is called, as ZeRO-1 and 2 keep what is gathered.
     """
@@ -34,7 +37,10 @@ class Copies:
         self._dtype = dtype
         self._is_in = self._is_waiting = False
         self._names = {model.get_parameter(name): name for name in names}
-        self._of = {parameter: nn.Parameter(torch.empty_like(parameter, dtype=dtype)) for parameter in self._names}
+        own = {parameter: local(parameter) for parameter in self._names}
+        self._copied = [parameter for parameter in own if parameter.dtype != dtype]
+        own |= {parameter: torch.empty_like(own[parameter], dtype=dtype) for parameter in self._copied}
+        self._of = {parameter: nn.Parameter(values) for parameter, values in own.items()}
         self._versions = list[int]()  # of the copies when they were put in
         for parameter, copy in self._of.items():
             copy.register_post_accumulate_grad_hook(_adding_to(parameter))  # type: ignore[no-untyped-call]
@@ -50,10 +56,11 @@ class Copies:
         if self._is_in:
             return
         self._is_in = True
-        overwrite_unseen(list(self._of.values()), list(self._of))
+        if self._copied:
+            overwrite_unseen([self._of[each] for each in self._copied], [local(each) for each in self._copied])
         for parameter, copy in self._of.items():
             copy.requires_grad_(parameter.requires_grad)
-        self._versions = [copy._version for copy in self._of.values()]
+        self._versions = [self._of[each]._version for each in self._copied]
         for places, leaf, parameter in self._places:
             places[leaf] = self._of[parameter]
 
@@ -70,8 +77,8 @@ class Copies:
             self._check_versions()
 
     def _check_versions(self) -> None:
-        for (parameter, copy), version in zip(self._of.items(), self._versions, strict=True):
-            if copy._version != version:
+        for parameter, version in zip(self._copied, self._versions, strict=True):
+            if self._of[parameter]._version != version:
                 raise UserError(
                     f"{self._names[parameter]} was changed while a copy in {str(self._dtype)[6:]} stood in its place, "
                     "in a backward or after one that raised: the change is lost",
@@ -86,11 +93,13 @@ class Copies:
     # ---- hooks of the model ------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module, layers: Sequence[str], methods: Sequence[str]) -> None:
-        """Around calls of the model and of its `methods`; before it and each layer, whose inputs are cast."""
+        """Around calls of the model and of its `methods`; before it and each layer, whose inputs are cast if parameters
+        are."""
         model.register_forward_pre_hook(lambda *_: self.put_in())
-        model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        if self._copied:
+            model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         model.register_forward_hook(lambda module, inputs, out: self._after(out))
-        for name in layers:
+        for name in layers if self._copied else ():
             model.get_submodule(name).register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         for name in methods:
             setattr(model, name, self._around(getattr(model, name)))
@@ -147,9 +156,9 @@ def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:
             return
         gradient = through_gradient_hooks(parameter, gradient)
         if parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = with_local(parameter, gradient.to(parameter.dtype))
         else:
-            parameter.grad += gradient
+            local(parameter.grad).add_(gradient)
         call_gradient_hooks(parameter)
 
     return add

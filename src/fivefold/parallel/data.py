@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.core.lora import nf4_bytes
 from fivefold.parallel.mesh import Mesh
@@ -60,6 +61,20 @@ def apply_data_parallel(
         if fsdp.size() > 1:
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_gradient_divide_factor(1.0)
+
+
+def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
+    """Let parameters rest as FSDP leaves them where there is nothing to shard: as DTensors over one rank, which refuse
+    to be taken for whole parameters."""
+    resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in resting:
+                whole = DTensor.from_local(parameter.detach(), mesh.fsdp, [Shard(0)] * mesh.fsdp.ndim, run_check=False)
+                resting[parameter] = nn.Parameter(whole, parameter.requires_grad)
+            module._parameters[name] = resting[parameter]
 
 
 def reshard(model: Any) -> None:

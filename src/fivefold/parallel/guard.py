@@ -130,9 +130,9 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     for name in _around_layers(plan):
         model.get_submodule(name).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
     model.register_forward_hook(drop, always_call=True)
-    if plan.uses_fsdp or plan.copied:
+    if plan.rests_in_dtensors or plan.copied:
         guard.parameters = _by_name(model)
-    for parameter in guard.parameters.values() if plan.uses_fsdp else ():
+    for parameter in guard.parameters.values() if plan.rests_in_dtensors else ():
         parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
         if isinstance(parameter, DTensor):
             parameter.__class__ = PartOfParameter  # type: ignore[assignment]
@@ -166,9 +166,9 @@ def _by_name(model: Any) -> dict[str, nn.Parameter]:
 
 
 def refuse_gradient_hook(hook: Any, **_: Any) -> None:
-    """In place of a parameter's `register_hook`: raises `UserError`, for FSDP calls no such hooks."""
+    """In place of a parameter's `register_hook`: raises `UserError`. FSDP calls no such hooks; tensor ranks have parts."""
     raise UserError(
-        "a hook of a parameter's gradient (register_hook) would never be called here: FSDP adds up gradients by itself",
+        "a hook of a parameter's gradient (register_hook) would never be called here, or see a part of it",
         fix="change parameter.grad after loss = model.backward(batch), before the optimizer's step",
         more=READ_MORE,
     )
@@ -220,7 +220,7 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 
 
 class PartOfParameter(DTensor):
-    """A parameter that FSDP gathers from this rank's part and others: `.data = values` would change neither."""
+    """A parameter that is computed with from this rank's part and others: `.data = values` would change neither."""
 
     @property
     def data(self) -> Tensor:
@@ -229,7 +229,7 @@ class PartOfParameter(DTensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         raise UserError(
-            "parameter.data = values would change nothing: FSDP gathers the parameter from where its parts lie",
+            "parameter.data = values would change nothing: the parameter is computed with from where its parts lie",
             fix="with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
             more=READ_MORE,
         )

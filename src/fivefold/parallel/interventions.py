@@ -64,6 +64,8 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(layer, "forward", "recompute", why[recompute.of(layer)])
     for layer in plan.layers if plan.layout.offload_activations else ():
         yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
+    if plan.stood_in_for and plan.rests_in_dtensors:
+        yield Intervention("", "hook", "tp", "parameters, which rest as DTensors, give way to plain tensors")
     if plan.copied:
         yield Intervention("", "hook", "bf16", "parameters give way to copies in bf16 until backward is done")
         for layer in plan.layers:

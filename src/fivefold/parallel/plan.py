@@ -71,11 +71,11 @@ COPIED_BYTES = 2**30  # more memory than that is worth the time of FSDP's hooks
 
 
 def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
-    """Whether one process that trains in bf16 copies all its parameters at once, where FSDP copies those of a unit when
-    the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
+    """Whether tensor ranks, or one process, that train in bf16 copy all their parameters at once, where FSDP copies
+    those of a unit when the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
     numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
-    is_alone = layout.world == 1 and layout.precision == "bf16" and not layout.schedule.splits_backward
-    return is_alone and numbers * BYTES["bf16"] <= COPIED_BYTES
+    is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
+    return is_plain and numbers * BYTES["bf16"] <= COPIED_BYTES
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
@@ -494,20 +494,33 @@ class ParallelPlan:
 
     @cached_property
     def uses_fsdp(self) -> bool:
-        """Whether FSDP has something to do: on one process only where parameters are computed with in another type, or
-        from another place, than they rest in, and are not copied as a whole (`copies.py`)."""
+        """Whether FSDP has something to do: among tensor ranks alone, and on one process, only where experts are
+        sharded, or parameters are computed with in another type, or from another place, than they rest in, and are not
+        copied as a whole (`copies.py`)."""
         layout = self.layout
+        is_shared = layout.world > layout.tp or self.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self.in_copies
         moves = layout.offload_parameters or bool(self.fp8_gathers)
         in_nf4 = any(each.in_nf4 for each in self.facts.parameters.values())
-        return layout.world > 1 or not as_they_rest or moves or in_nf4
+        return is_shared or not as_they_rest or moves or in_nf4
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """The parameters that a process alone computes with in copies of another type: those that do not rest in it."""
+        """The parameters that are computed with in copies of another type, without FSDP: those that do not rest in
+        it."""
         if self.uses_fsdp or not self.in_copies:
             return ()
         return tuple(name for name in self.shards if not self.rests_as_computed(name))
+
+    @property
+    def rests_in_dtensors(self) -> bool:
+        """Whether parameters are DTensors, and gradients so too, which refuse to be taken for whole ones."""
+        return self.uses_fsdp or self.layout.world > 1
+
+    @property
+    def stood_in_for(self) -> tuple[str, ...]:
+        """The parameters for which other tensors stand in while they are computed with (`copies.py`), without FSDP."""
+        return tuple(self.shards) if self.rests_in_dtensors and not self.uses_fsdp else self.copied
 
     @property
     def fsdp_units(self) -> tuple[Unit, ...]:
@@ -546,7 +559,7 @@ class ParallelPlan:
         """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
         copies."""
         if not self.uses_fsdp:
-            numbers = sum(prod(self.shards[name].shape) for name in set(unit.parameters).intersection(self.copied))
+            numbers = sum(prod(self.gathered_shape(name)) for name in set(unit.parameters).intersection(self.copied))
             return numbers * BYTES[self.layout.precision]
         shards = self.grid.fsdp_shards(unit.over)
         shapes = {name: self.gathered_shape(name) for name in unit.parameters}

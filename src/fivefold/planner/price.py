@@ -342,12 +342,12 @@ def work_layout(layout: Layout) -> Layout:
 
 
 def shard_layout(layout: Layout) -> Layout:
-    """A small layout whose ranks hold the same shards: two replicas stand for any number of ranks of data
-    parallelism, but for one process alone. FSDP shards over cp too."""
+    """A small layout whose ranks hold the same shards: two replicas stand for any number of data ranks and of stages,
+    but for tensor ranks alone. FSDP shards over cp too."""
     return Layout(
-        dp_replicate=min(2, layout.world), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp, ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
-        state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
+        dp_replicate=min(2, layout.world // layout.tp), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp,
+        ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp,
+        precision=layout.precision, state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
     )  # fmt: skip
 
 
