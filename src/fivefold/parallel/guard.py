@@ -166,7 +166,7 @@ def _by_name(model: Any) -> dict[str, nn.Parameter]:
 
 
 def refuse_gradient_hook(hook: Any, **_: Any) -> None:
-    """In place of a parameter's `register_hook`: raises `UserError`. FSDP calls no such hooks; tensor ranks have parts."""
+    """In place of a parameter's `register_hook`: raises `UserError`, for no hook sees the whole of a gradient."""
     raise UserError(
         "a hook of a parameter's gradient (register_hook) would never be called here, or see a part of it",
         fix="change parameter.grad after loss = model.backward(batch), before the optimizer's step",
