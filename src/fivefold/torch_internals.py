@@ -571,7 +571,7 @@ def overwrite_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Non
 def fsdp_forget(module: "FSDPModule") -> None:
     """Let a unit be idle, whatever a call that raised half-way has left under way: what was gathered early, the end of
     a backward, gradients that nobody sees and the next backward would add to its own. (`reset_iter_state` is newer than
-    torch 2.11, and keeps those.)"""
+    torch 2.11, and keeps those.) A unit that was wholly frozen before learns in which types its gradients are."""
     state = module._get_fsdp_state()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
@@ -583,6 +583,8 @@ def fsdp_forget(module: "FSDPModule") -> None:
         group.wait_for_unshard()
         group._post_forward_indices.clear()
         group._partial_reduce_output = None
+        if group._orig_dtype is None:
+            group._init_mp_dtypes()
         for of in group.fsdp_params:
             of.unsharded_accumulated_grad = None
             if hasattr(of, "_unsharded_param"):

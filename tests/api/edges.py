@@ -94,6 +94,25 @@ def frozen_in_one_process(what: str) -> tuple[float, Arrays, Arrays]:
     return norm, gradients, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
+def unfrozen(layout: str) -> bool:
+    """Gradients in bf16 of a model whose first layer was wholly frozen until after a step are those of one that was
+    not."""
+    found = []
+    for is_frozen in (True, False):
+        model: Any = build("llama").float()
+        model.model.layers[0].requires_grad_(not is_frozen)
+        model = ff.parallelize(model, layout, precision="bf16")
+        batch = share(0, model.data_rank, model.data_ranks)
+        model.backward(batch)
+        model.zero_grad()
+        model.requires_grad_(True)
+        model.backward(batch)
+        found.append(as_numpy(ff.gather(model, gradients=True)))
+    first, second = found
+    assert first.keys() == second.keys() and any("layers.0." in name and values.any() for name, values in first.items())
+    return all((first[name] == second[name]).all() for name in first)
+
+
 def skipped(layout: str) -> bool:
     """Steps that must change nothing: without a target anywhere, and with a gradient that is not finite."""
     model = ff.parallelize(build("llama"), layout)

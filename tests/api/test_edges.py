@@ -35,6 +35,11 @@ def test_frozen_parameters_stay(layout: str, what: str, late: bool) -> None:
         assert not odd, "frozen, and has a gradient"
 
 
+@pytest.mark.parametrize("layout", ["shard2", "tp2", "dp2", "shard2+zero1", "tp2+nosp"])
+def test_a_layer_that_was_frozen_is_trained_later(layout: str) -> None:
+    assert all(run_ranks(2, edges.unfrozen, layout))
+
+
 @pytest.mark.parametrize("layout", ["shard2", "tp2", "cp2", "pp2"])
 def test_an_evaluation_has_the_loss_of_a_step_and_leaves_the_mode(layout: str) -> None:
     for evaluated, trained, modes in run_ranks(2, edges.evaluated, layout):

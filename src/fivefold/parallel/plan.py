@@ -471,10 +471,10 @@ class ParallelPlan:
         return state_bytes(numbers, self.kept_in(name), width, master_bytes)
 
     def summed_bytes(self, itemsize: int, names: Iterable[str]) -> dict[str, int]:
-        """Axis -> bytes of the gradients of `names` that are summed over it once a step, on this rank."""
+        """Axis -> bytes of the gradients of `names` that are trained, summed over it once a step, on this rank."""
         sums = {"tp": 0, "tp_kv": 0}
         for name in names:
-            if name in self.gradient_sums:
+            if name in self.gradient_sums and self.facts.parameters[name].is_trained:
                 sums[self.gradient_sums[name]] += self.held_bytes(name, itemsize)
         return sums
 
@@ -678,11 +678,8 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
         ulysses=method.ulysses,
     )
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
-    own = {
-        name: axis
-        for name, axis in sums.items()
-        if grid.coords(rank).pp in pp_ranks[name] and facts.parameters[name].is_trained
-    }
+    # Those that are frozen too: a loop of one's own may train them later.
+    own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
     recompute = Recompute(layout.recompute)
     in_copies = computes_in_copies(facts, layout)
     plan = ParallelPlan(
