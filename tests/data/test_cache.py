@@ -107,6 +107,26 @@ def test_a_builder_that_fails_leaves_nothing_and_a_dead_one_is_cleared_away(tmp_
     assert [path.name for path in folder.parent.iterdir()] == ["entry.lock"]
 
 
+@pytest.mark.parametrize("what", ["file", "link", "link to a folder"])
+def test_what_is_no_folder_makes_way_for_an_entry(tmp_path: Path, what: str) -> None:
+    entry, elsewhere = tmp_path / "cache" / "entry", tmp_path / "elsewhere"
+    entry.parent.mkdir()
+    if what == "file":
+        entry.write_text("x", encoding="utf-8")
+    else:
+        entry.symlink_to(elsewhere)
+    if what == "link to a folder":
+        elsewhere.mkdir()
+        (elsewhere / "kept").touch()
+    found = cache.entry(
+        entry,
+        read=lambda folder: (folder / "a").read_text(encoding="utf-8"),
+        build=lambda folder, _: (folder / "a").write_text("built", encoding="utf-8"),
+    )
+    assert found == "built" and not entry.is_symlink()
+    assert what != "link to a folder" or [each.name for each in elsewhere.iterdir()] == ["kept"]
+
+
 def test_an_entry_is_as_readable_as_any_other_folder(tmp_path: Path) -> None:
     """It is built in a folder that is its builder's alone, and a cache may be of several users."""
     cache.entry(tmp_path / "made" / "entry", read=Path.exists, build=lambda folder, damage: None)

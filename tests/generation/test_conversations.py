@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.core.errors import UserError
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation import GenerateRequest
+from fivefold.generation import GenerateRequest, prompts
 from fivefold.generation.conversation import end_of_turn, endings
 from fivefold.generation.launch import start
-from fivefold.generation.opened import Opened
+from fivefold.generation.opened import Opened, open_model
 from fivefold.generation.prompts import read_records
 from fivefold.generation.text import StoppedText
+from fivefold.launch.world import World, join
 from tests.checkpoint.folders import OVERRIDES, hf_folder
 from tests.parity import Case
 
@@ -254,6 +255,40 @@ def test_a_full_disk_is_told(folder: Path, tmp_path: Path) -> None:
     file.write_text("a", encoding="utf-8")
     with pytest.raises(UserError, match="cannot write /dev/full"):
         start(GenerateRequest(model=str(folder), prompts=str(file), out="/dev/full", **GREEDY), device="cpu")
+
+
+def answer(request: GenerateRequest) -> None:
+    """In this process."""
+    with join(World()) as world:
+        opened = open_model(request.model, world, layout="single+fp32", step=None, verb="generate")
+        prompts.answer_file(opened, request, world)
+
+
+@pytest.mark.parametrize("error", [UserError("no room"), KeyboardInterrupt()])
+def test_an_older_file_stays_until_the_last_answer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """What a run that ends before has answered is beside it. A link is followed."""
+    file, out, link = tmp_path / "prompts.txt", tmp_path / "out.jsonl", tmp_path / "link"
+    file.write_text("a\nb\n", encoding="utf-8")
+    out.write_text("older", encoding="utf-8")
+    link.symlink_to(out)
+    request = GenerateRequest(model=str(folder), prompts=str(file), out=str(link), batch_size=1, **GREEDY)
+    original = prompts.answers
+
+    def some(*given: Any, first: int) -> list[prompts.Answer]:
+        if first:
+            raise error
+        return original(*given, first=first)
+
+    with monkeypatch.context() as changed, pytest.raises(type(error)):
+        changed.setattr(prompts, "answers", some)
+        answer(request)
+    part = tmp_path / "out.jsonl.part"
+    assert out.read_text(encoding="utf-8") == "older" and json.loads(part.read_text(encoding="utf-8"))["prompt"] == "a"
+    answer(request)
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["prompt"] for row in rows] == ["a", "b"] and link.is_symlink() and not part.exists()
 
 
 def test_what_is_no_prompt_is_named(folder: Path, tmp_path: Path) -> None:

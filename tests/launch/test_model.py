@@ -72,7 +72,9 @@ def test_weights_are_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_nothing_is_said(tmp_path: Path) -> None:
-    assert "neither a folder nor a hub id" in refusal(tmp_path / "nowhere").what
+    nowhere = refusal(tmp_path / "nowhere")
+    assert "neither a folder nor a hub id" in nowhere.what
+    assert "those of a run to the folder that it was started in: give the command there" in str(nowhere.fix)
     assert "holds no config.json" in refusal(tmp_path).what
 
 

@@ -143,7 +143,10 @@ def _build_beside(folder: Path, build: Callable[[Path], object]) -> None:
     try:
         build(beside)
         beside.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:  # what a person or a repair of the disk has put there
+            folder.unlink(missing_ok=True)
         beside.rename(folder)
     except OSError as error:
         raise UserError(

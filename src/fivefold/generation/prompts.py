@@ -1,6 +1,7 @@
 """A file of prompts, answered in batches: one JSON object a prompt, in the order of the file."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,12 +70,19 @@ def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
 
 @contextmanager
 def _out(request: GenerateRequest) -> Iterator[TextIO]:
-    """The file of `request.out`, to write. Raises `UserError` where it cannot be written."""
+    """The file of `request.out`, to write: an older one stays until the last answer is there, and those of a run that
+    ends before are left in `FILE.part`. A device or a pipe is written to, and a link followed. Raises `UserError` where
+    it cannot be written."""
     path = Path(str(request.out))
+    is_replaced = path.is_file() or not path.exists()
+    place = Path(os.path.realpath(path)) if is_replaced else path
+    written = place.with_name(f"{place.name}.part") if is_replaced else path
     with writing(path, instead="name another file: --out FILE"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with written.open("w", encoding="utf-8") as file:
             yield file
+        if is_replaced:
+            written.replace(place)
 
 
 def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Answer]:

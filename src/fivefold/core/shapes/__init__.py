@@ -25,7 +25,8 @@ def no_model(name: str, *, key: str = "", more: str | None = None) -> UserError:
     """The error for a name of nothing that is here, nor a hub id. `key`: of the run file, where the name is from it."""
     near = get_close_matches(name.lower(), shape_names(), n=3)
     places = (
-        f"paths are relative to {Path.cwd()}; name a run or model folder, a hub id (org/name), or a built-in shape: "
+        f"paths are relative to {Path.cwd()}, those of a run to the folder that it was started in: give the command "
+        "there; or name a run or model folder, a hub id (org/name), or a built-in shape: "
         f"{', '.join(shape_names())}"
     )
     fix = f"did you mean {' or '.join(near)}?" if near else places
