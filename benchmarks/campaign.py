@@ -6,7 +6,7 @@
 
 The parts: the tests marked `campaign`, a file at a time; every composition of folds; every planted fault; clean proofs;
 damage and kills. Most write their own results and tables. What became of each part, when and in how many seconds, is in
-benchmarks/results/campaign.json and docs/campaign.md. Exits with 1 when a part failed.
+benchmarks/results/campaign.json, and `--list` prints it. Exits with 1 when a part failed.
 """
 
 import argparse
@@ -21,10 +21,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILE, DOCS = ROOT / "benchmarks" / "results" / "campaign.json", ROOT / "docs" / "campaign.md"
+FILE = ROOT / "benchmarks" / "results" / "campaign.json"
 SCRIPTS = {
     "compositions": ("compositions.py",),
     "faults": ("faults.py",),
+    "fault matrix": ("fault_matrix.py", "--again", "--minutes", "240"),
     "clean proofs": ("clean_proofs.py", "--more"),
     "damage": ("reliability/damage.py",),
     "kills": ("reliability/kills.py",),
@@ -48,6 +49,10 @@ class Ended:
     says: str
     ended: str
     seconds: float
+
+    @property
+    def line(self) -> str:
+        return f"{'well' if self.ok else 'FAILED'} {self.ended} UTC, {self.seconds:.0f} s: {self.says.strip('= ')}"
 
 
 def parts() -> Iterator[tuple[str, list[str]]]:
@@ -76,36 +81,24 @@ def run(name: str, command: Sequence[str]) -> Ended:
 
 
 def commit() -> str:
-    """The last commit of the program and its tests: results and docs do not change what is tried. `+`: and what is not
-    committed."""
-    head = subprocess.run(
-        ["git", "log", "-1", "--format=%h", "--", "src", "tests"], cwd=ROOT, capture_output=True, text=True
-    )
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", "src", "tests"], cwd=ROOT, capture_output=True, text=True
-    )
+    """The last commit of the program and its tests: results, docs and the list that the fault matrix writes do not
+    change what is tried. `+`: and what is not committed."""
+    places = ["--", "src", "tests", ":!tests/verification/core.txt"]
+    head = subprocess.run(["git", "log", "-1", "--format=%h", *places], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(["git", "status", "--porcelain", *places], cwd=ROOT, capture_output=True, text=True)
     return head.stdout.strip() + "+" * bool(changed.stdout.strip())
 
 
 def known(of: str) -> dict[str, Ended]:
     """What became of the parts on this commit."""
     kept = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"commit": "", "parts": []}
-    return {each["part"]: Ended(**each) for each in kept["parts"]} if kept["commit"] == of else {}
+    return {each["part"]: Ended(**each) for each in kept["parts"]} if kept["commit"] == of and "+" not in of else {}
 
 
 def write(of: str, found: dict[str, Ended]) -> None:
-    """The results and the page."""
+    """The results."""
     values = {"commit": of, "parts": [asdict(each) for each in found.values()]}
     FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    head = "| part | ended | its last line | seconds | UTC |\n| --- | --- | --- | --- | --- |"
-    rows = (
-        f"| {e.part} | {'well' if e.ok else '**failed**'} | {e.says.strip('= ')} | {e.seconds:.0f} | {e.ended} |"
-        for e in found.values()
-    )
-    about = f"What `make campaign` does beside `make test`: see `benchmarks/campaign.py`. Of commit `{of}`:"
-    missing = ", ".join(name for name, _ in parts() if name not in found)
-    below = ["", f"Not run on this commit: {missing}."] if missing else []
-    DOCS.write_text("\n".join(["# Campaign", "", about, "", head, *rows, *below, ""]), encoding="utf-8")
 
 
 def main() -> int:
@@ -118,7 +111,7 @@ def main() -> int:
     found = known(of)
     for name, command in parts():
         if asked.list:
-            print(f"{name:<50} {'' if name not in found else 'well' if found[name].ok else 'failed'}")
+            print(f"{name:<50} {found[name].line if name in found else 'not run on this commit'}")
         elif (name not in found or not found[name].ok) and any(each in name for each in asked.only or [""]):
             found[name] = run(name, command)
             write(of, found)

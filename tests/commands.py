@@ -1,10 +1,12 @@
-"""Commands in the process of the tests: what starts workers does its work on the ranks of the pool.
+"""Commands as processes, and in the process of the tests: what starts workers does its work on the ranks of the pool.
 
 An interpreter imports torch and `transformers` for four seconds, and so does every worker that it starts.
 """
 
 import io
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, chdir, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -22,12 +24,21 @@ from fivefold.launch.world import World
 from tests.pool import run_ranks
 from tests.verification.mutation import planted
 
+BIN = Path(sys.executable).parent
 STARTERS = (
     "fivefold.training.launch",
     "fivefold.launch.once",
     "fivefold.verification.launch",
     "fivefold.calibration.calibrate",
 )
+
+
+def as_process(command: Sequence[str], folder: Path) -> str:
+    """What a command prints as a process of its own; it is looked for in this environment first, and must end well."""
+    env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def fivefold(arguments: Sequence[str], folder: Path, *, code: int = 0, fault: str | None = None) -> str:

@@ -1,16 +1,28 @@
-"""What holds for every test."""
+"""What holds for every test: its tier, the process that it runs in, what is said of the run and what must not be left.
+
+The tiers are markers (docs/architecture.md). A test without one is a unit test: it starts no process and no ranks, and
+fails if it does. `core`: the few proofs and commands that run in every `make test` all the same.
+`full`: what guards a merge beside them (`make test-all`).
+"""
 
 import gc
 import os
+import re
 import signal
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import pytest
 
 gc.disable()  # a sixth of the time of imports and collection, which leave nothing to collect
 
-# Of commands too, which inherit it: three processes of tests with two threads each would wait for each other at every
-# barrier of OpenMP, spinning, which doubles the time of a run.
+# Of commands and workers too, which inherit it: models are 32 wide, and threads that wait for each other at every
+# barrier of OpenMP, spinning, double the time of a run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from fivefold.core import bytecode  # noqa: E402
@@ -19,29 +31,52 @@ bytecode.keep()  # of commands too, those with an empty cache of their own among
 
 import torch  # noqa: E402
 
-AIM_MINUTES = 12  # of `make test` with lint and types, on two idle cores
-DEAREST = 10  # files that are told
+from tests import starts  # noqa: E402
+from tests.leftovers import Leftovers  # noqa: E402
+from tests.progress import Progress  # noqa: E402
+
+SLOWEST = 10  # files that are shown
 STARTED = time.monotonic()
-# Files that take long, the longest first. Three processes share the files out as they come: these come before the
-# others, so that no process is left alone with one of them at the end.
+# Files that take long, the longest first. They come before the others, so that no process is left alone with one.
 LONG = (
-    "parallel/test_matrix.py", "test_readme.py", "verification/test_faults.py", "training/test_checks.py",
-    "launch/test_restart.py", "training/test_compile.py", "training/test_offload.py", "checkpoint/test_killed_save.py",
-    "verification/test_command.py", "parallel/test_families.py", "parallel/test_rehearsal.py",
-    "models/test_families.py", "training/test_run.py", "training/test_preference_runs.py", "parallel/test_fp8.py",
-    "generation/test_decode.py", "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
+    "verification/test_core.py", "test_readme.py", "parallel/test_matrix.py", "verification/test_faults.py",
+    "training/test_checks.py", "launch/test_restart.py", "training/test_compile.py", "training/test_offload.py",
+    "checkpoint/test_killed_save.py", "verification/test_command.py", "parallel/test_families.py",
+    "parallel/test_rehearsal.py", "models/test_families.py", "training/test_run.py",
+    "training/test_preference_runs.py", "parallel/test_fp8.py", "generation/test_decode.py",
+    "parallel/test_composition.py", "planner/test_search.py", "checkpoint/test_reshard.py",
 )  # fmt: skip
 
-torch.set_num_threads(1)  # models are 32 wide: threads that wait for each other cost more than they save
+torch.set_num_threads(1)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; commands inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: Any) -> None:
+    """`--nothing-left`."""
+    parser.addoption("--nothing-left", action="store_true", help="fail where a process or a file is left behind")
+
+
+# ---- which tests -----------------------------------------------------------------------------------------------------
+
+
+def pytest_ignore_collect(collection_path: Path, config: Any) -> bool | None:
+    """A file in which no test is asked for is not imported: half of the files, and most of the time of a collection."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text, asked = collection_path.read_text(encoding="utf-8"), config.option.markexpr
+    if "not full" in asked and re.search(r"^pytestmark = pytest\.mark\.full$", text, re.MULTILINE):
+        return True
+    if asked.startswith("full") and "mark.full" not in text:
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Long files first."""
     place = {name: at for at, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(LONG)))
+    items.sort(key=lambda item: place.get(item.location[0].removeprefix("tests/"), len(LONG)))
 
 
 def pytest_collection_finish() -> None:
@@ -50,17 +85,91 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The seconds of the dearest files, and whether the run kept to its aim. It does not fail: machines are noisy."""
+# ---- a unit test starts nothing --------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Any:
+    """Look at what a unit test and its fixtures start."""
+    if any(item.get_closest_marker(tier) for tier in ("core", "full", "campaign", "rehearsal")):
+        return (yield)
+    with starts.watched() as item.stash[_STARTED]:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Any:
+    """Fail a unit test that started something."""
+    result = yield
+    if started := item.stash.get(_STARTED, []):
+        pytest.fail(f"a unit test started {started[0]}: mark it `full`, or `core` if every run needs it", pytrace=False)
+    return result
+
+
+_STARTED = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_tokenizer_is_tried_once() -> Iterator[None]:
+    """A tokenizer.json that the process tried which tries them (half a second) is not tried again in this session."""
+    from fivefold.data import tokenizer
+
+    fine, check = set[bytes](), tokenizer._check
+
+    def once(file: Path) -> None:
+        text = file.read_bytes() if file.is_file() and file.stat().st_size < 1 << 20 else b""
+        if not text or text not in fine:
+            check(file)
+            fine.add(text)
+
+    with patch.object(tokenizer, "_check", once):
+        yield
+
+
+# ---- what is said, and what must not be left -------------------------------------------------------------------------
+
+
+def pytest_configure(config: Any) -> None:
+    """In the process that reports, not in those that xdist starts."""
+    if not hasattr(config, "workerinput"):
+        if config.option.nothing_left:
+            config.stash[_LEFT] = Leftovers.begin()
+        if config.option.verbose == 0 and getattr(config.option, "numprocesses", None):
+            config.pluginmanager.register(Progress())
+
+
+_LEFT = pytest.StashKey[Leftovers]()
+_FOUND = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    """A run that leaves a process, a file or a change of the working tree behind has failed."""
+    if (left := session.config.stash.get(_LEFT, None)) is None:
+        return
+    pool = sys.modules.get("tests.pool")
+    if pool is not None:
+        pool.close_all()
+    found = session.config.stash[_FOUND] = left.found()
+    if found and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    left.end(keep=exitstatus != 0 or bool(found))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
+    """What was left, the seconds of the slowest files, and those of all."""
+    if found := config.stash.get(_FOUND, []):
+        terminalreporter.section("left behind by the tests", red=True)
+        terminalreporter.write_line("\n".join(found))
     seconds: Counter[str] = Counter()
     for kind in ("", "passed", "failed", "error"):  # "": of what a test stands on
         for each in terminalreporter.stats.get(kind, []):
+            if isinstance(each, pytest.SubtestReport):
+                continue  # its seconds are in those of its test
             seconds[each.nodeid.partition("::")[0]] += getattr(each, "duration", 0.0)  # not of a collection
-    told = [f"{spent:7.1f}s {file}" for file, spent in seconds.most_common(DEAREST) if spent >= 1]
+    told = [f"{spent:7.1f}s {file}" for file, spent in seconds.most_common(SLOWEST) if spent >= 1]
     if told:
-        terminalreporter.section(f"dearest {len(told)} files")
+        terminalreporter.section(f"slowest {len(told)} files")
         terminalreporter.write_line("\n".join(told))
     minutes = (time.monotonic() - STARTED) / 60
     terminalreporter.write_line(f"{minutes:.1f} minutes, of {sum(seconds.values()) / 60:.1f} minutes of tests")
-    if minutes > AIM_MINUTES:
-        terminalreporter.write_line(f"the aim on two idle cores is {AIM_MINUTES} minutes")

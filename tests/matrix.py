@@ -1,40 +1,30 @@
 """The one matrix: every pair of options meets in a case, on at most four ranks.
 
-A line of `CASES` is a layout with its options, a model of `MODELS` (`/4`: of four layers instead of three, which stages
-do not divide), and `chunks` where the loss is computed in three chunks. Cases of one model stand together: its
-reference is computed once, and each layout loads what the one before it saved.
+Each is the proof of a step (`tests/verification/cases.py`) in one of `MODELS`, of three layers, which stages do not
+divide, or of four; its loss is computed in three chunks or at once. Cases of one model stand together: each layout
+loads what the one before it saved.
 
 `write()` makes the lines; a campaign test proves that they still cover all pairs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from fivefold.core.layout import DEGREES, SCHEDULES, Layout
 from tests.allpairs import Choice, Pair, all_pairs, reachable
-from tests.verification.faults.fault import Model
+from tests.verification.cases import ProvedCase, model_of
 
-ROWS, RANKS, CHUNKS = 8, 4, 3
+ROWS, RANKS = 8, 4
 
 # Every pair of ties, key/value heads, optimizer and experts, each in a family of its own.
-MODELS = (
-    Model("llama", kv_heads=2),
-    Model("qwen3", tied=True, kv_heads=1, optimizer="muon"),
-    Model("gemma2", tied=True, kv_heads=4),
-    Model("olmo2", kv_heads=4, optimizer="muon"),
-    Model("phi3", kv_heads=4),
-    Model("granite", kv_heads=1),
-    Model("mistral", tied=True, kv_heads=2, optimizer="muon"),
-    Model("mixtral", kv_heads=2),
-    Model("qwen3_moe", tied=True, kv_heads=1, optimizer="muon"),
-    Model("gpt_oss", kv_heads=4, optimizer="muon"),
-    Model("olmoe", tied=True, kv_heads=2),
-    Model("deepseek_v3", kv_heads=4),
-)
+NAMES = """
+llama qwen3-kv1-tied-muon gemma2-kv4-tied olmo2-kv4-muon phi3-kv4 granite-kv1 mistral-tied-muon
+mixtral qwen3_moe-kv1-tied-muon gpt_oss-kv4-muon olmoe-tied deepseek_v3-kv4
+"""
+MODELS = [*map(model_of, NAMES.split())]
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "deepseek_v3")
-OF_FOUR_LAYERS = {"gpt_oss": (("layer_types", ["sliding_attention", "full_attention"] * 2),)}
 
 OPTIONS: dict[str, Any] = {
     "dp": (1, 2), "shard": (1, 2, 4), "cp": (1, 2, 4), "tp": (1, 2, 4), "pp": (1, 2, 4), "ep": (1, 2, 4),
@@ -45,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "zero": (1, 2, 3),
     "sequence_parallel": (True, False),
     "full": (False, True),
-    "chunks": (None, CHUNKS),
+    "chunks": (False, True),
     "kv_heads": (1, 2, 4),
     "tied": (False, True),
     "optimizer": ("adamw", "muon"),
@@ -82,49 +72,21 @@ def needed() -> set[Pair]:
     return {pair for pair in reachable(OPTIONS, is_legal) if {name for name, _ in pair} != {"schedule", "method"}}
 
 
-@dataclass(frozen=True)
-class MatrixCase:
-    """A layout (a text) of a model."""
-
-    layout: str
-    model: Model
-    layers: int = 3
-    chunks: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.layout} {self.model.family}{'/4' * (self.layers == 4)}{' chunks' * bool(self.chunks)}"
-
-    @staticmethod
-    def parse(text: str) -> "MatrixCase":
-        layout, name, *chunks = text.split()
-        family, _, layers = name.partition("/")
-        model = next(model for model in MODELS if model.family == family)
-        return MatrixCase(layout, model, int(layers or 3), CHUNKS if chunks else None)
-
-    @property
-    def proved(self) -> Model:
-        """The model with its layers."""
-        changes = OF_FOUR_LAYERS.get(self.model.family, ()) if self.layers == 4 else ()
-        named = {name: getattr(self.model, name) for name in ("family", "tied", "kv_heads", "optimizer")}
-        return Model(**named, changes=(("num_hidden_layers", self.layers), *changes))
-
-    @property
-    def choice(self) -> Choice:
-        """Its value of every option."""
-        layout = Layout.parse(self.layout)
-        degrees = {short: getattr(layout, name) for short, name in DEGREES.items()}
-        micro = layout.accumulation(ROWS)
-        return degrees | {
-            "schedule": layout.pp_schedule if layout.pp > 1 else "",
-            "method": layout.cp_method if layout.cp > 1 else "",
-            "experts": self.model.family in EXPERTS, "etp": layout.expert_tp, "zero": layout.zero,
-            "sequence_parallel": layout.sequence_parallel, "full": layout.recompute == "full", "chunks": self.chunks,
-            "kv_heads": self.model.kv_heads, "tied": self.model.tied, "optimizer": self.model.optimizer,
-            "several": micro > 1 + (layout.pp > 1),
-        }  # fmt: skip
+def choice_of(case: ProvedCase) -> Choice:
+    """The value that a case has of every option."""
+    layout, model = Layout.parse(case.layout), case.model
+    degrees = {short: getattr(layout, name) for short, name in DEGREES.items()}
+    return degrees | {
+        "schedule": layout.pp_schedule if layout.pp > 1 else "",
+        "method": layout.cp_method if layout.cp > 1 else "",
+        "experts": model.family in EXPERTS, "etp": layout.expert_tp, "zero": layout.zero,
+        "sequence_parallel": layout.sequence_parallel, "full": layout.recompute == "full", "chunks": model.is_chunked,
+        "kv_heads": model.kv_heads, "tied": model.tied, "optimizer": model.optimizer,
+        "several": layout.accumulation(ROWS) > 1 + (layout.pp > 1),
+    }  # fmt: skip
 
 
-def case_of(choice: Choice) -> MatrixCase:
+def case_of(choice: Choice) -> ProvedCase:
     """The case that has these values."""
     data, schedule = choice["dp"] * choice["shard"], choice["schedule"]
     piped = choice["pp"] > 1
@@ -137,7 +99,9 @@ def case_of(choice: Choice) -> MatrixCase:
     }  # fmt: skip
     layout = str(Layout.parse("+".join([text, *(word for word, is_on in words.items() if is_on)])))
     four = choice["pp"] == 4 or schedule in ("interleaved", "zbv", "dualpipev")
-    return MatrixCase(layout, _KINDS[tuple(choice[n] for n in _OF_MODEL)], 4 if four else 3, choice["chunks"])
+    model = _KINDS[tuple(choice[n] for n in _OF_MODEL)]
+    deep = model_of(f"{model.family}/{4 if four else 3}")
+    return ProvedCase("step", layout, replace(model, changes=deep.changes, is_chunked=choice["chunks"]))
 
 
 def write() -> Iterator[str]:
@@ -145,63 +109,63 @@ def write() -> Iterator[str]:
     found = min((all_pairs(OPTIONS, legal=is_legal, needed=needed(), seed=seed) for seed in range(9)), key=len)
     order = [model.family for model in MODELS]
     cases = [case_of(choice) for choice in found]
-    yield from map(str, sorted(cases, key=lambda case: (order.index(case.model.family), case.layers)))
+    yield from map(str, sorted(cases, key=lambda case: (order.index(case.model.family), case.model.changes)))
 
 
-CASES: list[MatrixCase] = [MatrixCase.parse(line) for line in """
-cp4+zero1+ring+mb8 llama
-cp4+zero2+2x2+mb4 qwen3 chunks
-dp2.pp2+zero2+zb+mb2 qwen3
-tp4+mb8+full+nosp qwen3 chunks
-shard2.cp2+zero1+ulysses+mb2+full qwen3
-dp2.pp2+zero2+dualpipev qwen3/4
-shard4+zero2+full gemma2
-dp2.pp2+zero2+zbv+mb2 gemma2/4
-cp2.tp2+zero2+allgather+mb8+nosp phi3 chunks
-dp2.cp2+ring+mb4 granite
-pp4+mb2+full granite/4 chunks
-cp2.pp2+zero1+zbv+ulysses+mb2+full granite/4
-shard2.pp2+zero2+gpipe+mb2 mistral
-dp2.pp2+zero1+interleaved+v2+full mistral/4 chunks
-cp2.pp2+zb+ulysses+mb2+full mixtral chunks
-cp4.ep2+zero1+2x2+mb8+full mixtral
-shard4.ep2+full mixtral chunks
-dp2.tp2.ep2+mb2+nosp mixtral chunks
-cp2.pp2+zero2+ulysses+mb2+full mixtral chunks
-shard2.cp2.ep4+zero1+ring+mb4+full mixtral
-tp2.pp2+dualpipev+mb2+full+nosp+etp mixtral/4 chunks
-shard2.pp2+zero1+dualpipev+full mixtral/4 chunks
-shard2.tp2.ep2+zero1+mb4+nosp+etp qwen3_moe
-cp2.pp2.ep2+zero1+gpipe+allgather+mb2+full qwen3_moe chunks
-shard4.ep4+zero1+mb2 qwen3_moe
-cp4.ep4+ulysses+mb8 qwen3_moe chunks
-dp2.pp2+zero2+gpipe+mb2 qwen3_moe chunks
-dp2.tp2+zero1+mb4+full+etp qwen3_moe
-cp2.tp2+zero2+allgather+mb4+full+etp qwen3_moe chunks
-dp2.cp2.ep2+ulysses+mb4 qwen3_moe chunks
-tp2.pp2+interleaved+v2+mb2+nosp+etp qwen3_moe/4
-cp2.tp2.ep4+zero2+ring+mb4+full+nosp gpt_oss chunks
-shard2.pp2.ep2+zero1+full gpt_oss chunks
-shard2.pp2.ep2+zero1+zb+mb2+full gpt_oss chunks
-tp2.pp2+zb+mb4+full+nosp+etp gpt_oss
-cp2.tp2.ep2+zero2+ulysses+mb8+nosp+etp gpt_oss
-pp4+gpipe+mb4 gpt_oss/4 chunks
-shard2.pp2.ep2+zero2+zbv+full gpt_oss/4 chunks
-cp2.pp2.ep2+zero1+dualpipev+ring+mb2 gpt_oss/4
-cp2.pp2.ep2+zero2+interleaved+v2+ulysses+mb4 gpt_oss/4
-shard2.cp2.ep4+allgather+mb2 olmoe
-dp2.pp2+zero2+mb2 olmoe
-tp4.ep2+mb4+nosp olmoe chunks
-cp2.tp2.ep2+zero2+ring+mb8+full+etp olmoe
-tp2.pp2+mb4+nosp+etp olmoe
-tp2.pp2+gpipe+mb4+full+nosp+etp olmoe chunks
-dp2.shard2.ep2+zero2+full olmoe chunks
-tp2.pp2+zbv+mb2+full+nosp+etp olmoe/4
-pp4+gpipe+mb2 olmoe/4
-shard2.pp2.ep2+zero2+interleaved+v2+mb2+full olmoe/4 chunks
-tp4+mb8+full+etp deepseek_v3
-cp4.ep4+2x2+mb8+full deepseek_v3 chunks
-dp2.cp2+zero2+allgather+mb2+full deepseek_v3 chunks
-tp4.ep4+mb8 deepseek_v3
-cp4+zero2+allgather+mb4 deepseek_v3
+CASES: list[ProvedCase] = [ProvedCase.parse(line) for line in """
+step cp4+zero1+ring+mb8 llama/3-unchunked
+step cp4+zero2+2x2+mb4 qwen3/3-kv1-tied-muon
+step dp2.pp2+zero2+zb+mb2 qwen3/3-kv1-tied-muon-unchunked
+step tp4+mb8+full+nosp qwen3/3-kv1-tied-muon
+step shard2.cp2+zero1+ulysses+mb2+full qwen3/3-kv1-tied-muon-unchunked
+step dp2.pp2+zero2+dualpipev qwen3/4-kv1-tied-muon-unchunked
+step shard4+zero2+full gemma2/3-kv4-tied-unchunked
+step dp2.pp2+zero2+zbv+mb2 gemma2/4-kv4-tied-unchunked
+step cp2.tp2+zero2+allgather+mb8+nosp phi3/3-kv4
+step dp2.cp2+ring+mb4 granite/3-kv1-unchunked
+step pp4+mb2+full granite/4-kv1
+step cp2.pp2+zero1+zbv+ulysses+mb2+full granite/4-kv1-unchunked
+step shard2.pp2+zero2+gpipe+mb2 mistral/3-tied-muon-unchunked
+step dp2.pp2+zero1+interleaved+v2+full mistral/4-tied-muon
+step cp2.pp2+zb+ulysses+mb2+full mixtral/3
+step cp4.ep2+zero1+2x2+mb8+full mixtral/3-unchunked
+step shard4.ep2+full mixtral/3
+step dp2.tp2.ep2+mb2+nosp mixtral/3
+step cp2.pp2+zero2+ulysses+mb2+full mixtral/3
+step shard2.cp2.ep4+zero1+ring+mb4+full mixtral/3-unchunked
+step tp2.pp2+dualpipev+mb2+full+nosp+etp mixtral/4
+step shard2.pp2+zero1+dualpipev+full mixtral/4
+step shard2.tp2.ep2+zero1+mb4+nosp+etp qwen3_moe/3-kv1-tied-muon-unchunked
+step cp2.pp2.ep2+zero1+gpipe+allgather+mb2+full qwen3_moe/3-kv1-tied-muon
+step shard4.ep4+zero1+mb2 qwen3_moe/3-kv1-tied-muon-unchunked
+step cp4.ep4+ulysses+mb8 qwen3_moe/3-kv1-tied-muon
+step dp2.pp2+zero2+gpipe+mb2 qwen3_moe/3-kv1-tied-muon
+step dp2.tp2+zero1+mb4+full+etp qwen3_moe/3-kv1-tied-muon-unchunked
+step cp2.tp2+zero2+allgather+mb4+full+etp qwen3_moe/3-kv1-tied-muon
+step dp2.cp2.ep2+ulysses+mb4 qwen3_moe/3-kv1-tied-muon
+step tp2.pp2+interleaved+v2+mb2+nosp+etp qwen3_moe/4-kv1-tied-muon-unchunked
+step cp2.tp2.ep4+zero2+ring+mb4+full+nosp gpt_oss/3-kv4-muon
+step shard2.pp2.ep2+zero1+full gpt_oss/3-kv4-muon
+step shard2.pp2.ep2+zero1+zb+mb2+full gpt_oss/3-kv4-muon
+step tp2.pp2+zb+mb4+full+nosp+etp gpt_oss/3-kv4-muon-unchunked
+step cp2.tp2.ep2+zero2+ulysses+mb8+nosp+etp gpt_oss/3-kv4-muon-unchunked
+step pp4+gpipe+mb4 gpt_oss/4-kv4-muon
+step shard2.pp2.ep2+zero2+zbv+full gpt_oss/4-kv4-muon
+step cp2.pp2.ep2+zero1+dualpipev+ring+mb2 gpt_oss/4-kv4-muon-unchunked
+step cp2.pp2.ep2+zero2+interleaved+v2+ulysses+mb4 gpt_oss/4-kv4-muon-unchunked
+step shard2.cp2.ep4+allgather+mb2 olmoe/3-tied-unchunked
+step dp2.pp2+zero2+mb2 olmoe/3-tied-unchunked
+step tp4.ep2+mb4+nosp olmoe/3-tied
+step cp2.tp2.ep2+zero2+ring+mb8+full+etp olmoe/3-tied-unchunked
+step tp2.pp2+mb4+nosp+etp olmoe/3-tied-unchunked
+step tp2.pp2+gpipe+mb4+full+nosp+etp olmoe/3-tied
+step dp2.shard2.ep2+zero2+full olmoe/3-tied
+step tp2.pp2+zbv+mb2+full+nosp+etp olmoe/4-tied-unchunked
+step pp4+gpipe+mb2 olmoe/4-tied-unchunked
+step shard2.pp2.ep2+zero2+interleaved+v2+mb2+full olmoe/4-tied
+step tp4+mb8+full+etp deepseek_v3/3-kv4-unchunked
+step cp4.ep4+2x2+mb8+full deepseek_v3/3-kv4
+step dp2.cp2+zero2+allgather+mb2+full deepseek_v3/3-kv4
+step tp4.ep4+mb8 deepseek_v3/3-kv4-unchunked
+step cp4+zero2+allgather+mb4 deepseek_v3/3-kv4-unchunked
 """.strip().splitlines()]  # fmt: skip

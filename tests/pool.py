@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests import starts
+
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 180.0
 AFTER_FAILURE = 5.0  # seconds for the other ranks to fail too
@@ -180,8 +182,14 @@ def run_ranks(
         print(f"a worker was killed, the call is made again: {killed}", file=sys.stderr)
         return _run(world, function, args, timeout)
     finally:
-        if is_last and world in _pools:
-            _pools.pop(world).close()
+        if is_last:
+            end(world)
+
+
+def end(world: int) -> None:
+    """End the workers of a world, which the next call starts afresh: they left it, or are out of step."""
+    if world in _pools:
+        _pools.pop(world).close()
 
 
 class _Killed(RankError):
@@ -189,6 +197,7 @@ class _Killed(RankError):
 
 
 def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    starts.note(f"{world} ranks")
     if world in _pools and _pools[world].threads > MOST_THREADS:
         _pools.pop(world).close()
     if world not in _pools:
@@ -205,6 +214,8 @@ def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeou
 
 
 @atexit.register
-def _close() -> None:
-    for pool in _pools.values():
-        pool.close()
+def close_all() -> None:
+    """End all workers, and the process that they are forked from."""
+    while _pools:
+        _pools.popitem()[1].close()
+    forkserver._forkserver._stop()

@@ -10,6 +10,8 @@ import pytest
 
 from fivefold.core import bytecode
 
+pytestmark = pytest.mark.full
+
 SOURCE = Path(bytecode.__file__).parents[2]
 SAYS = "import json, os, sys; print(json.dumps([sys.pycache_prefix, sys.dont_write_bytecode]))"
 KEEP = f"from fivefold.core import bytecode; bytecode.keep(); {SAYS}"

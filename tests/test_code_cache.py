@@ -141,6 +141,7 @@ def test_a_link_is_followed_by_all_its_steps(cache, own):
     assert code_folder("kernels") == own
 
 
+@pytest.mark.full
 @as_root
 def test_a_library_that_another_user_left_is_not_loaded(cache, own):
     ask = "from fivefold.ops import cpu_attention; print(cpu_attention._library()._name)"

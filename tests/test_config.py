@@ -114,9 +114,8 @@ run: {name: demo, dir: runs}
     assert config.model_copy(update=own) == empty
 
 
-@pytest.mark.parametrize(
-    ("override", "read", "expected"),
-    [
+def test_what_people_write_is_resolved(subtests: pytest.Subtests, here: Path) -> None:
+    cases = [
         ("data.seq_length=8k", lambda c: c.data.seq_length, 8192),
         ("train.max_tokens=500M", lambda c: c.train.max_tokens, 500_000_000),
         ("data.validation=2%", lambda c: c.data.validation, 0.02),
@@ -149,37 +148,36 @@ run: {name: demo, dir: runs}
         ("sample.prompts=['def ']", lambda c: c.sample.prompts, ("def ",)),
         ("run.name=007", lambda c: c.run.name, "7"),
         ("optimizer={eps: 1e-6}", lambda c: c.optimizer.eps, 1e-6),
-    ],
-)
-def test_what_people_write_is_resolved(override: str, read: object, expected: object, here: Path) -> None:
-    assert read(loaded(here, "", override)) == expected  # type: ignore[operator]
+    ]
+    for override, read, expected in cases:
+        with subtests.test(msg=override):
+            assert read(loaded(here, "", override)) == expected  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("text", "init", "tokenizer", "seq_length"),
-    [
+def test_a_built_in_shape_is_completed_where_nothing_is_set(subtests: pytest.Subtests, here: Path) -> None:
+    cases = [
         ("model: {name_or_path: qwen3-8b}", "random", "train:2048", 8192),
         ("model: {overrides: {max_position_embeddings: 64}}", "random", "train:2048", 64),
         ("model: {init: pretrained}\ntokenizer: {name_or_path: byte}", "pretrained", "byte", 1024),
         ("data: {seq_length: 9000}", "random", "train:2048", 9000),
         ("model: {name_or_path: ./folder}", "pretrained", "auto", 8192),
         ("model: {name_or_path: org/name}", "pretrained", "auto", 8192),
-    ],
-)
-def test_a_built_in_shape_is_completed_where_nothing_is_set(
-    text: str, init: str, tokenizer: str, seq_length: int, here: Path
-) -> None:
-    config = loaded(here, text)
-    assert (config.model.init, config.tokenizer.name_or_path, config.data.seq_length) == (init, tokenizer, seq_length)
-    assert parse_config(config.to_yaml()) == config
-    assert f"init: {init}" in config.to_yaml()
+    ]
+    for text, init, tokenizer, seq_length in cases:
+        with subtests.test(msg=text):
+            config = loaded(here, text)
+            found = config.model.init, config.tokenizer.name_or_path, config.data.seq_length
+            assert found == (init, tokenizer, seq_length)
+            assert parse_config(config.to_yaml()) == config
+            assert f"init: {init}" in config.to_yaml()
 
 
-@pytest.mark.parametrize("prompt", ["a\x85b", "\x85", "a\u2028b\u2029", " \r\n x ", "\x00\x1b[0m", "é ▁", "'\x85\\N"])
-def test_a_prompt_travels_to_the_last_character(prompt: str) -> None:
-    config = load_config(None)
-    config = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (prompt,)})})
-    assert parse_config(config.to_yaml()).sample.prompts == (prompt,)
+def test_a_prompt_travels_to_the_last_character(subtests: pytest.Subtests) -> None:
+    for prompt in ["a\x85b", "\x85", "a\u2028b\u2029", " \r\n x ", "\x00\x1b[0m", "é ▁", "'\x85\\N"]:
+        with subtests.test(msg=repr(prompt)):
+            config = load_config(None)
+            config = config.model_copy(update={"sample": config.sample.model_copy(update={"prompts": (prompt,)})})
+            assert parse_config(config.to_yaml()).sample.prompts == (prompt,)
 
 
 def test_precedence_is_defaults_file_command_line(here: Path) -> None:
@@ -293,19 +291,19 @@ def test_a_layout_that_the_planner_chooses_is_open(here: Path) -> None:
     assert loaded(here, "layout: tp2", "layout=auto").given == {}
 
 
-@pytest.mark.parametrize(("text", "what", "fix"), ERRORS, ids=[what[:40] for _, what, _ in ERRORS])
-def test_errors_name_the_line_the_key_and_the_fix(text: str, what: str, fix: str | None, here: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        loaded(here, text)
-    assert what in caught.value.what
-    assert caught.value.exit_code == 2
-    if fix:
-        assert fix in (caught.value.fix or "")
+def test_errors_name_the_line_the_key_and_the_fix(subtests: pytest.Subtests, here: Path) -> None:
+    for text, what, fix in ERRORS:
+        with subtests.test(msg=what):
+            with pytest.raises(UserError) as caught:
+                loaded(here, text)
+            assert what in caught.value.what
+            assert caught.value.exit_code == 2
+            if fix:
+                assert fix in (caught.value.fix or "")
 
 
-@pytest.mark.parametrize(
-    ("override", "what"),
-    [
+def test_errors_of_the_command_line_say_so(subtests: pytest.Subtests) -> None:
+    cases = [
         ("optimizer.learning_rte=3", "command line optimizer.learning_rte is not a key"),
         ("learning_rate=3", "command line learning_rate is not a key"),
         ("foo", "command line: 'foo' is not key=value"),
@@ -316,12 +314,12 @@ def test_errors_name_the_line_the_key_and_the_fix(text: str, what: str, fix: str
         ("layout=zz", "command line layout 'zz'"),
         ("layout.tp=0", "command line layout: tp 0 is not a degree"),
         ("sample.prompts=[", "the value of sample.prompts is not YAML"),
-    ],
-)
-def test_errors_of_the_command_line_say_so(override: str, what: str) -> None:
-    with pytest.raises(UserError, match="command line") as caught:
-        load_config(None, [override])
-    assert what in caught.value.what
+    ]
+    for override, what in cases:
+        with subtests.test(msg=override):
+            with pytest.raises(UserError, match="command line") as caught:
+                load_config(None, [override])
+            assert what in caught.value.what
 
 
 def test_a_missing_file_is_said(here: Path) -> None:
@@ -389,6 +387,7 @@ def test_shapes_are_config_files_by_name() -> None:
     assert shape_folder("gpt-9") is None
 
 
+@pytest.mark.full
 def test_config_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; from fivefold.config import load_config, check_supported; check_supported(load_config(None)); "

@@ -51,15 +51,18 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_file_is_refused_in_a_sentence(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_refused_in_a_sentence(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    text, expected = FILES[kind]
-    Path("run.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError) as refused:
-        load_config(Path("run.yaml"))
-    assert expected in str(refused.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    for kind in FILES:
+        with subtests.test(msg=kind):
+            text, expected = FILES[kind]
+            Path("run.yaml").write_text(text, encoding="utf-8")
+            with pytest.raises(UserError) as refused:
+                load_config(Path("run.yaml"))
+            assert expected in str(refused.value)
+            assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
 def test_aliases_that_repeat_little_are_fine(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_every_way_to_the_hub_names_what_is_missing(tmp_path: Path, monkeypatch:
         assert "name a local folder (hf download org/name" in str(error.fix)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("unreachable")
 @pytest.mark.parametrize(
     ("override", "key"),

@@ -56,20 +56,23 @@ def test_every_room_has_its_place_in_the_order() -> None:
     assert rooms - {"__pycache__"} == set(ORDER)
 
 
-@pytest.mark.parametrize("room", ORDER)
-def test_imports_go_one_way(room: str) -> None:
-    allowed = {*ORDER[: ORDER.index(room) + 1]}
-    own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
-    assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
+def test_imports_go_one_way(subtests: pytest.Subtests) -> None:
+    for room in ORDER:
+        with subtests.test(msg=room):
+            allowed = {*ORDER[: ORDER.index(room) + 1]}
+            own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
+            assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
 
 
 def test_no_module_imports_what_another_keeps_for_itself() -> None:
     assert [place for place, name in _imports(ROOT) if re.match(r"fivefold\..*\._[a-z]", name)] == []
 
 
-@pytest.mark.parametrize("room", WITHOUT_TORCH)
-def test_the_torch_free_rooms_never_name_torch(room: str) -> None:
-    assert [place for place, name in _imports(ROOT / room) if name.split(".")[0] in ("torch", "transformers")] == []
+def test_the_torch_free_rooms_never_name_torch(subtests: pytest.Subtests) -> None:
+    for room in WITHOUT_TORCH:
+        with subtests.test(msg=room):
+            imported = _imports(ROOT / room)
+            assert [place for place, name in imported if name.split(".")[0] in ("torch", "transformers")] == []
 
 
 def _asks(node: ast.AST) -> bool:
@@ -106,11 +109,13 @@ def test_a_parallelism_alone_knows_whether_it_is_on() -> None:
     )  # and there they are few
 
 
+@pytest.mark.full
 def test_the_plan_of_a_layout_loads_no_torch() -> None:
     script = "import sys, fivefold.doctor.plan; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.full
 def test_what_stands_before_a_run_loads_no_torch() -> None:
     script = (
         """

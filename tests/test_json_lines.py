@@ -140,6 +140,7 @@ def test_a_full_disk_at_a_resume_cuts_nothing_away(
     assert steps_of(path) == [1, 2, 3, 4, 5] and [row.get("again") for row in read(path).rows[3:]] == [1, 1]
 
 
+@pytest.mark.full
 def test_killed_while_it_is_cut_back_all_rows_or_the_kept_ones_are_there(tmp_path: Path) -> None:
     """At every system call of the cut: 252 of 5,000 rows were left where the file was written in place. A line that is
     cut short is in the file, or set aside."""

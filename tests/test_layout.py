@@ -31,11 +31,12 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_round_trips(text: str) -> None:
-    layout = Layout.parse(text)
-    assert Layout.parse(str(layout)) == layout
-    assert sorted(str(layout).replace("+", ".").split(".")) == sorted(text.replace("+", ".").split("."))
+def test_text_round_trips(subtests: pytest.Subtests) -> None:
+    for text in TEXTS:
+        with subtests.test(msg=text):
+            layout = Layout.parse(text)
+            assert Layout.parse(str(layout)) == layout
+            assert sorted(str(layout).replace("+", ".").split(".")) == sorted(text.replace("+", ".").split("."))
 
 
 OTHER_VALUES = {
@@ -57,19 +58,19 @@ OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Layout)])
-def test_every_field_survives_the_text(name: str) -> None:
-    layout = replace(Layout(), **{name: OTHER_VALUES.get(name, 2)})
-    assert Layout.parse(str(layout)) == layout
+def test_every_field_survives_the_text(subtests: pytest.Subtests) -> None:
+    for name in [field.name for field in fields(Layout)]:
+        with subtests.test(msg=name):
+            layout = replace(Layout(), **{name: OTHER_VALUES.get(name, 2)})
+            assert Layout.parse(str(layout)) == layout
 
 
 def test_equal_layouts_are_one_key_whatever_the_spelling() -> None:
     assert len({Layout.parse("tp2.shard2"), Layout.parse("shard2.tp2"), Layout(dp_shard=2, tp=2)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
+def test_what_is_not_understood_is_named(subtests: pytest.Subtests) -> None:
+    cases = [
         ("tp", "'tp' is not a degree"),
         ("foo2", "'foo2' is not a degree"),
         ("tp0", "tp 0 is not a degree"),
@@ -78,17 +79,16 @@ def test_equal_layouts_are_one_key_whatever_the_spelling() -> None:
         ("tp2+zero4", "+zero4 is not an option"),
         ("tp2+zero1+zero2", "sets zero twice"),
         ("", "'' is not a degree"),
-    ],
-)
-def test_what_is_not_understood_is_named(text: str, what: str) -> None:
-    with pytest.raises(UserError) as caught:
-        Layout.parse(text)
-    assert what in caught.value.what
+    ]
+    for text, what in cases:
+        with subtests.test(msg=repr(text)):
+            with pytest.raises(UserError) as caught:
+                Layout.parse(text)
+            assert what in caught.value.what
 
 
-@pytest.mark.parametrize(
-    ("text", "fix"),
-    [
+def test_what_was_meant_is_asked(subtests: pytest.Subtests) -> None:
+    cases = [
         ("shrd4", "did you mean shard4?"),
         ("fsdp8.tp2", "did you mean shard8?"),
         ("TP2", "did you mean tp2?"),
@@ -99,17 +99,16 @@ def test_what_is_not_understood_is_named(text: str, what: str) -> None:
         ("shard4,tp2", "write dpN, shardN"),
         ("tp2+interleave", "did you mean +interleaved?"),
         ("tp2+micro4", "options are zeroN"),
-    ],
-)
-def test_what_was_meant_is_asked(text: str, fix: str) -> None:
-    with pytest.raises(UserError) as caught:
-        Layout.parse(text)
-    assert caught.value.fix and caught.value.fix.startswith(fix)
+    ]
+    for text, fix in cases:
+        with subtests.test(msg=text):
+            with pytest.raises(UserError) as caught:
+                Layout.parse(text)
+            assert caught.value.fix and caught.value.fix.startswith(fix)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_values_out_of_range_are_refused(subtests: pytest.Subtests) -> None:
+    cases = [
         {"zero": 0},
         {"dp_shard": 0},
         {"pp_schedule": "x"},
@@ -119,11 +118,10 @@ def test_what_was_meant_is_asked(text: str, fix: str) -> None:
         {"cp_method": "tree"},
         {"micro_batch_size": 0},
         {"pp_virtual": 0},
-    ],
-)
-def test_values_out_of_range_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(UserError):
-        Layout(**values)  # type: ignore[arg-type]
+    ]
+    for values in cases:
+        with subtests.test(msg=str(values)), pytest.raises(UserError):
+            Layout(**values)  # type: ignore[arg-type]
 
 
 def test_more_ranks_than_can_be_counted_are_refused() -> None:

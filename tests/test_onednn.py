@@ -21,6 +21,7 @@ def in_a_process(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_products_are_those_of_fp64() -> None:
     """Above and below the size from which oneDNN serves; transposed, strided, expanded and empty operands; types other
@@ -72,6 +73,7 @@ def test_products_are_those_of_fp64() -> None:
     """)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_wrong_operands_are_refused_and_nan_stays() -> None:
     in_a_process("""

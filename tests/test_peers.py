@@ -55,17 +55,18 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_on_the_command_line_and_in_a_file(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a key") as raised:
-        load_config(None, [f"{name}=1"])
-    assert ASKED[name] in str(raised.value.fix)
-    section, _, key = name.rpartition(".")
-    file = tmp_path / "run.yaml"
-    file.write_text(f"{section}:\n  {key}: 1\n" if section else f"# mine\n{key}: 1\n")
-    with pytest.raises(UserError, match=r"run\.yaml:[12] \S+ is not a key") as raised:
-        load_config(file)
-    assert ASKED[name] in str(raised.value.fix)
+def test_on_the_command_line_and_in_a_file(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for name in ASKED:
+        with subtests.test(msg=name):
+            with pytest.raises(UserError, match="is not a key") as raised:
+                load_config(None, [f"{name}=1"])
+            assert ASKED[name] in str(raised.value.fix)
+            section, _, key = name.rpartition(".")
+            file = tmp_path / "run.yaml"
+            file.write_text(f"{section}:\n  {key}: 1\n" if section else f"# mine\n{key}: 1\n")
+            with pytest.raises(UserError, match=r"run\.yaml:[12] \S+ is not a key") as raised:
+                load_config(file)
+            assert ASKED[name] in str(raised.value.fix)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Every command of the README is run, in its order, in an empty folder: one of each kind as a process, as a user has
 it, the others in this one (`tests/commands.py`)."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import fivefold
+from tests.commands import BIN, as_process, fivefold
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BIN = Path(sys.executable).parent
 
 # Commands that this test does not run, each with its reason.
 NOT_RUN = {
@@ -26,13 +24,10 @@ NOT_RUN = {
     "srun --nodes 2 --ntasks-per-node 8 fivefold train notes.yaml": "needs Slurm; its variables have tests in launch/",
 }
 
-# The first of each kind; a command that is no `fivefold` is always a process.
+# The first two; other verbs are processes in `tests/test_commands.py`. A command that is no `fivefold` always is one.
 PROCESSES = {
     ".venv/bin/fivefold train",
     "fivefold train notes.yaml",
-    "fivefold verify notes.yaml --quick --layouts shard2.tp2 --html verify.html",
-    'fivefold generate runs/notes --prompt "The " --max-new-tokens 20',
-    "fivefold export runs/notes notes-model",
 }
 
 # What is added to a command to make it short; nothing else about it changes.
@@ -60,7 +55,7 @@ def shortened(command: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty folder with the files that the README shows or speaks of."""
     folder = tmp_path_factory.mktemp("readme")
-    run(shlex.split(MAKES_NOTES), folder)
+    as_process(shlex.split(MAKES_NOTES), folder)
     assert (folder / "notes.txt").stat().st_size > 60_000
     for text in blocks("yaml"):
         name = re.match(r"# (\S+\.yaml)\n", text)
@@ -69,29 +64,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: list[str], folder: Path) -> str:
-    env = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 RUN = [each for each in dict.fromkeys(COMMANDS) if each not in NOT_RUN]  # one that is there twice is run once
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", RUN)
 def test_every_command_runs(command: str, folder: Path) -> None:
     words = shlex.split(shortened(command))
     if words[0] == "fivefold" and command not in PROCESSES:
         assert fivefold(words[1:], folder)
     else:
-        assert run(words, folder)
+        assert as_process(words, folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", blocks("python"))
 def test_every_python_block_runs(block: str, folder: Path) -> None:
     (folder / "block.py").write_text(block, encoding="utf-8")
-    assert run([sys.executable, "block.py"], folder)
+    assert as_process([sys.executable, "block.py"], folder)
 
 
 def test_the_text_of_the_run_file_is_made_before_it_is_needed() -> None:
@@ -102,6 +92,7 @@ def test_what_is_not_run_is_in_the_readme() -> None:
     assert {*NOT_RUN, *PROCESSES} <= set(COMMANDS)
 
 
+@pytest.mark.full
 def test_make_runs_the_plain_lines_of_the_readme() -> None:
     done = subprocess.run(
         ["make", "--dry-run", "--always-make", "train", "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True
@@ -112,6 +103,7 @@ def test_make_runs_the_plain_lines_of_the_readme() -> None:
         assert line in made, done.stdout
 
 
+@pytest.mark.full
 def test_make_says_so_when_python_is_too_old(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
@@ -120,6 +112,7 @@ def test_make_says_so_when_python_is_too_old(tmp_path: Path) -> None:
     assert "fivefold needs Python 3.11 or newer" in done.stderr
 
 
+@pytest.mark.full
 def test_the_error_that_the_readme_shows_is_the_one_that_appears(folder: Path) -> None:
     shown = next(iter(blocks("text")))
     text = (folder / "notes.yaml").read_text(encoding="utf-8").replace("learning_rate", "learning_rte")

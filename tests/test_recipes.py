@@ -14,6 +14,7 @@ RECIPES = sorted((ROOT / "examples").glob("*.yaml"))
 FOR_GPUS = re.compile(r"^(\w+): .*?  # GPUs: (.*)$", re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_trains_as_it_stands(recipe: Path, tmp_path: Path) -> None:
     fivefold(["train", f"examples/{recipe.name}", "train.max_steps=2", f"run.dir={tmp_path}"], ROOT)
@@ -33,6 +34,7 @@ def test_three_lines_make_it_one_for_gpus(recipe: Path, tmp_path: Path) -> None:
     assert not config.model.overrides and config.model.init == "pretrained" and config.data.seq_length >= 4096
 
 
+@pytest.mark.full
 def test_long_rows_fit_eight_gpus(tmp_path: Path) -> None:
     text = (ROOT / "examples" / "long_rows.yaml").read_text(encoding="utf-8")
     command = next(re.finditer(r"^# +fivefold (plan .*)$", text, re.MULTILINE))[1].split()

@@ -60,11 +60,13 @@ def ended(command: list[str], **streams: int) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.full
 def test_a_verb_ends_quietly_when_nobody_reads_on() -> None:
     assert ended(KEYS, stdout=closed_pipe()) == (141, "")
     assert ended(["sh", "-c", f"{' '.join(KEYS)} >&-"]) == (0, "")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
 def test_a_verb_says_that_it_cannot_write() -> None:
     code, said = ended(KEYS, stdout=full())
@@ -79,6 +81,7 @@ def test_a_pipe_that_breaks_elsewhere_is_not_standard_output_s(tmp_path: Path, m
             assert not is_closed_pipe(ConnectionResetError())
 
 
+@pytest.mark.full
 def test_what_is_opened_does_not_become_standard_output(tmp_path: Path) -> None:
     """Without this, a closed descriptor 1 is the next file's, and what is printed goes into it."""
     script = (
@@ -105,6 +108,7 @@ def trained(tree: dict[str, object], script: str, **changes: str) -> None:
     assert len(done.stderr.splitlines()) <= 1
 
 
+@pytest.mark.full
 def test_a_run_whose_output_nobody_reads_is_finished(tmp_path: Path) -> None:
     """A sample and a name that an ASCII terminal does not have, in a pipe that closes after a line."""
     tree = run_file(tmp_path, run__name="größer", train__max_steps=3, sample__every=1, sample__prompts=["é ▁"])

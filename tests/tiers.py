@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 
+def put_off(*values: Any) -> Any:
+    """A case that only a campaign runs."""
+    return pytest.param(*values, marks=pytest.mark.campaign)
+
+
 def first_of_each(cases: Iterable[Any], kind: Callable[[Any], Hashable], *, keep: int = 1) -> list[Any]:
     """The cases, all but the first `keep` of each kind marked `campaign`.
 
@@ -18,7 +23,7 @@ def first_of_each(cases: Iterable[Any], kind: Callable[[Any], Hashable], *, keep
     found: list[Any] = []
     for case in cases:
         number = met[kind(case)] = met.get(kind(case), 0) + 1
-        found.append(case if number <= keep else pytest.param(case, marks=pytest.mark.campaign))
+        found.append(case if number <= keep else put_off(case))
     return found
 
 
@@ -36,7 +41,7 @@ def covering(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]],
         best = max(range(len(listed)), key=lambda at: len(facts_of[at] - met))
         met |= facts_of[best]
         kept.add(best)
-    return [case if at in kept else pytest.param(case, marks=pytest.mark.campaign) for at, case in enumerate(listed)]
+    return [case if at in kept else put_off(case) for at, case in enumerate(listed)]
 
 
 def first_with_news(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]]) -> list[Any]:
@@ -49,13 +54,10 @@ def first_with_news(cases: Iterable[Any], facts: Callable[[Any], Collection[Hash
     for case in cases:
         is_new = not met.issuperset(facts(case))
         met.update(facts(case))
-        found.append(case if is_new else pytest.param(case, marks=pytest.mark.campaign))
+        found.append(case if is_new else put_off(case))
     return found
 
 
 def every(cases: Iterable[Any], step: int) -> list[Any]:
     """The cases, all but the first of every `step` marked `campaign`."""
-    return [
-        case if index % step == 0 else pytest.param(case, marks=pytest.mark.campaign)
-        for index, case in enumerate(cases)
-    ]
+    return [case if index % step == 0 else put_off(case) for index, case in enumerate(cases)]

@@ -14,6 +14,7 @@ from tests.pool import run_ranks
 pytest.importorskip("peft")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "other"), [("shard2", "pp2"), ("tp2", "shard2"), ("pp2", "cp2"), ("cp2", "tp2")])
 def test_own_loop_with_an_adapter_equals_peft(layout: str, other: str, tmp_path: Path) -> None:
     """From a folder of `peft`: losses, norms and the adapter after three steps; saved, loaded under another layout; and

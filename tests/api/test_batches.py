@@ -82,6 +82,7 @@ def test_whatever_differs_between_ranks_is_in_the_checksum() -> None:
     assert all(0 <= each < np.iinfo(np.int64).max for each in sums), "its negative has to fit as well"
 
 
+@pytest.mark.full
 def test_padding_on_the_left_of_a_model_that_counts_by_the_mask_needs_positions() -> None:
     """OPT: by place in the row the loss was another one than that of `transformers`, without a word."""
     assert run_ranks(1, counted_by_the_mask) == [True]

@@ -20,6 +20,7 @@ from tests.pool import run_ranks
 from tests.training.bodies import run_file
 
 
+@pytest.mark.full
 def test_rows_and_folders_come_in_order_to_the_process_that_called(tmp_path: Path) -> None:
     told: list[Any] = []
     tree = run_file(tmp_path, train__max_steps=3, eval__every=2, checkpoint__every=2, log__every=2)
@@ -68,6 +69,7 @@ def stopped_by_a_callback(tree: dict[str, Any]) -> str:
     return "went on"
 
 
+@pytest.mark.full
 def test_an_error_in_a_callback_stops_the_run_saved_and_is_raised(tmp_path: Path) -> None:
     tree = run_file(tmp_path)
     assert run_ranks(2, stopped_by_a_callback, tree) == ["KeyError('enough')", "Stopped(143)"]

@@ -49,6 +49,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shard2", "dp2", "tp2", "cp2", "pp2"])
 def test_the_page_runs_and_its_numbers_stay_the_same(
     layout: str, tmp_path: Path, one_process: list[tuple[float, float]]

@@ -11,6 +11,8 @@ from tests.api import edges
 from tests.api.loop import build, reference
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(("layout", "name"), [("tp2", "llama"), ("pp2", "tied"), ("shard2", "llama"), ("dp2", "llama")])
 def test_backward_passes_add_up(layout: str, name: str) -> None:

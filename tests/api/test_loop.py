@@ -7,6 +7,8 @@ import pytest
 from tests.api.loop import Outcome, assert_equal, reference, train_on_rank
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 LAYOUTS = [
     ("shard2", "llama"), ("dp2", "llama"), ("tp2", "llama"), ("cp2", "llama"), ("pp2", "llama"), ("shard2.ep2", "moe"),
     ("tp2", "tied"), ("pp2", "tied"), ("tp2", "moe"), ("shard2+zero1", "llama"),

@@ -9,6 +9,7 @@ from tests.api.loop import build
 from tests.pool import run_ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
@@ -25,10 +26,12 @@ def test_a_plain_backward_is_refused_and_the_next_step_is_right(layout: str, nam
         assert found == pytest.approx(refused.expected_step(name, copies), rel=1e-10)
 
 
+@pytest.mark.full
 def test_methods_that_would_give_parts_for_wholes_are_refused() -> None:
     assert all(run_ranks(2, refused.methods, "tp2"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "precision"), [("single", "bf16"), ("shard2", "fp32"), ("tp2", "fp32"), ("dp2", "bf16")]
 )
@@ -36,29 +39,35 @@ def test_what_takes_the_place_of_a_parameter_is_refused(layout: str, precision: 
     assert all(run_ranks(1 if layout == "single" else 2, refused.other_parameters, layout, precision))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
 def test_wrong_batches_are_refused_on_every_rank(layout: str) -> None:
     assert all(run_ranks(2, refused.batches, layout))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shard2", "tp2", "dp2"])
 def test_optimizers_that_would_be_wrong_are_refused(layout: str) -> None:
     assert all(run_ranks(2, refused.optimizers, layout))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_ranks_that_built_different_models_are_told(layout: str) -> None:
     assert all(run_ranks(2, refused.other_weights, layout))
 
 
+@pytest.mark.full
 def test_a_budget_of_recompute_is_told_the_step() -> None:
     assert all(run_ranks(2, refused.budgets))
 
 
+@pytest.mark.full
 def test_one_process_needs_none_of_it() -> None:
     assert all(run_ranks(1, refused.one_process))
 
 
+@pytest.mark.full
 def test_what_is_called_around_the_whole_model_is_not_left_out() -> None:
     assert all(run_ranks(1, refused.called_around))
 
@@ -82,6 +91,7 @@ def test_what_is_no_model_is_refused_before_a_group_is_made() -> None:
         ff.parallelize(model, "single")
 
 
+@pytest.mark.full
 def test_a_loss_of_uneven_experts_that_would_be_left_out_is_refused() -> None:
     """JetMoE has another name for its coefficient, and its routers give too little."""
     assert run_ranks(1, refused.jetmoe) == [True]

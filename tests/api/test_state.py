@@ -12,6 +12,8 @@ import fivefold as ff
 from tests.api import state
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),

@@ -29,6 +29,7 @@ def test_what_scripts_prove_is_left_out_of_the_tests() -> None:
     assert not any("--deselect" in each for each in commands["tests/checkpoint/test_reshard.py"])
 
 
+@pytest.mark.full
 def test_a_part_ends_well_with_0_and_pytest_also_without_tests() -> None:
     campaign: Any = importlib.import_module("campaign")
     found = [campaign.run("a part", [sys.executable, "-c", f"import sys; sys.exit({code})"]).ok for code in (0, 1, 5)]

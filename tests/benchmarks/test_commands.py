@@ -223,11 +223,13 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@pytest.mark.full
 def test_gpu_train_refuses_a_layout() -> None:
     done = run("gpu_train", "--device", "cpu", "--tiny", "--layout", "tp3")
     assert done.returncode == 2 and "tp" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_gpu_train_refuses_a_cpu(refused: Callable[..., str]) -> None:
     assert "--device cpu only goes with --tiny" in refused("gpu_train", "--device", "cpu")
 
@@ -249,6 +251,7 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@pytest.mark.full
 def test_gpu_train_says_what_to_compare_with(dry_run: Callable[..., str], tmp_path: Path) -> None:
     """The planner's estimate of the very step, of two micro batches of two rows."""
     target = tmp_path / "dry.json"
@@ -262,6 +265,7 @@ def test_gpu_train_says_what_to_compare_with(dry_run: Callable[..., str], tmp_pa
     assert result["estimate"]["mfu"] == pytest.approx(step.mfu) and "launches" not in result
 
 
+@pytest.mark.full
 def test_gpu_train_refuses_a_dry_run(refused: Callable[..., str]) -> None:
     assert "tp 3" in refused("gpu_train", "--dry-run", "8xH100", "--layout", "tp3")
     assert "X9" in refused("gpu_train", "--dry-run", "8xX9")
@@ -290,6 +294,7 @@ def test_every_command_that_gpu_train_names_is_one(monkeypatch: pytest.MonkeyPat
         module.arguments()
 
 
+@pytest.mark.full
 def test_gpu_train_needs_a_gpu(refused: Callable[..., str]) -> None:
     import torch
 
@@ -299,6 +304,7 @@ def test_gpu_train_needs_a_gpu(refused: Callable[..., str]) -> None:
     assert "needs a CUDA GPU" in said and "--tiny" in said
 
 
+@pytest.mark.full
 def test_training_speed_refuses_unknown_names(refused: Callable[..., str]) -> None:
     assert "7B: choose from 1M, 6M, 15M, 110M" in refused("training_speed", "--sizes", "7B")
 

@@ -36,6 +36,7 @@ ONCE_CRASHED = [("BertLMHeadModel", {"tie_word_embeddings": False})]  # a bias t
 SHARED_EXPERTS = ("Qwen2MoeForCausalLM", "FlintForCausalLM", "HYV3ForCausalLM", "LagunaForCausalLM")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_class", ONCE_REFUSED)
 def test_classes_that_were_refused_are_right(model_class: str) -> None:
     (found,) = run_ranks(1, sweep.on_rank, model_class, "single", WITHOUT_TUNING.get(model_class, {}))
@@ -43,6 +44,7 @@ def test_classes_that_were_refused_are_right(model_class: str) -> None:
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model_class", "changed"), ONCE_CRASHED)
 def test_switches_that_crashed_are_right(model_class: str, changed: dict[str, Any]) -> None:
     (found,) = run_ranks(1, sweep.on_rank, model_class, "single", changed)
@@ -50,6 +52,7 @@ def test_switches_that_crashed_are_right(model_class: str, changed: dict[str, An
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2", "tp2+nosp"])
 @pytest.mark.parametrize("model_class", SHARED_EXPERTS)
 def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str) -> None:
@@ -57,6 +60,7 @@ def test_shared_experts_and_their_gates_are_split(model_class: str, layout: str)
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model_class", "layout"),
     [
@@ -73,6 +77,7 @@ def test_parameters_that_had_no_role_have_one(model_class: str, layout: str) -> 
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.full
 def test_an_embedding_whose_weight_is_read_outside_of_it_is_gathered_for_that() -> None:
     changed = {"tie_word_embeddings": False}
     verdict = sweep.module("held_against").judged(
@@ -81,6 +86,7 @@ def test_an_embedding_whose_weight_is_read_outside_of_it_is_gathered_for_that() 
     assert verdict.kind == "right", verdict
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("plant", "kind"), [("", "right"), ("scale", "WRONG"), ("crash", "CRASH")])
 def test_what_is_wrong_is_called_wrong(plant: str, kind: str) -> None:
     (found,) = run_ranks(1, sweep.on_rank, "LlamaForCausalLM", "single", {}, plant)
@@ -88,6 +94,7 @@ def test_what_is_wrong_is_called_wrong(plant: str, kind: str) -> None:
     assert verdict.kind == kind and (plant != "crash" or "index 7" in verdict.reason), verdict
 
 
+@pytest.mark.full
 def test_a_case_that_hangs_is_a_crash() -> None:
     models = sweep.module("models")
     verdict = sweep.module("held_against").judged(models._asked(1, time.sleep, 60.0, timeout=0.5))

@@ -135,6 +135,7 @@ def test_processes_share_the_cores_of_a_machine(tmp_path: Path) -> None:
     assert cluster(4).node.inside.latency_us == 2 * cluster(2).node.inside.latency_us
 
 
+@pytest.mark.full
 def test_the_command_writes_a_file_that_plan_takes(tmp_path: Path) -> None:
     with patch.object(Sizes, "of", staticmethod(lambda device: TINY)):
         said = fivefold(["calibrate", "--device", "cpu", "--nproc", "2", "--write", "mine.toml"], tmp_path)

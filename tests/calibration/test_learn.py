@@ -135,6 +135,7 @@ def test_every_item_of_time_is_a_term_or_follows_from_them() -> None:
     assert items - {"bubble"} <= {item for those in ITEMS.values() for item in those}
 
 
+@pytest.mark.full
 def test_the_command_corrects_a_file_by_a_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("one two three\n" * 1000)
     (tmp_path / "run.yaml").write_text(RUN)

@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from fivefold.checkpoint import Checkpoint, newest
 from tests.checkpoint.ranks import fail_behind, load_and_train, save_behind, save_over
 from tests.checkpoint.test_reshard import equal, whole
 from tests.parity import Case
 from tests.pool import run_ranks
+
+pytestmark = pytest.mark.full
 
 CASE = Case("shard2+fp32")
 

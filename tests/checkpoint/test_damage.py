@@ -14,6 +14,8 @@ from tests.checkpoint.ranks import restore_error, save_steps, train_and_save
 from tests.parity import Case
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 CASE = Case("shard2+fp32")
 FLIPS, CUTS = 300, 60  # benchmarks/reliability/damage.py does thousands
 

@@ -27,6 +27,7 @@ def make_run(tmp_path: Path, case: Case) -> tuple[Path, Path]:
     return folder, run
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -52,6 +53,7 @@ def test_the_export_is_the_model(tmp_path: Path, case: Case) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.full
 def test_tokenizer_and_stop_tokens_travel_along(tmp_path: Path) -> None:
     folder, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
     out = export(run, tmp_path / "out").path
@@ -62,6 +64,7 @@ def test_tokenizer_and_stop_tokens_travel_along(tmp_path: Path) -> None:
     assert ids == AutoTokenizer.from_pretrained(folder)(text).input_ids == list(text.encode())
 
 
+@pytest.mark.full
 def test_several_files_another_type_and_back(tmp_path: Path) -> None:
     case = Case("shard2.tp2+fp32", overrides=OVERRIDES)
     folder, run = make_run(tmp_path, case)
@@ -79,6 +82,7 @@ def test_several_files_another_type_and_back(tmp_path: Path) -> None:
     assert SafetensorsFolder(out, model).names() == set(dict(before.named_parameters()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("there", "back"), [("shard2.tp2+fp32", "tp2+fp32"), ("tp2+fp32", "shard4+fp32")])
 def test_through_transformers_and_back_changes_no_bit(tmp_path: Path, there: str, back: str) -> None:
     """Run -> export -> `transformers` -> its own folder, in several files -> another run under another layout."""
@@ -95,6 +99,7 @@ def test_through_transformers_and_back_changes_no_bit(tmp_path: Path, there: str
     assert all(torch.equal(before.whole(name), after.whole(name)) for name in before.ordered)
 
 
+@pytest.mark.full
 def test_refusals(tmp_path: Path) -> None:
     _, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
     (tmp_path / "full").mkdir()
@@ -115,6 +120,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tmp-*"))
 
 
+@pytest.mark.full
 def test_the_type_that_came_in_is_the_default(tmp_path: Path) -> None:
     """A run that started from bf16 trains fp32 copies; what it exports is bf16 again unless asked otherwise."""
     folder = hf_folder(Case("single+fp32", overrides=OVERRIDES), tmp_path / "hf")
@@ -140,6 +146,7 @@ def test_a_weight_beyond_fp16_is_refused() -> None:
     assert cast("count", torch.tensor([3]), torch.float16).dtype == torch.int64
 
 
+@pytest.mark.full
 def test_force_replaces_a_model_folder_whole(tmp_path: Path) -> None:
     _, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
     out = export(run, tmp_path / "out").path
@@ -152,6 +159,7 @@ def test_force_replaces_a_model_folder_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if "out" in path.name) == ["out"]
 
 
+@pytest.mark.full
 def test_the_card_says_what_it_is_and_the_printed_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_retention_deletes_after_publishing(tmp_path: Path) -> None:
     found = run_ranks(2, save_steps, CASE, tmp_path / "c", [1, 2, 3, 10], 2)
     assert found[0] == found[1] == [
@@ -42,11 +43,13 @@ def test_steps_sort_by_number(tmp_path: Path) -> None:
     assert newest(tmp_path / "absent") is None
 
 
+@pytest.mark.full
 def test_a_published_step_is_never_rewritten(tmp_path: Path) -> None:
     for error in run_ranks(2, save_twice, CASE, tmp_path):
         assert error.startswith("UserError") and "published already" in error and "overwrite" not in error
 
 
+@pytest.mark.full
 def test_what_a_killed_save_left_is_ignored_and_cleared(run: Path) -> None:
     directory = run / "checkpoints"
     (directory / "step-000300").rename(directory / ".tmp-step-000400")
@@ -132,6 +135,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_step_is_passed_over(run: Path, damage: str) -> None:
     folder = run / "checkpoints" / "step-000300"
@@ -141,6 +145,7 @@ def test_a_damaged_step_is_passed_over(run: Path, damage: str) -> None:
     assert newest(run / "checkpoints") == run / "checkpoints" / "step-000200"
 
 
+@pytest.mark.full
 def test_a_later_format_is_no_damage(run: Path) -> None:
     folder = run / "checkpoints" / "step-000300"
     _edited(lambda tree: tree.update(version=2))(folder)
@@ -148,12 +153,14 @@ def test_a_later_format_is_no_damage(run: Path) -> None:
         newest(run / "checkpoints")
 
 
+@pytest.mark.full
 def test_a_damaged_step_is_replaced_when_it_is_reached_again(run: Path) -> None:
     _truncated(run / "checkpoints" / "step-000300")
     run_ranks(2, save_steps, CASE, run / "checkpoints", [300], 3)
     assert newest(run / "checkpoints") == run / "checkpoints" / "step-000300"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "said"), [("full", "No space left"), ("wrong", "not those that were saved")])
 def test_a_bad_disk_fails_on_every_rank_and_leaves_the_old_steps(run: Path, kind: str, said: str) -> None:
     """What is not read back as it was written is never published."""
@@ -162,6 +169,7 @@ def test_a_bad_disk_fails_on_every_rank_and_leaves_the_old_steps(run: Path, kind
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-000{n}00" for n in (1, 2, 3)]
 
 
+@pytest.mark.full
 def test_what_the_manifest_says(run: Path) -> None:
     manifest = Checkpoint.open(run / "checkpoints" / "step-000300").manifest
     assert manifest.step == 300 and manifest.layout == "shard2+fp32"
@@ -169,6 +177,7 @@ def test_what_the_manifest_says(run: Path) -> None:
     assert not any(path.suffix in (".pt", ".bin", ".pkl") for path in run.rglob("*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("other", "error"),
     [
@@ -183,6 +192,7 @@ def test_another_model_is_refused_before_a_weight_changes(run: Path, other: Case
         assert found.startswith("UserError") and error in found
 
 
+@pytest.mark.full
 def test_find_checkpoint(run: Path) -> None:
     assert find_checkpoint(run).step == 300
     assert find_checkpoint(run, 200).step == 200

@@ -104,6 +104,7 @@ def content(folder: Path) -> set[float]:
     }
 
 
+@pytest.mark.full
 def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = 1
     monkeypatch.setattr(files, "AT_ONCE", 32)  # so that files are cut in their middle, too
@@ -172,6 +173,7 @@ def test_what_takes_the_name_of_a_step_is_on_the_disk(
     assert not disk.lost
 
 
+@pytest.mark.full
 def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
     """The step that is saved again because its first copy is damaged: an older valid one is there at every moment."""
 
@@ -191,6 +193,7 @@ def test_a_damaged_step_is_replaced_or_stays(tmp_path: Path) -> None:
         assert content(directory / step_folder(1)) == {1.0}
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     """`ff.save` with `overwrite`: `ff.load` finds one of them at every moment, and so does the next save."""
     save_at(tmp_path / "whole", 1, None)

@@ -12,6 +12,9 @@ from fivefold.checkpoint import Checkpoint, newest
 from tests.checkpoint.ranks import State, elements_read, load_and_train, train_and_save
 from tests.parity import Case, gathered
 from tests.pool import run_ranks
+from tests.tiers import put_off
+
+pytestmark = pytest.mark.full
 
 # 4 query heads, 2 key/value heads (copied under tp4); vocabulary 101 and intermediate size 53 are prime.
 LAYOUTS = tuple(
@@ -26,7 +29,7 @@ CASE = Case("single+fp64")
 FEW = tuple(f"{layout}+fp64" for layout in ("shard4+zero2", "pp2.tp2"))
 SQUARES = [
     *((layout, FEW) for layout in FEW),
-    *(pytest.param((layout, LAYOUTS), marks=pytest.mark.campaign) for layout in LAYOUTS),
+    *(put_off((layout, LAYOUTS)) for layout in LAYOUTS),
 ]
 Saved = Callable[[str], tuple[Path, dict[str, np.ndarray], list[float]]]
 

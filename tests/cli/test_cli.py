@@ -62,6 +62,7 @@ def is_within(limit: float, *command: str) -> bool:
     return any(seconds(*command) < limit for _ in range(5))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments", [[], ["--help"], ["--version"], ["train", "--keys"], ["train", "--schema"], ["verify", "--help"]]
 )
@@ -74,6 +75,7 @@ def test_help_is_fast_and_imports_no_torch(arguments: list[str]) -> None:
     python(code)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("module", "imported", "said"),
     [("fivefold", "typer", "stopped\n"), ("fivefold.launch.worker", "fivefold.launch.failure", "")],
@@ -110,6 +112,7 @@ class Owner:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", [IN_A_CALLBACK, IN_SET_NAME], ids=["callback", "set_name"])
 def test_ctrl_c_is_not_lost_where_python_drops_it(place: str) -> None:
     """While the modules of a verb are imported: in the callback of a weak reference, and where a class is made."""
@@ -134,6 +137,7 @@ runpy.run_module("fivefold", run_name="__main__")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
+@pytest.mark.full
 def test_import_is_fast_and_imports_no_torch() -> None:
     empty = min(seconds(sys.executable, "-c", "") for _ in range(3))
     assert is_within(empty + 0.2, sys.executable, "-c", "import fivefold")

@@ -98,6 +98,7 @@ def test_a_run_that_went_on_is_done_when_its_last_start_is_and_warms_up_again(tm
     assert [each.step for each in comparison._measured(run).timed] == [3, 4, 5, 8, 9, 10]
 
 
+@pytest.mark.full
 def test_two_configurations_on_one_and_two_devices(tmp_path: Path) -> None:
     tree = run_file(tmp_path, data__validation="20%", eval__every=3, train__max_steps=9)
     tree["run"]["dir"] = str(tmp_path / "runs")

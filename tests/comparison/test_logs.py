@@ -29,9 +29,8 @@ STATE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "given", "devices", "last"),
-    [
+def test_what_is_read(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
         (
             "own.jsonl", '{"step": 3, "tokens": 300, "loss": 4.5, "tokens_per_second": 80}\nno row\n', " devices=4", 4,
             Step(3, 300, 4.5, None, 20),
@@ -66,14 +65,16 @@ STATE = {
         ),
         ("m.log", MEGATRON.replace("(ms): ", "(ms): 1.2."), " seq_length=8 devices=1", 1, Step(10, 10240, 4.5, 4.4)),
         ("a log.csv", "step,loss\n2,4.5\n", " devices=4  tokens_per_step=8", 4, Step(2, 16.0, 4.5)),
-    ],
-)  # fmt: skip
-def test_what_is_read(tmp_path: Path, name: str, text: str, given: str, devices: int | None, last: Step) -> None:
-    (tmp_path / name).write_text(text)
-    log = read(f"{tmp_path / name}{given}")
-    assert log.steps[-1] == last
-    assert log.devices == devices
-    assert "loss from" in log.says
+    ]  # fmt: skip
+    for number, (name, text, given, devices, last) in enumerate(cases):
+        with subtests.test(msg=name + given, number=number):
+            place = tmp_path / str(number)
+            place.mkdir()
+            (place / name).write_text(text)
+            log = read(f"{place / name}{given}")
+            assert log.steps[-1] == last
+            assert log.devices == devices
+            assert "loss from" in log.says
 
 
 def test_what_is_given_stands_above_the_history_of_a_run(tmp_path: Path) -> None:
@@ -83,9 +84,8 @@ def test_what_is_given_stands_above_the_history_of_a_run(tmp_path: Path) -> None
     assert (read(str(tmp_path)).devices, read(f"{tmp_path} devices=4").devices) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "what"),
-    [
+def test_what_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
         (None, "", "there is no such log"),
         ("", "", "has no rows with a step"),
         ("step,time\n1,2\n", "", "has no rows with a step"),
@@ -95,10 +95,12 @@ def test_what_is_given_stands_above_the_history_of_a_run(tmp_path: Path) -> None
         ("step,loss\n1,2\n", " gpus=8", "gpus=8 is none of"),
         ("step,loss\n1," + "2" * 200_000, "", "is not CSV: field larger"),
         (None, "x" * 5000, "cannot be read: .*too long"),
-    ],
-)
-def test_what_is_refused(tmp_path: Path, text: str | None, given: str, what: str) -> None:
-    if text is not None:
-        (tmp_path / "a.log").write_text(text)
-    with pytest.raises(UserError, match=what):
-        read(f"{tmp_path / 'a.log'}{given}")
+    ]
+    for number, (text, given, what) in enumerate(cases):
+        with subtests.test(msg=what, number=number):
+            place = tmp_path / str(number)
+            place.mkdir()
+            if text is not None:
+                (place / "a.log").write_text(text)
+            with pytest.raises(UserError, match=what):
+                read(f"{place / 'a.log'}{given}")

@@ -72,25 +72,26 @@ DAMAGE += ["rows/*/counts.json", "rows/*/train/start.npy", "rows/*/train/offsets
 DAMAGE += ["tokenizers/info-*.json"]
 
 
-@pytest.mark.parametrize(
-    ("file", "how"),
-    [
+def test_a_damaged_entry_is_made_anew(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
         *product(DAMAGE, ["cut", "empty", "gone"]),
         ("tokenizers/*/tokenizer_config.json", "gone"),
-    ],
-)
-def test_a_damaged_entry_is_made_anew(tmp_path: Path, file: str, how: str) -> None:
+    ]
     texts = random_texts(0)
-    before = prepare_texts(tmp_path, texts, validation=0.1)
-    expected = rows(before)  # now: what is mapped must not be read once it is cut
-    (path,) = (tmp_path / "cache").glob(file)
-    if how == "gone":
-        path.unlink()
-    else:
-        os.truncate(path, path.stat().st_size - 1 if how == "cut" else 0)
-    after = prepare_texts(tmp_path, texts, validation=0.1)
-    assert rows(after) == expected and after.counts == before.counts
-    assert path.exists()
+    for number, (file, how) in enumerate(cases):
+        with subtests.test(msg=f"{file}, {how}"):
+            place = tmp_path / str(number)
+            place.mkdir()
+            before = prepare_texts(place, texts, validation=0.1)
+            expected = rows(before)  # now: what is mapped must not be read once it is cut
+            (path,) = (place / "cache").glob(file)
+            if how == "gone":
+                path.unlink()
+            else:
+                os.truncate(path, path.stat().st_size - 1 if how == "cut" else 0)
+            after = prepare_texts(place, texts, validation=0.1)
+            assert rows(after) == expected and after.counts == before.counts
+            assert path.exists()
 
 
 def test_a_builder_that_fails_leaves_nothing_and_a_dead_one_is_cleared_away(tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def _prepare_and_tell(folder: str, barrier: object, answers: object) -> None:
     answers.put((bool(told), data.fingerprint, len(data.train)))  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_two_processes_at_once_tokenise_once(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "texts.jsonl", random_texts(0, 997))
     context = multiprocessing.get_context("spawn")
@@ -185,6 +187,7 @@ def test_two_processes_at_once_tokenise_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/.*"))
 
 
+@pytest.mark.full
 def test_reading_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "texts.jsonl", random_texts(0))
     code = (

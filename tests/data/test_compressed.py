@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,18 +48,21 @@ def written(folder: Path, kind: str, texts: list[str] = TEXTS) -> tuple[Path, by
     return path, path.read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["csv", "tsv", "json", "jsonl", "md", "txt"])
-def test_the_documents_are_the_texts_plain_and_compressed(tmp_path: Path, kind: str) -> None:
-    path, content = written(tmp_path, kind)
-    expected = EXPECTED if kind not in ("md", "txt") else EXPECTED[1:2]
-    assert read(tmp_path, path) == expected
-    for suffix, compress in COMPRESS.items():
-        compressed = tmp_path / f"texts.{kind}{suffix}"
-        compressed.write_bytes(compress(content))
-        assert read(tmp_path, compressed) == expected
-    two = tmp_path / f"members.{kind}.gz"  # as `cat a.gz b.gz` makes them
-    two.write_bytes(gzip.compress(content[:7]) + gzip.compress(content[7:]))
-    assert read(tmp_path, two) == expected
+def test_the_documents_are_the_texts_plain_and_compressed(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, kind in enumerate(["csv", "tsv", "json", "jsonl", "md", "txt"]):
+        with subtests.test(msg=kind):
+            place = tmp_path / str(number)
+            place.mkdir()
+            path, content = written(place, kind)
+            expected = EXPECTED if kind not in ("md", "txt") else EXPECTED[1:2]
+            assert read(place, path) == expected
+            for suffix, compress in COMPRESS.items():
+                compressed = place / f"texts.{kind}{suffix}"
+                compressed.write_bytes(compress(content))
+                assert read(place, compressed) == expected
+            two = place / f"members.{kind}.gz"  # as `cat a.gz b.gz` makes them
+            two.write_bytes(gzip.compress(content[:7]) + gzip.compress(content[7:]))
+            assert read(place, two) == expected
 
 
 def test_one_json_object_is_one_document_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
@@ -115,15 +119,18 @@ BAD: dict[str, tuple[bytes, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, name: str) -> None:
-    content, what, fix = BAD[name]
-    path = tmp_path / name
-    path.write_bytes(content)
-    error = refusal(tmp_path, path)
-    assert error.what.startswith(f"data.train: {path}{what}")
-    assert fix in str(error.fix)
-    assert not list((tmp_path / "cache").glob("stores/*/*"))
+def test_what_cannot_be_read_is_named_with_its_place(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, name in enumerate(BAD):
+        with subtests.test(msg=name):
+            place = tmp_path / str(number)
+            place.mkdir()
+            content, what, fix = BAD[name]
+            path = place / name
+            path.write_bytes(content)
+            error = refusal(place, path)
+            assert error.what.startswith(f"data.train: {path}{what}")
+            assert fix in str(error.fix)
+            assert not list((place / "cache").glob("stores/*/*"))
 
 
 @pytest.mark.parametrize("name", ["a.pdf", "notes.gz", "notes.tar.gz", "a.docx"])
@@ -149,23 +156,23 @@ def bomb_of(suffix: str) -> bytes:
     return COMPRESS[suffix](bytes(2**26))
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "csv"])
 def test_a_bomb_is_refused_in_little_memory(
-    tmp_path: Path, kind: str, suffix: str, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "_ALWAYS_BYTES", 2**20)
-    path = tmp_path / f"bomb.{kind}{suffix}"
-    path.write_bytes(bomb_of(suffix))
-    most = max(2**20, 200 * path.stat().st_size)
-    tracemalloc.start()
-    try:
-        error = refusal(tmp_path, path)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert "expands to more than 200 times its size" in error.what and str(path) in error.what
-    assert peak < 3 * most + 2**24  # 2**23: what xz looks back on
+    for kind, suffix in product(["txt", "jsonl", "json", "csv"], COMPRESS):
+        with subtests.test(kind=kind, suffix=suffix):
+            path = tmp_path / f"bomb.{kind}{suffix}"
+            path.write_bytes(bomb_of(suffix))
+            most = max(2**20, 200 * path.stat().st_size)
+            tracemalloc.start()
+            try:
+                error = refusal(tmp_path, path)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert "expands to more than 200 times its size" in error.what and str(path) in error.what
+            assert peak < 3 * most + 2**24  # 2**23: what xz looks back on
 
 
 def test_a_line_and_a_json_file_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

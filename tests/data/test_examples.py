@@ -6,6 +6,7 @@ What is trained is read back as text: the targets of a piece that are not -100.
 import json
 import re
 import signal
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,21 +180,23 @@ def conversation(count: int, answers: tuple[str, ...]) -> list[dict[str, Any]]:
 ANSWERS = ("yes", " spaced ", "yes", "<think>\nno", "two\nlines\n", "x")
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA, THINKS, OPENS, TOOLS, TOUCHES])
-@pytest.mark.parametrize("answers", [ANSWERS, ("a",), ("<think>\nhm</think>yes", "no")])
-def test_the_spans_of_many_turns_are_those_of_each(
-    source: str, answers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template, turns = ChatTemplate(source, {"bos_token": "<s>"}), conversation(23, answers)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(spans, "_FEW", len(turns))
-            expected = template.answers(turns)
-    except UserError as error:
-        with pytest.raises(UserError, match=re.escape(error.what)):
-            template.answers(turns)
-    else:
-        assert template.answers(turns) == expected
+def test_the_spans_of_many_turns_are_those_of_each(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = {
+        "CHATML": CHATML, "LLAMA": LLAMA, "THINKS": THINKS, "OPENS": OPENS, "TOOLS": TOOLS, "TOUCHES": TOUCHES,
+    }  # fmt: skip
+    some = [ANSWERS, ("a",), ("<think>\nhm</think>yes", "no")]
+    for name, answers in product(templates, some):
+        with subtests.test(msg=name, answers=answers):
+            template, turns = ChatTemplate(templates[name], {"bos_token": "<s>"}), conversation(23, answers)
+            try:
+                with monkeypatch.context() as patch:
+                    patch.setattr(spans, "_FEW", len(turns))
+                    expected = template.answers(turns)
+            except UserError as error:
+                with pytest.raises(UserError, match=re.escape(error.what)):
+                    template.answers(turns)
+            else:
+                assert template.answers(turns) == expected
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA, OPENS])
@@ -244,9 +247,8 @@ def test_what_is_trained_can_be_chosen(tmp_path: Path, folder: Any, train_on: st
     assert trained == (said or text.removeprefix("<|im_start|>"))  # the first token is no target
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
+def test_other_forms_of_a_conversation(subtests: pytest.Subtests, tmp_path: Path, folder: Any) -> None:
+    cases = [
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "q|a"),
         ({"instruction": "do", "input": "it", "output": "a"}, "do\n\nit|a"),
         ({"instruction": "do", "input": "", "output": "a", "system": "s"}, "s|do|a"),
@@ -255,12 +257,14 @@ def test_what_is_trained_can_be_chosen(tmp_path: Path, folder: Any, train_on: st
         ({"instruction": "q", "output": "a", "history": json.dumps([["x", "y"]])}, "x|y|q|a"),
         ({"prompt": TALK[:2], "completion": TALK[2:3]}, "Be brief.|2+2?|4\n\n  yes"),
         ({"messages": json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])}, "q|a"),
-    ],
-)
-def test_other_forms_of_a_conversation(tmp_path: Path, folder: Any, record: dict[str, Any], said: str) -> None:
-    text, _ = texts(read(tmp_path, [record], folder()))
-    turns = text.removesuffix("<|endoftext|>").split("<|im_start|>")[1:]
-    assert "|".join(turn.partition("\n")[2].removesuffix("<|im_end|>\n") for turn in turns) == said
+    ]
+    for number, (record, said) in enumerate(cases):
+        with subtests.test(msg=str(record)):
+            place = tmp_path / str(number)
+            place.mkdir()
+            text, _ = texts(read(place, [record], folder()))
+            turns = text.removesuffix("<|endoftext|>").split("<|im_start|>")[1:]
+            assert "|".join(turn.partition("\n")[2].removesuffix("<|im_end|>\n") for turn in turns) == said
 
 
 def test_a_prompt_and_its_completion_are_one_text(tmp_path: Path, folder: Any) -> None:
@@ -338,9 +342,8 @@ def test_a_held_out_example_is_held_out_whole(tmp_path: Path) -> None:
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "pay"}}]}
 
 
-@pytest.mark.parametrize(
-    ("record", "source", "said"),
-    [
+def test_what_is_no_example_is_refused_by_its_place(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
         ({"messages": [{"role": "robot", "content": "x"}]}, {}, "records.jsonl:1, turn 1: there is no role 'robot'"),
         ({"messages": []}, {}, "records.jsonl:1: a conversation without turns"),
         ({"messages": [{"role": "user", "content": 3}]}, {}, "turn 1: its content is a int, not a string"),
@@ -359,23 +362,22 @@ CALLS = {"role": "assistant", "content": None, "tool_calls": [{"type": "function
             "turn 3 calls the tool 'pay', and the built-in ChatML",
         ),
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, {}, "holds preference records, and objective.name is sft"),
-    ],
-)
-def test_what_is_no_example_is_refused_by_its_place(
-    tmp_path: Path, record: dict[str, Any], source: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UserError) as refused:
-        read(tmp_path, [record], **source)
-    assert said in refused.value.what and refused.value.fix
+    ]
+    for number, (record, source, said) in enumerate(cases):
+        with subtests.test(msg=said, number=number):
+            place = tmp_path / str(number)
+            place.mkdir()
+            with pytest.raises(UserError) as refused:
+                read(place, [record], **source)
+            assert said in refused.value.what and refused.value.fix
 
 
 ROUND = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
 
 
-@pytest.mark.parametrize(
-    ("record", "said", "trained"),
-    [
+def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
+    cases = [
         ({"messages": [{**ROUND[1], "weight": 0}, *ROUND]}, "a|q|a", ["a"]),
         ({"prompt": ROUND, "completion": ROUND}, "q|a|q|a", ["a"]),  # answers of a prompt are context
         ({"messages": [{"role": "system", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
@@ -383,19 +385,19 @@ TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
         ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
         ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
         ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
-    ],
-)
-def test_what_else_a_record_may_say(record: dict[str, Any], said: str | None, trained: list[str]) -> None:
-    example = example_of(record, Source("x", "data.train"), "x:1")
-    if example is None:
-        assert said is None
-        return
-    assert isinstance(example, Example)
-    text = example.rendered(ChatTemplate(TOLD), "<eos>")
-    turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
-    assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said
-    said_by_it = [text.text[first:last] for first, last in text.trained or ()]
-    assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
+    ]
+    for record, said, trained in cases:
+        with subtests.test(msg=str(record)):
+            example = example_of(record, Source("x", "data.train"), "x:1")
+            if example is None:
+                assert said is None
+                continue
+            assert isinstance(example, Example)
+            text = example.rendered(ChatTemplate(TOLD), "<eos>")
+            turns = text.text.replace("<|im_end|>\n", "<|im_start|>\n").split("<|im_start|>")
+            assert "|".join(turn.partition("\n")[2] or turn for turn in turns if turn.strip()) == said
+            said_by_it = [text.text[first:last] for first, last in text.trained or ()]
+            assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
 
 
 def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:

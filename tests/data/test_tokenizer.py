@@ -145,6 +145,7 @@ def test_a_probe_that_someone_ended_says_nothing_of_the_file(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")  # none that was tried before
     monkeypatch.setattr(tokenizer.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(RunFailed, match="ended by SIGKILL") as caught:
         prepare_texts(tmp_path, ["text"], tokenizer=folder)

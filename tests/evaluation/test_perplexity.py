@@ -56,6 +56,7 @@ def plain(folder: Path) -> tuple[float, int]:
     return summed, count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_that_of_a_plain_loop(folder: Path, layout: str) -> None:
     with exactly("fp64"), torch.no_grad():
@@ -85,12 +86,14 @@ def test_a_model_with_dropout_is_evaluated_without(folder: Path, tmp_path: Path)
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_a_part_of_a_text_has_no_bits_per_byte(folder: Path) -> None:
     options = {"model": str(folder), "text": str(folder.parent / "text.jsonl"), "seq_length": SEQ, "max_tokens": 5}
     (found,) = run_ranks(1, measured, options)
     assert found["bits_per_byte"] is None and found["rows"] == 1
 
 
+@pytest.mark.full
 def test_of_conversations_the_answers_count(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "vier"}]
@@ -124,6 +127,7 @@ def test_what_is_not_there(folder: Path, tmp_path: Path) -> None:
         EvaluateRequest(model="m", batch_size=0)
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_as_it_was_while_it_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +159,7 @@ PAIRS = [([5, 71, 3], [44, 9]), ([17], [8]), ([8, 2, 99, 64, 31, 7, 77], [12, 50
 PAIRS.append(([4, 9, 1, 2, 3, 30, 31, 32, 33, 34, 35, 36], [3]))  # the longest, with the fewest that are scored
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "tp2", "shard2", "pp2", "cp2"])
 def test_scores_are_those_of_the_model_alone(folder: Path, layout: str) -> None:
     with exactly("fp64"), torch.no_grad():

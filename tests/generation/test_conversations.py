@@ -88,6 +88,7 @@ def test_a_conversation_from_a_pipe(
     assert capfd.readouterr().out == expected_answers(plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ended", ["by a word", "by the end of input"])
 def test_a_conversation_over_workers(folder: Path, plain: Plain, ended: str) -> None:
     said = SAID if ended == "by a word" else SAID.partition("/exit")[0]
@@ -101,6 +102,7 @@ def command(folder: Path, layout: str) -> list[str]:
     return [sys.executable, "-m", "fivefold", "generate", str(folder), *options]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "tp2"])
 def test_ctrl_c_ends_a_conversation_on_a_terminal(folder: Path, layout: str) -> None:
     ours, theirs = pty.openpty()
@@ -177,6 +179,7 @@ def test_a_text_ends_before_a_stop_and_nothing_of_it_is_shown(tmp_path: Path) ->
 LINES = ["def naïve(", "x", "A longer line than both of the others, by far.", "x y"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "tp2"])
 def test_a_file_of_prompts(folder: Path, plain: Plain, layout: str, tmp_path: Path) -> None:
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"

@@ -14,6 +14,8 @@ from tests.generation.ranks import from_folder
 from tests.parity import Case
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 PROMPT, TOKENS = "def naïve(", 30
 
 

@@ -50,6 +50,7 @@ def answer(port: int, said: bytes) -> bytes:
     return b""
 
 
+@pytest.mark.full
 def test_a_run_listens_to_nobody_outside_and_has_no_store_to_write_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def stack(folder: Path) -> str:
     return str(json.loads((folder / "logs" / "failure-1.json").read_text())["traceback"])
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_in_a_save_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error, seconds = frozen("sleeps_in_a_save", tmp_path, monkeypatch)
     assert error.what.startswith("rank 1 stopped: StoodStill: stood still for 2 s in save (launch/bodies.py:")
@@ -43,6 +44,7 @@ def test_a_rank_that_sleeps_in_a_save_is_named(tmp_path: Path, monkeypatch: pyte
     assert seconds < TIMEOUT + 5
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the state of processes in /proc")
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error, seconds = frozen("is_stopped_in_a_save", tmp_path, monkeypatch)

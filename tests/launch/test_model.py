@@ -78,6 +78,7 @@ def test_a_name_that_is_nothing_is_said(tmp_path: Path) -> None:
     assert "holds no config.json" in refusal(tmp_path).what
 
 
+@pytest.mark.full
 def test_it_costs_no_torch() -> None:
     code = (
         "import sys; from fivefold.config import load_config; from fivefold.launch.model import check_model; "

@@ -43,6 +43,7 @@ def until_ready(folder: Path, rank: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_who_does_not_heed_a_polite_stop_has_its_time_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_who_does_not_heed_a_polite_stop_has_its_time_and_no_more(
     assert started.codes[1] in (-signal.SIGKILL, -signal.SIGTERM) and time.monotonic() - began < 10
 
 
+@pytest.mark.full
 def test_three_signals_leave_no_time_to_anyone(tmp_path: Path) -> None:
     began = time.monotonic()
     with workers(DEAF, tmp_path) as started:
@@ -66,6 +68,7 @@ def test_three_signals_leave_no_time_to_anyone(tmp_path: Path) -> None:
     assert started.codes == {0: -signal.SIGKILL} and time.monotonic() - began < processes.GRACE_SECONDS / 2
 
 
+@pytest.mark.full
 def test_a_closed_terminal_stops_workers_as_sigterm_does(tmp_path: Path) -> None:
     waits = "for each in $(seq 500); do sleep 0.02; done"  # a shell hears a signal between two commands
     script = f'trap "exit 5" TERM; touch "$FIVEFOLD_WORKERS/ready-$RANK"; {waits}'
@@ -77,6 +80,7 @@ def test_a_closed_terminal_stops_workers_as_sigterm_does(tmp_path: Path) -> None
         assert started.codes == {0: 5}
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_terminal_reaches_workers_by_way_of_the_launcher_alone(tmp_path: Path) -> None:
     with workers("exec sleep 30", tmp_path, 2) as started:
         assert not {os.getsid(0), os.getpgid(0)} & {
@@ -84,6 +88,7 @@ def test_ctrl_c_in_the_terminal_reaches_workers_by_way_of_the_launcher_alone(tmp
         }
 
 
+@pytest.mark.full
 def test_workers_start_again_after_the_process_that_forks_them_was_killed(tmp_path: Path) -> None:
     with workers("exit 3", tmp_path) as started:
         started._server.kill()
@@ -96,6 +101,7 @@ def test_workers_start_again_after_the_process_that_forks_them_was_killed(tmp_pa
             assert started.codes == {0: 3}
 
 
+@pytest.mark.full
 def test_workers_are_heard_by_a_process_with_a_thousand_open_files(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
@@ -111,6 +117,7 @@ def test_workers_are_heard_by_a_process_with_a_thousand_open_files(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.full
 def test_a_process_without_standard_output_starts_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setenv("SCRIPT", "exit 0")
@@ -120,6 +127,7 @@ def test_a_process_without_standard_output_starts_workers_too(tmp_path: Path, mo
     assert crew.codes == {0: 0}
 
 
+@pytest.mark.full
 def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> None:
     (tmp_path / "request.json").write_text('{"device": "cpu"}')
     start = {"request": str(tmp_path / "request.json"), "places": [{"RANK": "0"}], "unseen": False}
@@ -134,6 +142,7 @@ def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> N
         assert json.loads(told.read().splitlines()[-1]) == [0, 3]
 
 
+@pytest.mark.full
 def test_what_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """Under nohup a closed terminal ends nothing."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

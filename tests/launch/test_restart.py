@@ -171,6 +171,7 @@ def check_same(tree: dict[str, Any], alone: dict[str, Any]) -> None:
     assert same(state(tree, STEPS), state(alone, STEPS))
 
 
+@pytest.mark.full
 def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[str, Any]) -> None:
     tree = file_of(run_dir(alone).parent, "killed")
     command = Command(tree)
@@ -184,6 +185,7 @@ def test_a_killed_worker_costs_only_the_steps_since_the_checkpoint(alone: dict[s
     check_same(tree, alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", every(["SIGTERM", "SIGINT"], 2))
 def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, Any], name: str) -> None:
     tree = file_of(run_dir(alone).parent, f"stopped-{name}")
@@ -202,6 +204,7 @@ def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, 
         check_same(tree, alone)
 
 
+@pytest.mark.full
 def test_a_signal_to_one_rank_stops_them_all(alone: dict[str, Any]) -> None:
     tree = file_of(run_dir(alone).parent, "one-rank")
     command = Command(tree)
@@ -211,6 +214,7 @@ def test_a_signal_to_one_rank_stops_them_all(alone: dict[str, Any]) -> None:
     assert code == 143 and "stopped by SIGTERM after step" in out and "starting again" not in out
 
 
+@pytest.mark.full
 def test_two_runs_do_not_write_to_one_folder(alone: dict[str, Any]) -> None:
     tree = file_of(run_dir(alone).parent, "twice")
     first = Command(tree)

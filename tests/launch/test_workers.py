@@ -96,6 +96,7 @@ def seen_by_ranks(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.full
 def test_workers_run_and_write_their_own_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     start("sum_ranks", tmp_path)
     seen = seen_by_ranks(tmp_path)
@@ -123,6 +124,7 @@ def test_modules_are_imported_without_the_collector(tmp_path: Path, monkeypatch:
     assert gc.isenabled()
 
 
+@pytest.mark.full
 def test_one_process_imports_for_all_and_for_the_next_start(tmp_path: Path) -> None:
     with Workers(body("sum_ranks"), count=2) as crew:
         for number in range(2):
@@ -132,12 +134,14 @@ def test_one_process_imports_for_all_and_for_the_next_start(tmp_path: Path) -> N
             assert {each["imported_by"] for each in seen} == {crew._server.pid}
 
 
+@pytest.mark.full
 def test_what_has_started_cuda_is_imported_anew(tmp_path: Path) -> None:
     with Workers("tests.launch.uses_gpu:sum_ranks", count=2) as crew:
         start_workers(crew, {"device": "cpu", "out": str(tmp_path)}, logs=tmp_path / "logs")
         assert [each["imported_by"] for each in seen_by_ranks(tmp_path)] == crew.ids
 
 
+@pytest.mark.full
 def test_the_death_of_the_process_that_forks_is_that_of_its_workers(tmp_path: Path) -> None:
     starter, workers = waiting(tmp_path)
     server = int(Path(f"/proc/{workers[0]}/stat").read_text().rpartition(")")[2].split()[1])
@@ -150,11 +154,13 @@ def test_the_death_of_the_process_that_forks_is_that_of_its_workers(tmp_path: Pa
     assert not any(is_alive(pid) for pid in workers)
 
 
+@pytest.mark.full
 def test_one_worker_is_a_world_too(tmp_path: Path) -> None:
     start("sum_ranks", tmp_path, workers=1)
     assert json.loads((tmp_path / "rank-0.json").read_text())["size"] == 1
 
 
+@pytest.mark.full
 def test_a_user_s_error_arrives_as_it_was_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError) as caught:
         start("wrong_request", tmp_path)
@@ -164,12 +170,14 @@ def test_a_user_s_error_arrives_as_it_was_raised(tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", "")  # the one who asked prints it, once
 
 
+@pytest.mark.full
 def test_a_failed_run_keeps_its_exit_code(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="not finite") as caught:
         start("run_fails", tmp_path)
     assert (type(caught.value), caught.value.exit_code) == (RunFailed, 1)
 
 
+@pytest.mark.full
 def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(tmp_path: Path) -> None:
     """As what it is: only a worker that died of something else is started again."""
     with pytest.raises(RunFailed, match=r"rank 1: the memory of its GPU does not suffice: 2\.50 GiB more") as caught:
@@ -177,6 +185,7 @@ def test_want_of_gpu_memory_is_said_with_what_helps_and_ends_the_run(tmp_path: P
     assert type(caught.value) is RunFailed and "memory.recompute: full" in str(caught.value.fix)
 
 
+@pytest.mark.full
 def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
@@ -195,6 +204,7 @@ def test_a_hung_collective_is_ended_and_every_rank_says_where_it_stands(tmp_path
     assert not (tmp_path / "logs" / "hung").exists()
 
 
+@pytest.mark.full
 def test_a_crash_is_told_in_one_line_with_rank_and_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(WorkerDied) as caught:
         start("crash", tmp_path)
@@ -206,6 +216,7 @@ def test_a_crash_is_told_in_one_line_with_rank_and_log(tmp_path: Path, capfd: py
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.full
 def test_a_killed_worker_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL") as caught:
         start("killed", tmp_path)
@@ -246,6 +257,7 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and ") Z " not in stat.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sent", "code", "said"), [(signal.SIGINT, 130, "stopped\n"), (signal.SIGTERM, 143, "")])
 def test_a_signal_ends_the_workers_without_noise(sent: signal.Signals, code: int, said: str, tmp_path: Path) -> None:
     starter, workers = waiting(tmp_path)
@@ -255,6 +267,7 @@ def test_a_signal_ends_the_workers_without_noise(sent: signal.Signals, code: int
     assert not any(is_alive(pid) for pid in workers)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_workers_do_not_outlive_the_one_who_started_them(tmp_path: Path) -> None:
     starter, workers = waiting(tmp_path)
@@ -266,6 +279,7 @@ def test_workers_do_not_outlive_the_one_who_started_them(tmp_path: Path) -> None
     assert not any(is_alive(pid) for pid in workers)
 
 
+@pytest.mark.full
 def test_the_environment_is_as_it_was(tmp_path: Path) -> None:
     before: dict[str, Any] = dict(os.environ)
     handler = signal.getsignal(signal.SIGINT)

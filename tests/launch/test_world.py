@@ -214,11 +214,13 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_join_alone(script: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert outputs(done.stdout) == [{"rank": 0, "size": 1, "sum": 1.0, "again": 1.0}]
 
 
+@pytest.mark.full
 def test_join_under_torchrun(script: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -228,6 +230,7 @@ def test_join_under_torchrun(script: Path) -> None:
     ]
 
 
+@pytest.mark.full
 def test_join_under_srun_s_variables(script: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -258,6 +261,7 @@ def _meets(rank: int, folder: Path) -> None:
         assert (folder / "made-0").exists()
 
 
+@pytest.mark.full
 def test_no_rank_is_in_a_world_before_all_are(tmp_path: Path) -> None:
     """A rank that left before a slow peer had taken its connection made the start of that peer fail, now and then."""
     context = forks()

@@ -1,5 +1,7 @@
 """The models' attention against its plain twin: values, gradients, packing, generation, and what is refused."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -66,28 +68,24 @@ def check_against_twin(tensors, cu_seqlens, **rule):
         assert (mine - theirs).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "blockwise"])
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_packed_values_and_gradients_match_the_twin(heads, kv_heads, packing, kernel, monkeypatch):
-    monkeypatch.setattr(kernels, "serving", lambda *_: kernel)
-    rows, length, edges = PACKINGS[packing]
-    check_against_twin(inputs(rows, length, heads, kv_heads), torch.tensor(edges, dtype=torch.int32))
+def test_packed_values_and_gradients_match_the_twin(subtests, monkeypatch):
+    for (heads, kv_heads), packing, kernel in product(HEADS, PACKINGS, ["cpu", "blockwise"]):
+        with subtests.test(heads=heads, kv_heads=kv_heads, packing=packing, kernel=kernel):
+            monkeypatch.setattr(kernels, "serving", lambda *_, kernel=kernel: kernel)
+            rows, length, edges = PACKINGS[packing]
+            check_against_twin(inputs(rows, length, heads, kv_heads), torch.tensor(edges, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 5, 12, 100])
-@pytest.mark.parametrize("packing", ["several blocks", *PACKINGS])
-def test_every_rule_and_its_gradients_match_the_twin(packing, window, softcap, sinks, monkeypatch):
+def test_every_rule_and_its_gradients_match_the_twin(subtests, monkeypatch):
     """Windows shorter and longer than the documents, also within one group; scores that soft-capping bends."""
     monkeypatch.setattr(blockwise_attention, "_CPU_BLOCK", 1)  # 16 queries at a time
-    rows, length, edges = {**PACKINGS, "several blocks": (2, 67, [0, 53, 67, 134])}[packing]
-    s_aux = torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3], dtype=torch.float64, requires_grad=True) if sinks else None
-    tensors = inputs(rows, length, 6, 2)
-    check_against_twin(
-        tensors, torch.tensor(edges, dtype=torch.int32), sliding_window=window, softcap=softcap, s_aux=s_aux
-    )
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0, 8.0, -0.3], dtype=torch.float64, requires_grad=True)
+    packings = {"several blocks": (2, 67, [0, 53, 67, 134]), **PACKINGS}
+    for packing, window, softcap, s_aux in product(packings, [None, 1, 5, 12, 100], [None, 1.5], [None, sinks]):
+        with subtests.test(packing=packing, window=window, softcap=softcap, sinks=s_aux is not None):
+            rows, length, edges = packings[packing]
+            tensors, cu_seqlens = inputs(rows, length, 6, 2), torch.tensor(edges, dtype=torch.int32)
+            check_against_twin(tensors, cu_seqlens, sliding_window=window, softcap=softcap, s_aux=s_aux)
 
 
 class Largest(TorchDispatchMode):
@@ -119,39 +117,39 @@ def test_rows_without_bounds_are_one_document_each(rule):
     check_against_twin(inputs(2, 13, 6, 2), None, **rule)
 
 
-@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-def test_every_precision(dtype, rule):
-    tensors = inputs(2, 16, 6, 2, dtype=dtype)
-    cu_seqlens = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
-    ours = forward(*tensors, cu_seqlens, **rule)
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    twin = reference_attention(*exact, cu_seqlens, **rule)
-    assert ours.dtype == dtype
-    assert_close(ours, twin)
-    for mine, theirs in zip(
-        torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
-    ):
-        assert_close(mine, theirs)
+def test_every_precision(subtests):
+    for dtype, rule in product(PRECISIONS, [{}, *RULES]):
+        with subtests.test(dtype=dtype, rule=rule):
+            tensors = inputs(2, 16, 6, 2, dtype=dtype)
+            cu_seqlens = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+            ours = forward(*tensors, cu_seqlens, **rule)
+            exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+            twin = reference_attention(*exact, cu_seqlens, **rule)
+            assert ours.dtype == dtype
+            assert_close(ours, twin)
+            for mine, theirs in zip(
+                torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
+            ):
+                assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
-@pytest.mark.parametrize(("length", "keys"), [(1, 9), (3, 9), (9, 9), (1, 1)])
-def test_generation_with_a_cache_sees_the_last_positions(length, keys, rule):
-    tensors = inputs(2, length, 6, 2, keys=keys, requires_grad=False)
-    assert (forward(*tensors, **rule) - reference_attention(*tensors, **rule)).abs().max() <= 1e-12
+def test_generation_with_a_cache_sees_the_last_positions(subtests):
+    for (length, keys), rule in product([(1, 9), (3, 9), (9, 9), (1, 1)], [{}, *RULES]):
+        with subtests.test(length=length, keys=keys, rule=rule):
+            tensors = inputs(2, length, 6, 2, keys=keys, requires_grad=False)
+            assert (forward(*tensors, **rule) - reference_attention(*tensors, **rule)).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
-@pytest.mark.parametrize("dropped", [False, True], ids=["", "old keys dropped"])
-def test_cached_steps_equal_the_whole_row(rule, dropped):
-    query, key, value = inputs(1, 11, 6, 2, requires_grad=False)
-    kept = rule["sliding_window"] - 1 if dropped and "sliding_window" in rule else 11
-    steps = [
-        forward(query[:, :, a:b], key[:, :, max(0, a - kept) : b], value[:, :, max(0, a - kept) : b], **rule)
-        for a, b in ((0, 5), (5, 9), (9, 10), (10, 11))
-    ]
-    assert (torch.cat(steps, 1) - forward(query, key, value, **rule)).abs().max() <= 1e-12
+def test_cached_steps_equal_the_whole_row(subtests):
+    for rule, dropped in product([{}, *RULES], [False, True]):
+        with subtests.test(rule=rule, dropped=dropped):
+            query, key, value = inputs(1, 11, 6, 2, requires_grad=False)
+            kept = rule["sliding_window"] - 1 if dropped and "sliding_window" in rule else 11
+            steps = [
+                forward(query[:, :, a:b], key[:, :, max(0, a - kept) : b], value[:, :, max(0, a - kept) : b], **rule)
+                for a, b in ((0, 5), (5, 9), (9, 10), (10, 11))
+            ]
+            assert (torch.cat(steps, 1) - forward(query, key, value, **rule)).abs().max() <= 1e-12
 
 
 def test_gradients_through_a_cache_under_a_rule_are_refused():
@@ -183,20 +181,19 @@ def test_the_variable_length_kernel_takes_our_arguments():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (6, 1)])
-def test_packed_documents_on_a_gpu(heads, kv_heads, dtype, rule):
-    cu_seqlens = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
-    rule = {name: value.cuda() if name == "s_aux" else value for name, value in rule.items()}
-    tensors = [t.detach().cuda().requires_grad_() for t in inputs(2, 16, heads, kv_heads, dtype=dtype)]
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    ours, twin = forward(*tensors, cu_seqlens, **rule), reference_attention(*exact, cu_seqlens, **rule)
-    assert_close(ours, twin)
-    for mine, theirs in zip(
-        torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
-    ):
-        assert_close(mine, theirs)
+def test_packed_documents_on_a_gpu(subtests):
+    for (heads, kv_heads), dtype, rule in product([(6, 6), (6, 2), (6, 1)], PRECISIONS, [{}, *RULES]):
+        with subtests.test(heads=heads, kv_heads=kv_heads, dtype=dtype, rule=rule):
+            cu_seqlens = torch.tensor(PACKINGS["padding tail"][2], dtype=torch.int32)
+            rule = {name: value.cuda() if name == "s_aux" else value for name, value in rule.items()}
+            tensors = [t.detach().cuda().requires_grad_() for t in inputs(2, 16, heads, kv_heads, dtype=dtype)]
+            exact = [t.detach().double().requires_grad_() for t in tensors]
+            ours, twin = forward(*tensors, cu_seqlens, **rule), reference_attention(*exact, cu_seqlens, **rule)
+            assert_close(ours, twin)
+            for mine, theirs in zip(
+                torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(twin.sum(), exact), strict=True
+            ):
+                assert_close(mine, theirs)
 
 
 def test_the_operator_keeps_the_rules_of_custom_operators():
@@ -220,17 +217,17 @@ def test_the_fused_kernel_serves_what_it_can(rule, longest, kernel):
     assert kernels.serving(torch.empty(1, 6, 9, 8, dtype=torch.float64), rule, longest - 1) == kernel
 
 
-@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("edges", [[0, 13], [0, 5, 26], [1, 13, 26], [0, 13, 27], [0, 20, 13, 26]])
-def test_bounds_that_are_no_documents_are_a_bug(edges, dtype):
-    tensors = inputs(2, 13, 4, 4, dtype=dtype)
-    with pytest.raises(AssertionError):
-        packed.packed_attention(*tensors, torch.tensor(edges, dtype=torch.int32), 1.0)
+def test_bounds_that_are_no_documents_are_a_bug(subtests):
+    bounds = [[0, 13], [0, 5, 26], [1, 13, 26], [0, 13, 27], [0, 20, 13, 26]]
+    for edges, dtype in product(bounds, PRECISIONS):
+        with subtests.test(edges=edges, dtype=dtype):
+            tensors = inputs(2, 13, 4, 4, dtype=dtype)
+            with pytest.raises(AssertionError):
+                packed.packed_attention(*tensors, torch.tensor(edges, dtype=torch.int32), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "word"),
-    [
+def test_what_is_not_supported_is_refused_not_dropped(subtests):
+    cases = [
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "dense"),
         ({"sliding_window": 0}, "hides every key"),
@@ -239,13 +236,12 @@ def test_bounds_that_are_no_documents_are_a_bug(edges, dtype):
         ({"attend_to_sinks": 3}, "attend_to_sinks"),
         ({"is_sparse": True}, "is_sparse"),
         ({"is_causal": False}, "not causal"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_not_supported_is_refused_not_dropped(kwargs, word):
-    query, key, value = inputs(1, 5, 4, 4)
-    with pytest.raises(UserError, match=word):
-        attention_forward(Attention(), query, key, value, **{"attention_mask": None, **kwargs})
+    ]
+    for kwargs, word in cases:
+        with subtests.test(msg=str(kwargs)):
+            query, key, value = inputs(1, 5, 4, 4)
+            with pytest.raises(UserError, match=word):
+                attention_forward(Attention(), query, key, value, **{"attention_mask": None, **kwargs})
 
 
 @pytest.mark.parametrize("width", [5, 11])

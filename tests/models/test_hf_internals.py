@@ -2,6 +2,7 @@
 something."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -22,60 +23,62 @@ from tests.parity import FAMILIES, Case, hf_config
 UNUSED_STYLES = {"colwise_gather_output", "rowwise_split_input", "packed_colwise", "moe_tp_experts"}
 
 
-@pytest.fixture(params=FAMILIES)
-def case(request):
-    return Case("single", request.param)
-
-
-def test_contract(case):
+def test_contract(subtests):
     """Names and registries: where the parts are, and what the model says of them."""
-    model = build_meta(hf_config(case))
-    anatomy = Anatomy.of(model)
-    assert model.config._attn_implementation == NAME
-    assert getattr(model, hf_internals.base_prefix(model)) is model.base_model is not model
-    assert len(anatomy.layers) == model.config.num_hidden_layers == 3
-    assert {type(model.get_submodule(name)).__name__ for name in anatomy.layers} == hf_internals.block_classes(model)
-    assert {"hidden_size", "vocab_size", "tie_word_embeddings"} <= hf_internals.config_keys(type(model.config))
-    for key in hf_internals.unexpected_keys_to_ignore(model):
-        assert re.search(key, "a name") is None, "would pass over anything"
+    for family in FAMILIES:
+        with subtests.test(msg=family):
+            model = build_meta(hf_config(Case("single", family)))
+            anatomy = Anatomy.of(model)
+            assert model.config._attn_implementation == NAME
+            assert getattr(model, hf_internals.base_prefix(model)) is model.base_model is not model
+            assert len(anatomy.layers) == model.config.num_hidden_layers == 3
+            blocks = {type(model.get_submodule(name)).__name__ for name in anatomy.layers}
+            assert blocks == hf_internals.block_classes(model)
+            assert {"hidden_size", "vocab_size", "tie_word_embeddings"} <= hf_internals.config_keys(type(model.config))
+            for key in hf_internals.unexpected_keys_to_ignore(model):
+                assert re.search(key, "a name") is None, "would pass over anything"
 
 
-def test_contract_plan(case):
+def test_contract_plan(subtests):
     """The plan of every family speaks of modules that are there, in words that are known, and the partition agrees."""
-    model = build_meta(hf_config(case))
-    plan, modules = hf_internals.tensor_parallel_plan(model), dict(model.named_modules())
-    assert set(plan.values()) <= set(hf_internals.PLAN_STYLES) | UNUSED_STYLES
-    places = {*modules, *dict(model.named_parameters())}
-    for key in plan:
-        assert any(key.replace("*", str(layer)) in places for layer in range(3)), key
-    anatomy = Anatomy.of(model)
-    partition = derive(model, anatomy, trace(model, anatomy))
-    assert partition.refusal is None and partition.is_proved
-    ((query, kv),) = partition.heads
-    assert query == model.config.num_attention_heads and kv in (2, query)
-    said = {key: style for key, style in plan.items() if style in ("colwise", "rowwise")}
-    for key, style in said.items():
-        names = [f"{key.replace('*', str(layer))}.weight" for layer in range(3)]
-        role = next((partition.roles[name] for name in names if name in partition.roles), None)
-        assert (
-            key in (anatomy.head, anatomy.embedding)
-            or ".experts." in key
-            or role.kind == hf_internals.PLAN_STYLES[style]
-        ), key
+    for family in FAMILIES:
+        with subtests.test(msg=family):
+            model = build_meta(hf_config(Case("single", family)))
+            plan, modules = hf_internals.tensor_parallel_plan(model), dict(model.named_modules())
+            assert set(plan.values()) <= set(hf_internals.PLAN_STYLES) | UNUSED_STYLES
+            places = {*modules, *dict(model.named_parameters())}
+            for key in plan:
+                assert any(key.replace("*", str(layer)) in places for layer in range(3)), key
+            anatomy = Anatomy.of(model)
+            partition = derive(model, anatomy, trace(model, anatomy))
+            assert partition.refusal is None and partition.is_proved
+            ((query, kv),) = partition.heads
+            assert query == model.config.num_attention_heads and kv in (2, query)
+            said = {key: style for key, style in plan.items() if style in ("colwise", "rowwise")}
+            for key, style in said.items():
+                names = [f"{key.replace('*', str(layer))}.weight" for layer in range(3)]
+                role = next((partition.roles[name] for name in names if name in partition.roles), None)
+                assert (
+                    key in (anatomy.head, anatomy.embedding)
+                    or ".experts." in key
+                    or role.kind == hf_internals.PLAN_STYLES[style]
+                ), key
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_contract_ties(case, tied):
-    model = build_meta(hf_config(Case("single", case.family, tied=tied)))
-    anatomy = Anatomy.of(model)
-    pair = {f"{anatomy.head}.weight": anatomy.embedding_weight}
-    assert anatomy.tied is tied
-    assert hf_internals.tied_parameters(model) == (pair if tied else {})
-    named = dict(model.named_parameters())
-    assert (f"{anatomy.head}.weight" in named) is not tied and anatomy.embedding_weight in named
+def test_contract_ties(subtests):
+    for family, tied in product(FAMILIES, [False, True]):
+        with subtests.test(family=family, tied=tied):
+            model = build_meta(hf_config(Case("single", family, tied=tied)))
+            anatomy = Anatomy.of(model)
+            pair = {f"{anatomy.head}.weight": anatomy.embedding_weight}
+            assert anatomy.tied is tied
+            assert hf_internals.tied_parameters(model) == (pair if tied else {})
+            named = dict(model.named_parameters())
+            assert (f"{anatomy.head}.weight" in named) is not tied and anatomy.embedding_weight in named
 
 
-def test_contract_attention(case, monkeypatch):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contract_attention(family, monkeypatch):
     """Every layer calls the attention that is registered, once, with the bounds of packed documents; layers that drop
     the bounds are those that the trace knows (they are handed on from outside)."""
     calls = []
@@ -84,7 +87,7 @@ def test_contract_attention(case, monkeypatch):
         calls.append((kwargs.pop("cu_seqlens", None), attention_mask))
         return attention.attention_forward(module, query, key, value, attention_mask, cu_seqlens=cu_seqlens, **kwargs)
 
-    model = build_meta(hf_config(case))
+    model = build_meta(hf_config(Case("single", family)))
     forgetful = {layer for layer, _ in trace(model, Anatomy.of(model)).forgetful}
     values = buffer_values(model)
     hf_internals.register_attention("spied", spied, masks.asked_for)
@@ -102,15 +105,17 @@ def test_contract_attention(case, monkeypatch):
     assert sum(given is cu_seqlens for given, _ in calls) == 3 - len(forgetful)
 
 
-def test_contract_initialisation(case):
+def test_contract_initialisation(subtests):
     """The model initialises every parameter and buffer through functions that can be intercepted and drawn."""
-    model = build_meta(hf_config(case))
-    calls = set()
-    with hf_internals.intercepted_initialisers(lambda name, _: calls.add(name)):
-        hf_internals.initialise_again(model)
-    assert {"normal_"} < calls
-    recipe = read_recipe(model)
-    check_drawable(recipe, recipe)
+    for family in FAMILIES:
+        with subtests.test(msg=family):
+            model = build_meta(hf_config(Case("single", family)))
+            calls = set()
+            with hf_internals.intercepted_initialisers(lambda name, _, calls=calls: calls.add(name)):
+                hf_internals.initialise_again(model)
+            assert {"normal_"} < calls
+            recipe = read_recipe(model)
+            check_drawable(recipe, recipe)
 
 
 def test_every_proved_class_has_a_small_model():

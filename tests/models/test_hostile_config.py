@@ -75,21 +75,22 @@ CONFIGS: dict[str, Harm] = {
 }
 
 
-@pytest.mark.parametrize("harm", CONFIGS)
-def test_a_config_is_refused(tmp_path: Path, harm: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    CONFIGS[harm](folder / "config.json")
-    before, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError):
-        build_meta(load_model_config(folder))
-    run = load_config(None, [f"model.name_or_path={folder}", "model.init=random", "layout.tp=2"])
-    try:
-        check_model(run)  # knows less, and may let it pass
-    except UserError as refused:
-        assert str(refused)
-    assert time.monotonic() - before < 20
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB: 256 MiB
+def test_a_config_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, harm in enumerate(CONFIGS):
+        with subtests.test(msg=harm):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            CONFIGS[harm](folder / "config.json")
+            before, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with pytest.raises(UserError):
+                build_meta(load_model_config(folder))
+            run = load_config(None, [f"model.name_or_path={folder}", "model.init=random", "layout.tp=2"])
+            try:
+                check_model(run)  # knows less, and may let it pass
+            except UserError as refused:
+                assert str(refused)
+            assert time.monotonic() - before < 20
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB: 256 MiB
 
 
 def test_the_number_of_modules_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

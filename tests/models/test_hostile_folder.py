@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -199,21 +200,25 @@ HARM: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_is_refused(tmp_path: Path, harm: str) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
+def test_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    sound = tmp_path / "sound"
+    sound.mkdir()
     model = tiny.filled(CONFIG, biases=True)
-    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / SINGLE)
-    SafetensorsFolder(folder, build_meta(CONFIG))  # as it was, it is fine
-    HARM[harm](folder)
-    before = sorted(tmp_path.rglob("*"))
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError) as refused:
-        SafetensorsFolder(folder, build_meta(CONFIG))
-    assert str(folder) in str(refused.value)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB: 256 MiB
+    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, sound / SINGLE)
+    SafetensorsFolder(sound, build_meta(CONFIG))  # as it is, it is fine
+    for number, harm in enumerate(HARM):
+        with subtests.test(msg=harm):
+            place = tmp_path / str(number)
+            folder = place / "model"
+            shutil.copytree(sound, folder)
+            HARM[harm](folder)
+            before = sorted(place.rglob("*"))
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            with pytest.raises(UserError) as refused:
+                SafetensorsFolder(folder, build_meta(CONFIG))
+            assert str(folder) in str(refused.value)
+            assert sorted(place.rglob("*")) == before
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB: 256 MiB
 
 
 def test_there_are_many() -> None:

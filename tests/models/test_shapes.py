@@ -12,6 +12,7 @@ from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.models import discover, facts_store
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.facts_store import SHIPPED, facts_of_config, ship_facts, shipped_facts
+from tests.tiers import put_off
 
 # Parameters, a tied head once. Those of a model card or paper, in full; the GPTs are GPT-3's and Megatron-LM's (arXiv
 # 2205.05198) without learnt positions: 174.6B and 22B with them.
@@ -49,9 +50,7 @@ def test_facts_of_a_shape_come_without_a_trace(name: str, monkeypatch: pytest.Mo
     assert active == pytest.approx(ACTIVE.get(name, active), rel=0.1)  # published with the embedding
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.campaign) for name in shape_names()]
-)
+@pytest.mark.parametrize("name", [name if name in OFTEN else put_off(name) for name in shape_names()])
 def test_a_trace_finds_what_is_shipped(name: str) -> None:
     """Where it does not: python benchmarks/shape_facts.py"""
     if (found := shipped_facts(_folder(name))) is None:
@@ -83,6 +82,7 @@ def test_facts_of_another_config_or_version_are_not_taken(tmp_path: Path, monkey
     assert shipped_facts(tmp_path) is None
 
 
+@pytest.mark.full
 def test_a_deep_shape_is_known_at_once_and_without_torch() -> None:
     """In seconds of the CPU, Python's own start included. The facts of 126 layers take 0.1 of them."""
     script = (

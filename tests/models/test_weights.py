@@ -1,6 +1,7 @@
 """Weights: drawn by the recipe of the model, or read from safetensors; any region alone equals the same cut of all."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,24 +30,25 @@ def test_philox_gives_the_published_answers():
     assert [int(word) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda d: type(d).__name__)
-@pytest.mark.parametrize("shape", [(1,), (7,), (131072 + 5,), (67, 101), (4, 33, 29), (3, 70001)], ids=str)
-def test_a_region_is_the_cut_of_the_whole(shape, distribution):
-    stream = RandomStream(3, "layer.weight", shape)
-    full = stream.draw(tuple(slice(0, size) for size in shape), distribution)
-    generator = np.random.default_rng(0)
-    for _ in range(6):
-        edges = [sorted(generator.integers(0, size + 1, 2)) for size in shape]
-        region = tuple(slice(int(a), int(b)) for a, b in edges)
-        assert torch.equal(stream.draw(region, distribution), full[region])
-    for dim, size in enumerate(shape):  # the splits of layouts: even and uneven pieces of one dim
-        for pieces in (2, 3):
-            cuts = [round(i * size / pieces) for i in range(pieces + 1)]
-            regions = [
-                tuple(slice(cuts[i], cuts[i + 1]) if d == dim else slice(None) for d in range(len(shape)))
-                for i in range(pieces)
-            ]
-            assert torch.equal(torch.cat([stream.draw(region, distribution) for region in regions], dim), full)
+def test_a_region_is_the_cut_of_the_whole(subtests):
+    shapes = [(1,), (7,), (131072 + 5,), (67, 101), (4, 33, 29), (3, 70001)]
+    for shape, distribution in product(shapes, DISTRIBUTIONS):
+        with subtests.test(shape=shape, distribution=type(distribution).__name__):
+            stream = RandomStream(3, "layer.weight", shape)
+            full = stream.draw(tuple(slice(0, size) for size in shape), distribution)
+            generator = np.random.default_rng(0)
+            for _ in range(6):
+                edges = [sorted(generator.integers(0, size + 1, 2)) for size in shape]
+                region = tuple(slice(int(a), int(b)) for a, b in edges)
+                assert torch.equal(stream.draw(region, distribution), full[region])
+            for dim, size in enumerate(shape):  # the splits of layouts: even and uneven pieces of one dim
+                for pieces in (2, 3):
+                    cuts = [round(i * size / pieces) for i in range(pieces + 1)]
+                    regions = [
+                        tuple(slice(cuts[i], cuts[i + 1]) if d == dim else slice(None) for d in range(len(shape)))
+                        for i in range(pieces)
+                    ]
+                    assert torch.equal(torch.cat([stream.draw(region, distribution) for region in regions], dim), full)
 
 
 @pytest.mark.parametrize("doubt", [random_stream._DOUBT, 1e-3], ids=["as it is", "all doubted"])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -65,19 +66,18 @@ def check(q, k, v, grad, rule, ahead=None, roundings=1.0):
         assert (ours.double() - theirs).abs().max() <= roundings * TOLERANCE[q.dtype] * largest
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients(shape, rule, dtype):
-    check(*inputs(*SHAPES[shape], dtype), kernels.AttentionParams(0.4, **RULES[rule]))
+def test_values_and_gradients(subtests):
+    for shape, rule, dtype in product(SHAPES, RULES, TOLERANCE):
+        with subtests.test(shape=shape, rule=rule, dtype=dtype):
+            check(*inputs(*SHAPES[shape], dtype), kernels.AttentionParams(0.4, **RULES[rule]))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("ahead", "window"), [(200, None), (230, None), (230, 150), (205, 9)])
-def test_queries_ahead_of_their_keys(ahead, window, dtype):
+def test_queries_ahead_of_their_keys(subtests):
     """As a rank of a ring meets them: 70 queries, 200 keys before them, or under a window the last of these."""
-    queries = 70 if window != 9 else 3
-    check(*inputs(1, 4, 2, queries, 200, 32, dtype), kernels.AttentionParams(0.3, window), ahead=ahead)
+    for (ahead, window), dtype in product([(200, None), (230, None), (230, 150), (205, 9)], TOLERANCE):
+        with subtests.test(ahead=ahead, window=window, dtype=dtype):
+            queries = 70 if window != 9 else 3
+            check(*inputs(1, 4, 2, queries, 200, 32, dtype), kernels.AttentionParams(0.3, window), ahead=ahead)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -336,6 +336,7 @@ def test_a_cache_that_cannot_be_written_is_said(anew, monkeypatch):
     assert "no folder" in cpu_attention.lacks()
 
 
+@pytest.mark.full
 def test_a_damaged_library_is_built_anew(anew):
     assert not cpu_attention.lacks()
     (library,) = anew.glob("kernels/*/cpu_attention.so")
@@ -421,6 +422,7 @@ int main(int count, char **arguments) {
 """
 
 
+@pytest.mark.full
 def test_without_memory_it_says_so_and_no_thread_waits(tmp_path):
     """Whichever allocation fails: all are made before the threads part, and none alone can miss at a barrier."""
     (tmp_path / "short.c").write_text(SHORT_OF_MEMORY)

@@ -45,6 +45,7 @@ from tests.parity import (
     refusal,
 )
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 peft = pytest.importorskip("peft")
 ParamWrapper = peft.tuners.lora.layer.ParamWrapper
@@ -135,30 +136,32 @@ def check(case: Case) -> None:
 LAYOUTS = ("single", "shard2", "tp2", "tp2+nosp", "pp2", "cp2", "shard2.tp2", "pp2.cp2", "dp2+zero1", "shard2+zero2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lora_equals_peft(layout: str) -> None:
     check(Case(f"{layout}+mb2+fp64", adapter=LORA, loss_chunks=3, max_grad_norm=0.05))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
         ("tp2", {"adapter": replace(LORA, targets=("o_proj", "down_proj"))}),
         ("pp2", {"adapter": replace(LORA, targets=("model.layers.1.mlp.up_proj",), rslora=True)}),
-        ("tp2.cp2", {"adapter": replace(LORA, targets=("q_proj", "v_proj"))}),
+        put_off("tp2.cp2", {"adapter": replace(LORA, targets=("q_proj", "v_proj"))}),
         ("tp4", {"kv_heads": 2}),  # ranks share key and value heads
-        ("pp2+zb", {}),
+        put_off("pp2+zb", {}),
         ("tp2+full", {"family": "qwen2"}),  # biases
         ("tp2", {"tied": True}),
-        ("pp2", {"tied": True}),
-        ("shard2", {"tied": True}),
+        put_off("pp2", {"tied": True}),
+        put_off("shard2", {"tied": True}),
         (
             "shard2.ep2",
             {"family": "qwen3_moe", "adapter": replace(LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj"))},
         ),
         ("tp2+nosp", {"family": "gpt2"}),  # [I, O]
         ("shard2+selective", {}),
-        ("shard2.tp2+full", {"family": "qwen2"}),
+        put_off("shard2.tp2+full", {"family": "qwen2"}),
         ("shard2+offload+offload_optimizer+offload_parameters", {}),
     ],
 )
@@ -172,17 +175,18 @@ def test_lora_beside_other_parts(layout: str, more: dict[str, Any]) -> None:
 EXPERTS = replace(LORA, targets=("q_proj", "o_proj"), target_parameters=("gate_up_proj", "down_proj"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        ("single", {}),
-        ("shard2", {"family": "qwen3_moe"}),
+        put_off("single", {}),
+        put_off("shard2", {"family": "qwen3_moe"}),
         ("shard2.ep2", {}),
         ("tp2.ep2", {}),
-        ("tp2+etp", {}),
+        put_off("tp2+etp", {}),
         ("tp2+etp+nosp", {"family": "gpt_oss"}),  # [E, I, O], with biases, gate beside up
-        ("shard2.tp2.ep2+etp", {}),
-        ("pp2", {"family": "olmoe"}),
+        put_off("shard2.tp2.ep2+etp", {}),
+        put_off("pp2", {"family": "olmoe"}),
         ("shard2.pp2.ep2+zb", {}),
         ("cp2.ep2", {"adapter": replace(EXPERTS, targets=(), target_parameters=("down_proj",), rslora=True)}),
         ("shard2.ep2+selective", {}),
@@ -195,6 +199,7 @@ def test_lora_beside_experts_equals_peft(layout: str, more: dict[str, Any]) -> N
     check(replace(case, **more))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -217,6 +222,7 @@ def test_what_is_not_built_beside_experts(case: Case, said: str) -> None:
     assert all(said in each for each in run_ranks(case.parsed.world, refusal, case))
 
 
+@pytest.mark.full
 def test_bytes_beside_experts_are_those_of_the_plan() -> None:
     """Frozen experts have no gradients and no optimizer state, and rest in the compute type."""
     case = Case("shard2.tp2.ep2+etp+mb1", "mixtral", adapter=EXPERTS)
@@ -240,17 +246,20 @@ def _planned_and_found(case: Case) -> Any:
     return [planned.parameters, planned.gradients, planned.optimizer], sizes, kinds
 
 
+@pytest.mark.full
 def test_an_expert_that_no_token_reaches_keeps_its_adapter() -> None:
     """A rank has a gradient of zeros for it, and its moments and weights stay."""
     case = Case("shard2.ep2+mb1+fp64", "mixtral", adapter=EXPERTS, overrides=(("num_local_experts", 97),))
     check(replace(case, max_grad_norm=0.02, loss_chunks=2))
 
 
+@pytest.mark.full
 def test_selective_recompute_of_a_row_is_refused() -> None:
     said = run_ranks(2, refusal, Case("tp2+selective+mb2+fp64", adapter=LORA))
     assert all("keeps nothing that the gradient of an adapter needs" in each for each in said)
 
 
+@pytest.mark.full
 def test_new_adapters_are_as_peft_draws_them_and_change_nothing() -> None:
     """A is uniform within 1 / sqrt(inputs), the same for every layout; B is zero."""
     case = Case("single+mb2+fp64", adapter=LORA)
@@ -276,6 +285,7 @@ def new_on_rank(case: Case) -> Any:
     return loss, {name: local(p).detach().numpy() for name, p in own.items()}, pieces(model, own)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("targets", [("auto",), ("model.layers.1.mlp.up_proj",)])
 def test_muon_trains_adapters_alike_under_a_pipeline(targets: tuple[str, ...]) -> None:
     """All of an adapter is matrices, so AdamW beside it has nothing; of the second, a stage trains nothing."""
@@ -294,12 +304,21 @@ WIDE = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 256))
 NF4 = Lora(rank=3, alpha=7.0, quantize="nf4")
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "pp2+zb+v2", "shard2+full", "tp2+full", "shard2+selective"])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp2", "shard2.tp2", "pp2+zb+v2", "tp2+full", "shard2+selective",
+        *map(put_off, ("single", "shard2", "tp2", "tp2+nosp", "pp2", "pp2.cp2", "dp2+zero1", "shard2+zero2")),
+        put_off("shard2+full"),
+    ],
+)  # fmt: skip
 def test_qlora_equals_peft_beside_what_four_bits_leave(layout: str) -> None:
     more = (("num_hidden_layers", 4),) if "v2" in layout else ()
     check(Case(f"{layout}+mb2+fp64", adapter=NF4, loss_chunks=3, max_grad_norm=0.05, overrides=(*WIDE, *more)))
 
 
+@pytest.mark.full
 def test_a_rank_has_its_rows_in_four_bits() -> None:
     for found in run_ranks(2, _bytes_at_rest, Case("shard2+mb2", adapter=NF4, overrides=WIDE)):
         assert found == {"in nf4": 3 * (4 * 128 * 128 - 2 * 64 * 128 + 3 * 128 * 256) * 9 // 16 // 2}
@@ -316,6 +335,7 @@ def _bytes_at_rest(case: Case) -> dict[str, int]:
     return {"in nf4": found}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "said"),
     [

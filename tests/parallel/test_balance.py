@@ -22,6 +22,7 @@ from fivefold.training.model import balance_options
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 LOSSES = BalanceOptions(load=0.7, z=0.05)
 BIASES = BalanceOptions(load=0.3, bias_rate=0.02)
@@ -105,16 +106,17 @@ class Plain:
             gate.e_score_correction_bias += self.options.bias_rate * torch.sign(load.mean() - load)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "family", "options"),
     [
-        pytest.param("shard2.ep2+mb2+fp64", "mixtral", LOSSES, marks=pytest.mark.campaign),
-        pytest.param("shard2.tp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES, marks=pytest.mark.campaign),
-        pytest.param("tp2.ep2+nosp+mb4+fp64", "gpt_oss", LOSSES, marks=pytest.mark.campaign),
+        put_off("shard2.ep2+mb2+fp64", "mixtral", LOSSES),
+        put_off("shard2.tp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES),
+        put_off("tp2.ep2+nosp+mb4+fp64", "gpt_oss", LOSSES),
         ("shard2.tp2.ep2+etp+mb2+fp64", "gpt_oss", LOSSES),
         ("shard4.ep2+mb1+fp64+zero1", "deepseek_v3", BIASES),
         ("cp2.ep2+mb2+fp64+full+ring", "qwen3_moe", LOSSES),
-        pytest.param("cp2.tp2.ep4+mb2+fp64", "mixtral", LOSSES, marks=pytest.mark.campaign),
+        put_off("cp2.tp2.ep4+mb2+fp64", "mixtral", LOSSES),
         ("tp2.pp2.ep2+mb2+fp64+full", "qwen3_moe", LOSSES),
         ("cp2.pp2.ep2+mb2+fp64+allgather", "deepseek_v3", BIASES),
     ],
@@ -166,6 +168,7 @@ def biases_of(
     return found[0], found[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("targets", [True, False])
 @pytest.mark.parametrize("layout", ["dp2", "tp2"])
 def test_biases_are_gathered_as_they_are_and_a_step_that_is_skipped_leaves_them(layout: str, targets: bool) -> None:

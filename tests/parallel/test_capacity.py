@@ -19,6 +19,7 @@ from fivefold.parallel.ranks import row_blocks
 from tests.parallel.test_balance import balanced
 from tests.parity import Case, assert_proved, documents, outcome, reference
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 BITES = 0.9
 
@@ -64,15 +65,16 @@ class Plain:
         return summed / targets
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "family"),
     [
         ("shard2.ep2+mb2+fp64", "mixtral"),
         ("tp2.ep2+mb4+fp64", "gpt_oss"),
-        pytest.param("tp2.ep2+nosp+mb4+fp64+full", "qwen3_moe", marks=pytest.mark.campaign),
+        put_off("tp2.ep2+nosp+mb4+fp64+full", "qwen3_moe"),
         ("cp2.ep2+mb2+fp64+full", "deepseek_v3"),
-        pytest.param("cp2.tp2.ep4+mb4+fp64+zero1", "mixtral", marks=pytest.mark.campaign),
-        pytest.param("shard2.tp2.ep2+etp+mb4+fp64", "deepseek_v3", marks=pytest.mark.campaign),
+        put_off("cp2.tp2.ep4+mb4+fp64+zero1", "mixtral"),
+        put_off("shard2.tp2.ep2+etp+mb4+fp64", "deepseek_v3"),
         ("cp2.tp2.ep2+etp+nosp+mb4+fp64+full", "mixtral"),
         ("cp2.pp2.ep2+mb2+fp64+full", "qwen3_moe"),
     ],
@@ -89,6 +91,7 @@ def test_the_same_picks_are_dropped_as_in_one_process(text: str, family: str) ->
     assert min(plain.dropped) > 50
 
 
+@pytest.mark.full
 def test_a_large_factor_changes_no_bit() -> None:
     case = Case("shard2.ep2+mb2+fp32", "mixtral", steps=2)
     never, none = (run_ranks(2, balanced, case, BalanceOptions(capacity_factor=factor)) for factor in (1000.0, None))

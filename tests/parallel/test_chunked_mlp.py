@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
 def test_pieces_compute_what_the_whole_computes(case: Case) -> None:
     per_rank = run_ranks(case.parsed.world, on_rank, case)

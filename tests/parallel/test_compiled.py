@@ -27,6 +27,7 @@ from tests import parity
 from tests.parity import Case, batch_of, build, documents, gathered, gradient, hf_config, pieces, reference
 from tests.pool import run_ranks
 from tests.rehearsal import fake_world
+from tests.tiers import put_off
 
 
 def test_a_block_that_is_given_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,7 @@ def test_a_block_that_is_given_up_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert not blocks.news(), "it is said once"
 
 
+@pytest.mark.full
 def test_a_graph_waits_for_a_collective_where_its_result_is_read() -> None:
     """A product that does not read what is gathered stands between the collective and the wait for it."""
     torch._dynamo.reset()
@@ -110,7 +112,8 @@ def compiled_gradients(case: Case, options: dict[str, Any]) -> tuple[float, list
         return first_gradients(case)
 
 
-@pytest.mark.parametrize("adapter", [None, pytest.param(Lora(rank=2), marks=pytest.mark.campaign)])
+@pytest.mark.full
+@pytest.mark.parametrize("adapter", [None, put_off(Lora(rank=2))])
 def test_a_graph_keeps_this_ranks_tokens_of_what_enters_a_column(adapter: Lora | None) -> None:
     """Two entries a layer, each of all tokens: half of them stay away at least. Every gradient is the same."""
     case = Case("tp2+mb8+fp64", adapter=adapter, overrides=(("num_hidden_layers", 1),))
@@ -143,6 +146,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "backend"), CASES)
 def test_compiled_layers_over_tp_have_the_gradients_of_the_unmodified_model(case: Case, backend: str) -> None:
     """By the partition of graphs that Inductor makes, too. Norms compute in fp32."""

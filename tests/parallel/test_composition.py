@@ -14,6 +14,7 @@ from tests.checkpoint.test_reshard import equal, whole
 from tests.compositions import PAIRS, QUADRUPLES, TRIPLES, folds
 from tests.parity import Case, Outcome, assert_proved, on_rank, outcome, reference
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 CASES = [*PAIRS, *TRIPLES, *QUADRUPLES]
 
@@ -26,11 +27,10 @@ def truth(case: Case) -> Outcome:
 
 # All folds on eight ranks, twice; the rest, whose options meet in the matrix, in a campaign.
 OF_EIGHT = ("shard2.cp2.tp2.ep4+zero1+ring", "shard2.tp2.pp2.ep2+etp+zero1")
-TIERED = [
-    case if case.layout.startswith(OF_EIGHT) else pytest.param(case, marks=pytest.mark.campaign) for case in CASES
-]
+TIERED = [case if case.layout.startswith(OF_EIGHT) else put_off(case) for case in CASES]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", TIERED, ids=lambda case: f"{case.layout}-{case.family}{'-tied' * case.tied}")
 def test_folds_compose(case: Case) -> None:
     expected = truth(case.with_layout("single"))

@@ -130,6 +130,7 @@ def test_auto_sends_the_least(cp: int, query: int, kv: int, expected: CPMethod) 
     assert context_method("auto", cp, query, kv) == expected
 
 
+@pytest.mark.full
 def test_methods_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     with pytest.raises(UserError, match="2 x 3 = 6 ranks, but cp is 4"):
         refuse(violations(Layout.parse("cp4+2x3"), ModelLimits(query=12, kv=12)))
@@ -214,6 +215,7 @@ def attended(attend: Any, tensors: list[Tensor], rule: dict[str, Any], weight: T
     return {"out": out.detach(), **named} | ({} if sinks is None else {"sinks": grads[3]})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cp", "method", "kv"),
     [
@@ -241,6 +243,7 @@ def home_coming(layout: str) -> tuple[Tensor, dict[str, int]]:
     return total, {each.kind: each.bytes for each in total_of(found)}
 
 
+@pytest.mark.full
 def test_gradients_of_keys_travel_in_the_models_type_and_are_added_up_in_fp32() -> None:
     for gradients, volume in run_ranks(4, home_coming, "cp4+allgather"):
         assert torch.equal(gradients, torch.full_like(gradients, 1 + 3 * 2.0**-9))
@@ -252,6 +255,7 @@ def test_gradients_of_keys_travel_in_the_models_type_and_are_added_up_in_fp32() 
     assert sum(kept) == sum(volume["recv"] for _, volume in per_rank) == 2 * 4 * 3 * 16 * 3 // 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_in_lower_precision(method: str, dtype: torch.dtype) -> None:

@@ -31,6 +31,8 @@ from tests.parity import (
 from tests.pool import run_ranks
 from tests.training import bodies
 
+pytestmark = pytest.mark.full
+
 # Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py).
 CASES = [
     Case("cp2+ulysses+zero2+full+mb4+fp64", "gemma3", steps=1),

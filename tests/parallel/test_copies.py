@@ -4,6 +4,7 @@ parameters in their places whatever happens."""
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 from tests.parity import OPTIONS, Case, batch_of, documents, hf_config, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 
 @contextmanager
@@ -39,10 +41,11 @@ def by(which: str) -> Iterator[None]:
         yield
 
 
-def trained(case: Case, which: str, compile_blocks: bool = False) -> dict[str, Any]:
-    """Losses, norms, and last gradients and weights of three steps of several micro batches each."""
-    with by(which):
-        model = parallelize(build_meta(hf_config(case)), case.parsed, compile_blocks=compile_blocks)
+def trained(case: Case, which: str, backend: str = "") -> dict[str, Any]:
+    """Losses, norms, and last gradients and weights of three steps of several micro batches each. `backend`: blocks are
+    compiled, by that one."""
+    with by(which), patch.object(torch, "compile", partial(torch.compile, backend=backend or "inductor")):
+        model = parallelize(build_meta(hf_config(case)), case.parsed, compile_blocks=bool(backend))
     state = state_of(model)
     assert state.plan.uses_fsdp == (which == "fsdp")
     assert (state.copies is None) == (which == "fsdp" or (which == "rest" and case.parsed.world == 1))
@@ -74,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.layout}")
 def test_copies_compute_what_fsdp_computes(case: Case) -> None:
     ranks = (run_ranks(case.parsed.world, trained, case, which) for which in ("copies", "fsdp"))
@@ -92,6 +96,7 @@ def as_they_rest(layout: str, by_fsdp: bool) -> dict[str, Any]:
         return trained(Case(layout, "llama"), "fsdp" if by_fsdp else "rest")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single+mb1+fp32", "tp2+mb1+fp32", "tp2+mb1+fp64+nosp"])
 def test_in_the_type_that_they_rest_in_fsdp_would_change_nothing(layout: str) -> None:
     ranks = (run_ranks(Case(layout).parsed.world, as_they_rest, layout, by_fsdp) for by_fsdp in (False, True))
@@ -108,10 +113,17 @@ def test_who_needs_fsdp(layout: str, expected: bool) -> None:
     assert lowered.uses_fsdp is expected and bool(lowered.copied) is not expected
 
 
-@pytest.mark.parametrize("layout", ["single+mb1", "tp2+mb1"])
-def test_compiled_blocks_take_copies(layout: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [
+        ("single+mb1", "aot_eager"), ("tp2+mb1", "aot_eager"),
+        put_off("single+mb1", "inductor"), put_off("tp2+mb1", "inductor"),
+    ],
+)  # fmt: skip
+def test_compiled_blocks_take_copies(layout: str, backend: str) -> None:
     case = Case(layout, "llama")
-    ranks = (run_ranks(case.parsed.world, trained, case, which, True) for which in ("copies", "fsdp"))
+    ranks = (run_ranks(case.parsed.world, trained, case, which, backend) for which in ("copies", "fsdp"))
     for copied, sharded in zip(*ranks, strict=True):
         assert copied["loss"] == sharded["loss"] and copied["norm"] == sharded["norm"]
 
@@ -211,6 +223,7 @@ def own_loop(layout: str) -> None:
     assert norm.grad is None and head.grad is not None and list(map(id, called)) == [id(head)] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "single+full", "single+selective"])
 def test_an_own_loop_with_backwards_of_its_own(layout: str) -> None:
     run_ranks(1, own_loop, layout)
@@ -233,6 +246,7 @@ def other_losses(layout: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(right, gradients_of(model), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "single+full"])
 def test_a_loss_of_ones_own_finds_the_copies(layout: str) -> None:
     run_ranks(1, other_losses, layout)
@@ -248,6 +262,7 @@ def by_the_library(which: str) -> tuple[float, torch.Tensor, torch.Tensor]:
     return ff.evaluate(model, {"input_ids": ids, "labels": ids}), ff.logits(model, {"input_ids": ids}), called
 
 
+@pytest.mark.full
 def test_evaluation_and_logits_are_computed_with_copies() -> None:
     (copied,), (sharded,) = (run_ranks(1, by_the_library, which) for which in ("copies", "fsdp"))
     assert copied[0] == sharded[0]
@@ -272,6 +287,7 @@ def hooked() -> None:
     assert torch.allclose(norm.grad, 2 * (2 * right[norm] + 1)) and torch.equal(head.grad, 2 * right[head])
 
 
+@pytest.mark.full
 def test_hooks_of_a_parameter_are_called() -> None:
     run_ranks(1, hooked)
 
@@ -300,6 +316,7 @@ def raising() -> None:
     gradients_of(model)
 
 
+@pytest.mark.full
 def test_a_pass_that_raises_leaves_the_parameters_in_their_places() -> None:
     run_ranks(1, raising)
 
@@ -332,6 +349,7 @@ def changed_in_its_place() -> None:
     assert not torch.equal(loss, model(input_ids=ids, labels=ids).loss)
 
 
+@pytest.mark.full
 def test_a_change_to_a_copy_is_not_lost_in_silence() -> None:
     run_ranks(1, changed_in_its_place)
 
@@ -360,6 +378,7 @@ def interrupted(which: str, error: type[BaseException]) -> None:
     assert torch.equal(found, model(input_ids=ids).logits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["copies", "fsdp"])
 def test_a_forward_that_was_interrupted_leaves_nothing_old(which: str, error: type[BaseException]) -> None:
@@ -400,16 +419,22 @@ def ended_half_way(which: str, layout: str, call: str, at: int, library: bool) -
     return [float(loss), *(float(local(each.grad).norm()) for each in held)]
 
 
-@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.full
 @pytest.mark.parametrize(("call", "at"), [("forward", 2), ("backward", 1), ("backward", 2)])
 @pytest.mark.parametrize(
-    ("which", "layout"), [("copies", "single"), ("fsdp", "single"), ("fsdp", "single+zero1"), ("fsdp", "single+zero2")]
-)
+    ("which", "layout", "library"),
+    [
+        ("copies", "single", True), ("copies", "single", False), ("fsdp", "single", True),
+        put_off("fsdp", "single", False), put_off("fsdp", "single+zero1", True), ("fsdp", "single+zero1", False),
+        ("fsdp", "single+zero2", True), put_off("fsdp", "single+zero2", False),
+    ],
+)  # fmt: skip
 def test_a_step_that_ended_half_way_leaves_nothing(which: str, layout: str, call: str, at: int, library: bool) -> None:
     (found,), (right,) = (run_ranks(1, ended_half_way, which, layout, call, end, library) for end in (at, 0))
     assert found == right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shard2", "dp2", "tp2"])
 def test_a_step_that_ended_half_way_leaves_nothing_on_two_ranks(layout: str) -> None:
     found, right = (run_ranks(2, ended_half_way, "copies", layout, "backward", end, True) for end in (2, 0))
@@ -429,6 +454,7 @@ def updated_after_backward(layout: str) -> None:
     assert torch.equal(found, model(input_ids=ids).logits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "single+zero1", "single+zero2"])
 def test_an_update_after_a_backward_is_seen(layout: str) -> None:
     run_ranks(1, updated_after_backward, layout)
@@ -442,6 +468,7 @@ def frozen_since() -> None:
     assert norm.grad is None and model.get_parameter("lm_head.weight").grad is not None
 
 
+@pytest.mark.full
 def test_what_is_frozen_between_forward_and_backward_has_no_gradient() -> None:
     run_ranks(1, frozen_since)
 
@@ -456,6 +483,7 @@ def given_embeddings(which: str) -> list[torch.Tensor]:
     return [out.logits.detach(), embedded.grad]
 
 
+@pytest.mark.full
 def test_inputs_of_the_model_are_cast() -> None:
     (copied,), (sharded,) = (run_ranks(1, given_embeddings, which) for which in ("copies", "fsdp"))
     assert all(map(torch.equal, copied, sharded))
@@ -475,6 +503,7 @@ def partly_frozen(which: str, part: str) -> list[torch.Tensor]:
     return [out.logits.detach(), *gradients]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["wte", ".h.0.", "ln_"])
 def test_what_is_frozen_is_computed_with_in_copies_too(part: str) -> None:
     """Where nothing is beside it: it rests in fp32."""

@@ -33,6 +33,7 @@ FAMILIES = ("gpt_oss", "mixtral", "qwen3_moe", "olmoe")
 THREE = Case("tp3+etp+mb8+fp64", "mixtral", rows=ROWS, steps=2, kv_heads=3, overrides=(("num_attention_heads", 3),))
 
 
+@pytest.mark.full
 def test_three_ranks_equal_one_process() -> None:
     found, expected, per_rank = run(THREE)
     assert_proved(found, expected, per_rank)
@@ -46,6 +47,7 @@ def held(case: Case) -> Any:
     return state.plan.by_rank(), {name: state.plan.local_shape(name) for name in state.plan.shards}
 
 
+@pytest.mark.full
 def test_the_map_shows_both_cuts() -> None:
     """12 experts of 23 features over ep 2 and tp 2: six experts each, and 12 or 11 features, gate and up together."""
     ranks = run_ranks(4, held, Case("shard2.tp2.ep2+etp", "gpt_oss"))
@@ -146,6 +148,7 @@ UNLISTED = Case(  # two layers without experts, then one with shared experts bes
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [UNLISTED.layout, "tp2+etp+mb4+fp64+full"])
 def test_experts_of_a_class_without_a_family(layout: str) -> None:
     found, expected, per_rank = run(UNLISTED.with_layout(layout))
@@ -159,6 +162,7 @@ def with_wrong_order(case: Case) -> str:
         return refusal(case)
 
 
+@pytest.mark.full
 def test_features_that_were_split_wrongly_are_found_when_tried() -> None:
     for error in run_ranks(2, with_wrong_order, UNLISTED.with_layout("tp2+etp+mb8+fp64")):
         assert "Glm4MoeForCausalLM is refused: split over 2 ranks it does not compute what it does whole" in error

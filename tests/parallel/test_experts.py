@@ -50,6 +50,7 @@ def on_rank_lopsided(case: Case) -> dict[str, Any]:
         return on_rank(case)
 
 
+@pytest.mark.full
 def test_ranks_without_a_token_and_ranks_with_all() -> None:
     from tests.parity import reference
 
@@ -97,6 +98,7 @@ def lopsided_zero(case: Case) -> Any:
     return model
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_one_ep_degree_loads_under_another_bit_for_bit(tmp_path: Any) -> None:
     first = Case("shard4.ep4+fp32", "deepseek_v3")
     run_ranks(4, saved, first, str(tmp_path))
@@ -159,6 +161,7 @@ def test_rows_are_sorted_by_number_and_not_as_text() -> None:
 ONE_EXPERT = (("num_local_experts", 1), ("num_experts_per_tok", 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "said"),
     [

@@ -11,7 +11,9 @@ from tests.matrix import CASES
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, gradient_error, refusal
 from tests.pool import run_ranks
-from tests.tiers import every
+from tests.tiers import every, put_off
+
+pytestmark = pytest.mark.full
 
 FAMILIES = tuple(TINY)
 OTHER = ("pp2+mb2", "shard2.tp2+nosp+zero2+full+mb4", "cp2+allgather+mb4", "shard2+zero1+full+mb4", "cp2+ring+mb4")
@@ -37,7 +39,7 @@ TIERED = [
         for at, family in enumerate(FAMILIES)
     ),
     *(
-        pytest.param(case_of(at + number, family, f"{layout}+mb2", 2), marks=pytest.mark.campaign)
+        put_off(case_of(at + number, family, f"{layout}+mb2", 2))
         for number, layout in enumerate(LAYOUTS)
         for at, family in enumerate(FAMILIES)
         if (family, layout) != ("phi3", "tp4+nosp") or (at + number) % 3 == 0

@@ -17,6 +17,8 @@ from fivefold.parallel.dtensor import local
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("layout", ["tp2", "shard2"])
 def test_pieces_give_the_whole(layout: str) -> None:

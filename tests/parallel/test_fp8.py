@@ -80,11 +80,13 @@ def equals_one_process(layout: str, recipe: str, family: str = "llama", kv_heads
 EACH = [*product(["tp2.cp2", "tp2+full+nosp"], ["tensorwise", "rowwise", "rowwise_gw_hp"]), ("tp2.cp2", "delayed")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", every(EACH, 2), ids="-".join)
 def test_ranks_agree_on_scales(case: tuple[str, str]) -> None:
     equals_one_process(*case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "recipe"),
     [
@@ -98,6 +100,7 @@ def test_what_is_whole_on_a_rank_is_cast_there(layout: str, recipe: str) -> None
     equals_one_process(layout, recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "family", "recipe"),
     [
@@ -113,6 +116,7 @@ def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> N
 # ---- delayed scaling -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_history_scales_by_the_largest_value_of_its_steps() -> None:
     """Of 3 steps, of all ranks and micro batches. A step that was skipped leaves nothing behind."""
     for seen in run_ranks(2, _noted):
@@ -161,6 +165,7 @@ def test_what_is_not_finite_is_seen_and_forgotten(odd: float) -> None:
     assert abs(out.item()) < 0.2  # of 1 + 2 - 3, in three bits each
 
 
+@pytest.mark.full
 def test_a_step_that_is_skipped_leaves_the_history() -> None:
     assert run_ranks(1, _skipped) == [(1, True)]
 
@@ -219,6 +224,7 @@ def test_products_are_those_of_the_reference(recipe: str, dtype: torch.dtype) ->
             )
 
 
+@pytest.mark.full
 def test_a_compiled_layer_is_one_graph() -> None:
     """Weights that are gathered in fp8 are tensors of a class of their own: no graph breaks at one, nor is it taken for
     another's."""

@@ -52,6 +52,7 @@ def _seen(layout: str) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", ["fp8", "fp8_delayed"])
 def test_codes_and_scale_are_those_of_the_whole_weight_in_each_step(words: str) -> None:
     """In bf16, the type that is cast: the scale of a value that was rounded is another one. With a history the scale is

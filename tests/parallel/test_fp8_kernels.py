@@ -6,6 +6,7 @@ stand-in that computes from the same arguments: it finds each scale by the layou
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -121,26 +122,27 @@ def _near(found: Tensor, expected: Tensor) -> bool:
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["output", "input_grad"])
-@pytest.mark.parametrize("recipe", ONE_SCALE)
-def test_the_kernel_multiplies_what_is_emulated(recipe: str, which: Any) -> None:
+def test_the_kernel_multiplies_what_is_emulated(subtests: pytest.Subtests) -> None:
     """PyTorch has this scaled matmul on a CPU too."""
-    x, y, pair = _operands(recipe, which, (32, 64, 48))
-    expected = restored(*x, torch.float32) @ restored(*y, torch.float32).T
-    assert _near(scaled_matmul(x, y, pair, torch.bfloat16, fast=False), expected)
-    assert not is_served(x[0], y[0], pair, torch.bfloat16)
+    for recipe, which in product(ONE_SCALE, ["output", "input_grad"]):
+        with subtests.test(recipe=recipe, which=which):
+            x, y, pair = _operands(recipe, which, (32, 64, 48))
+            expected = restored(*x, torch.float32) @ restored(*y, torch.float32).T
+            assert _near(scaled_matmul(x, y, pair, torch.bfloat16, fast=False), expected)
+            assert not is_served(x[0], y[0], pair, torch.bfloat16)
 
 
-@pytest.mark.parametrize("sizes", [(256, 384, 640), (128, 128, 128), (144, 256, 1024)])
-@pytest.mark.parametrize("which", PRODUCTS)
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_a_kernel_finds_the_scale_of_every_block(recipe: str, which: Any, sizes: tuple[int, int, int]) -> None:
-    x, y, pair = _operands(recipe, which, sizes)
-    with a_gpu((10, 0) if recipe == "mxfp8" else (9, 0)) as kernels:
-        assert is_served(x[0], y[0], pair, torch.bfloat16)
-        found = scaled_matmul(x, y, pair, torch.bfloat16, fast=True)
-    assert _near(found, restored(*x, torch.float32) @ restored(*y, torch.float32).T)
-    assert kernels.calls[0][2] is False  # a choice that block scales do not have
+def test_a_kernel_finds_the_scale_of_every_block(subtests: pytest.Subtests) -> None:
+    for recipe, which, sizes in product(
+        ["blockwise", "mxfp8"], PRODUCTS, [(256, 384, 640), (128, 128, 128), (144, 256, 1024)]
+    ):
+        with subtests.test(recipe=recipe, which=which, sizes=sizes):
+            x, y, pair = _operands(recipe, which, sizes)
+            with a_gpu((10, 0) if recipe == "mxfp8" else (9, 0)) as kernels:
+                assert is_served(x[0], y[0], pair, torch.bfloat16)
+                found = scaled_matmul(x, y, pair, torch.bfloat16, fast=True)
+            assert _near(found, restored(*x, torch.float32) @ restored(*y, torch.float32).T)
+            assert kernels.calls[0][2] is False  # a choice that block scales do not have
 
 
 def test_scales_in_the_wrong_order_would_show() -> None:
@@ -198,9 +200,8 @@ def test_sizes_that_a_kernel_does_not_take_are_emulated() -> None:
             assert not is_served(x[0], y[0], pair, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "capability", "cuda", "linears", "experts"),
-    [
+def test_why_a_product_is_emulated(subtests: pytest.Subtests) -> None:
+    cases = [
         ("rowwise", (8, 9), (12, 8), None, "needs compute capability 9.0 to 10.9"),
         ("rowwise", (9, 0), (12, 8), None, None),
         ("rowwise", (12, 0), (13, 0), None, "needs compute capability 9.0 to 10.9"),
@@ -210,15 +211,15 @@ def test_sizes_that_a_kernel_does_not_take_are_emulated() -> None:
         ("blockwise", (10, 0), (13, 0), "needs compute capability 9.0, and CUDA 12.9", "no grouped matmul"),
         ("mxfp8", (10, 0), (12, 8), None, "no grouped matmul for blocks of 32"),
         ("mxfp8", (9, 0), (13, 0), "needs compute capability 10.0 or later", "no grouped matmul"),
-    ],
-)
-def test_why_a_product_is_emulated(recipe: str, capability: Any, cuda: Any, linears: Any, experts: Any) -> None:
-    with a_gpu(capability), patch.object(fp8_kernels, "CUDA", cuda):
-        for expected, of_experts in ((linears, False), (experts, True)):
-            said = emulated(recipe, "cpu", "bf16", of_experts=of_experts)
-            assert said is None if expected is None else expected in str(said)
-        assert emulated(recipe, "cpu", "fp32")
-    assert emulated(recipe, "cpu", "bf16") == "this device has no fp8 units"
+    ]
+    for recipe, capability, cuda, linears, experts in cases:
+        with subtests.test(recipe=recipe, capability=capability, cuda=cuda):
+            with a_gpu(capability), patch.object(fp8_kernels, "CUDA", cuda):
+                for expected, of_experts in ((linears, False), (experts, True)):
+                    said = emulated(recipe, "cpu", "bf16", of_experts=of_experts)
+                    assert said is None if expected is None else expected in str(said)
+                assert emulated(recipe, "cpu", "fp32")
+            assert emulated(recipe, "cpu", "bf16") == "this device has no fp8 units"
 
 
 def test_a_graph_holds_blocks_as_one_operator() -> None:
@@ -233,21 +234,21 @@ def test_a_graph_holds_blocks_as_one_operator() -> None:
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_use_the_grouped_kernel(recipe: str, is_transposed: bool) -> None:
-    counts = torch.tensor([5, 0, 27])
-    x, grad = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16()
-    weight = torch.randn(3, 48, 64).mul(torch.randn(3, 48, 64).exp()).bfloat16()
-    products = Float8Grouped(RECIPES[recipe], counts, is_transposed, is_served=True)
-    weight = weight.transpose(1, 2).contiguous() if is_transposed else weight
-    expected = products.output(x, weight), products.input_grad(grad, weight)
-    with a_gpu() as kernels:
-        found = products.output(x, weight), products.input_grad(grad, weight)
-    assert all(map(_near, found, expected))
-    # The kernel takes rows in e4m3: not blocks, nor gradients in e5m2.
-    of_gradients = [False] * recipe.startswith("rowwise")
-    assert kernels.calls == ([True, *of_gradients] if recipe in ONE_SCALE else [])
-    pair = by_row(RECIPES[recipe]).output
-    with a_gpu((8, 9)):
-        assert not is_served_grouped(x, weight, pair, torch.bfloat16)
+def test_experts_use_the_grouped_kernel(subtests: pytest.Subtests) -> None:
+    for recipe, is_transposed in product(RECIPES, [False, True]):
+        with subtests.test(recipe=recipe, is_transposed=is_transposed):
+            counts = torch.tensor([5, 0, 27])
+            x, grad = torch.randn(32, 64).bfloat16(), torch.randn(32, 48).bfloat16()
+            weight = torch.randn(3, 48, 64).mul(torch.randn(3, 48, 64).exp()).bfloat16()
+            products = Float8Grouped(RECIPES[recipe], counts, is_transposed, is_served=True)
+            weight = weight.transpose(1, 2).contiguous() if is_transposed else weight
+            expected = products.output(x, weight), products.input_grad(grad, weight)
+            with a_gpu() as kernels:
+                found = products.output(x, weight), products.input_grad(grad, weight)
+            assert all(map(_near, found, expected))
+            # The kernel takes rows in e4m3: not blocks, nor gradients in e5m2.
+            of_gradients = [False] * recipe.startswith("rowwise")
+            assert kernels.calls == ([True, *of_gradients] if recipe in ONE_SCALE else [])
+            pair = by_row(RECIPES[recipe]).output
+            with a_gpu((8, 9)):
+                assert not is_served_grouped(x, weight, pair, torch.bfloat16)

@@ -5,6 +5,7 @@ same run; the chunked loss may be off by ten times (fp32) or twice (bf16) what t
 """
 
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,9 @@ SIZES = (1, 2, 3, 7, TOKENS, 64)  # chunks asked for: most do not divide 29
 SCALE = 1 / 17
 ALONE = TensorParallel(None, 0, 1, False, ((0, VOCABULARY),))
 TRACED = CompiledKernels(lambda _, function: torch.compile(function, backend="aot_eager"))  # all but the C++
+COMPILED = pytest.param(  # by Inductor, which starts processes that compile
+    CompiledKernels(lambda _, function: torch.compile(function)), id="compiled", marks=pytest.mark.full
+)
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,16 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("kernels", [EAGER, TRACED], ids=["eager", "traced"])
-@pytest.mark.parametrize("chunks", SIZES)
-@pytest.mark.parametrize("head", [PLAIN, CAPPED, Head(bias=False)], ids=["bias", "capped", "no bias"])
-def test_equals_full_logits(chunks: int, head: Head, kernels: Kernels) -> None:
-    found = chunked(torch.float64, "mixed", head, chunks, kernels=kernels)
-    assert max(errors(found, plain(torch.float64, "mixed", head))) < 1e-13
+def test_equals_full_logits(subtests: pytest.Subtests) -> None:
+    heads = {"bias": PLAIN, "capped": CAPPED, "no bias": Head(bias=False)}
+    both = {"eager": EAGER, "traced": TRACED}
+    for chunks, (name, head), (how, kernels) in product(SIZES, heads.items(), both.items()):
+        with subtests.test(chunks=chunks, head=name, kernels=how):
+            found = chunked(torch.float64, "mixed", head, chunks, kernels=kernels)
+            assert max(errors(found, plain(torch.float64, "mixed", head))) < 1e-13
 
 
-@pytest.mark.parametrize(
-    "kernels", [EAGER, CompiledKernels(lambda _, function: torch.compile(function))], ids=["eager", "compiled"]
-)
+@pytest.mark.parametrize("kernels", [pytest.param(EAGER, id="eager"), COMPILED])
 @pytest.mark.parametrize("chunks", [1, 3, 7])
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 10), (torch.bfloat16, 2)])
 def test_rounds_no_worse_than_full_logits(chunks: int, dtype: torch.dtype, factor: float, kernels: Kernels) -> None:
@@ -123,11 +126,11 @@ def test_rounds_no_worse_than_full_logits(chunks: int, dtype: torch.dtype, facto
         assert found <= factor * max(floor, epsilon / 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_without_a_target_everything_is_zero(dtype: torch.dtype, chunks: int) -> None:
-    for part in chunked(dtype, "none", PLAIN, chunks):
-        assert (part == 0).all()
+def test_without_a_target_everything_is_zero(subtests: pytest.Subtests) -> None:
+    for dtype, chunks in product([torch.float64, torch.float32, torch.bfloat16], [1, 3]):
+        with subtests.test(dtype=dtype, chunks=chunks):
+            for part in chunked(dtype, "none", PLAIN, chunks):
+                assert (part == 0).all()
 
 
 def test_one_target() -> None:
@@ -170,18 +173,20 @@ def test_without_gradients_only_the_sum_remains() -> None:
     assert float(found) == pytest.approx(float(expected), rel=1e-13) and not found.requires_grad
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary"), [(29, 101), (1, 7), (8192, 128_256), (131_072, 257)])
-def test_automatic_chunks_cover_the_tokens_and_stay_small(tokens: int, vocabulary: int) -> None:
-    sizes = chunk_sizes(tokens, vocabulary, 64, None)
-    assert sum(sizes) == tokens and max(sizes) * vocabulary * 4 <= MOST_BYTES
-    enough = min(max(CACHE_BYTES, 4 * 64 * 4 * vocabulary), MOST_BYTES)
-    assert len(sizes) == 1 or sum(sizes[:2]) * vocabulary * 4 > enough  # no more of them than needed
+def test_automatic_chunks_cover_the_tokens_and_stay_small(subtests: pytest.Subtests) -> None:
+    for tokens, vocabulary in [(29, 101), (1, 7), (8192, 128_256), (131_072, 257)]:
+        with subtests.test(tokens=tokens, vocabulary=vocabulary):
+            sizes = chunk_sizes(tokens, vocabulary, 64, None)
+            assert sum(sizes) == tokens and max(sizes) * vocabulary * 4 <= MOST_BYTES
+            enough = min(max(CACHE_BYTES, 4 * 64 * 4 * vocabulary), MOST_BYTES)
+            assert len(sizes) == 1 or sum(sizes[:2]) * vocabulary * 4 > enough  # no more of them than needed
 
 
-@pytest.mark.parametrize("chunks", SIZES)
-def test_chunks_that_are_asked_for(chunks: int) -> None:
-    sizes = chunk_sizes(TOKENS, VOCABULARY, HIDDEN, chunks)
-    assert sum(sizes) == TOKENS and len(sizes) <= chunks and len(set(sizes[:-1])) <= 1 and min(sizes) > 0
+def test_chunks_that_are_asked_for(subtests: pytest.Subtests) -> None:
+    for chunks in SIZES:
+        with subtests.test(msg=str(chunks)):
+            sizes = chunk_sizes(TOKENS, VOCABULARY, HIDDEN, chunks)
+            assert sum(sizes) == TOKENS and len(sizes) <= chunks and len(set(sizes[:-1])) <= 1 and min(sizes) > 0
 
 
 # ---- the model's own forward -----------------------------------------------------------------------------------------
@@ -229,6 +234,7 @@ def on_rank(dtype: torch.dtype, labels: str, head: Head, chunks: int) -> list[Te
     return chunked(dtype, labels, head, chunks, fold)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("head", [PLAIN, CAPPED], ids=["plain", "capped"])
 @pytest.mark.parametrize("labels", ["mixed", "first shard", "one", "none"])
@@ -282,6 +288,7 @@ def wide(layout: str, chunks: int | None) -> Case:
     return Case(layout, rows=16, loss_chunks=chunks, overrides=(("vocab_size", 1009), ("num_hidden_layers", 1)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single+mb16+fp32", "shard2+mb8+fp32", "tp2+mb16+fp32", "tp2+mb16+fp32+nosp"])
 def test_full_logits_never_exist(layout: str) -> None:
     case = wide(layout, 7)
@@ -289,6 +296,7 @@ def test_full_logits_never_exist(layout: str) -> None:
         assert numel < tokens * vocabulary / 4
 
 
+@pytest.mark.full
 def test_the_probe_sees_full_logits() -> None:
     ((numel, tokens, vocabulary),) = run_ranks(1, largest_tensor, wide("single+mb16+fp32", 1))
     assert numel >= tokens * vocabulary

@@ -9,6 +9,8 @@ from fivefold.parallel import mappings
 from fivefold.parallel.sharding import Block
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 Blocks = tuple[tuple[Block, ...], ...]
 FEATURES = 12
 APART: Blocks = (((0, 3),), ((3, 7),), ((7, 8),), ((8, 12),))

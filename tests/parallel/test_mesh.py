@@ -15,6 +15,8 @@ from fivefold.parallel.ranks import RankGrid
 from tests.pool import TIMEOUT_SECONDS, run_ranks
 from tests.rehearsal import fake_world, on_stage
 
+pytestmark = pytest.mark.full
+
 WORLD = 1024
 WORLDS = timedelta(seconds=77)  # the timeout of the world's group
 LAYOUTS = {

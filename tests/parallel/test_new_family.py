@@ -9,6 +9,8 @@ from tests.parity import Case, Outcome, assert_proved, outcome, reference
 from tests.pool import run_ranks
 from tests.tiers import every
 
+pytestmark = pytest.mark.full
+
 LEARNT = (("learnt_scale", True),)
 OWN_LINEARS = (("own_linears", True),)
 

@@ -41,6 +41,7 @@ def case_id(case: Case) -> str:
     return f"{case.layout}-{extras}{'-chunks' * bool(case.loss_chunks)}{'-noclip' * (not case.max_grad_norm)}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_layout_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)
@@ -63,6 +64,7 @@ def test_clipping_bites() -> None:
     assert min(truth(Case("single")).norms) > 2 * Case("single").max_grad_norm
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", every(reversed(LAYOUTS), 7))
 def test_loss_follows_for_twenty_steps_in_fp32(layout: str) -> None:
     rows = 8 // Case(layout).parsed.data_ranks

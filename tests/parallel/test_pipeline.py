@@ -45,6 +45,7 @@ def name(case: Case) -> str:
     return f"{case.layout}-{case.family}{'-tied' * case.tied}-{case.optimizer}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", OTHERS, ids=name)
 def test_a_schedule_equals_one_process(case: Case) -> None:
     found, expected, per_rank = run(case)
@@ -66,6 +67,7 @@ def held(case: Case) -> tuple[set[str], set[str], int]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [Case("pp2"), Case("pp2", tied=True), Case("pp2+zbv", overrides=LAYERS_4)], ids=name)
 def test_a_rank_has_its_own_layers_and_nothing_else(case: Case) -> None:
     (first, said, numbers), (last, also_said, more) = run_ranks(2, held, case)
@@ -85,6 +87,7 @@ def stands_in(case: Case) -> bool:
         return model.get_submodule("model.embed_tokens").weight is model.lm_head.weight
 
 
+@pytest.mark.full
 def test_a_tied_embedding_is_where_its_head_is() -> None:
     """Llama 4 asks its embedding for the device, in every stage: what stands for it must not stay on meta."""
     assert run_ranks(2, stands_in, Case("pp2", tied=True))[1]
@@ -101,6 +104,7 @@ def losses(case: Case) -> tuple[float, float]:
     return float(forward), float(trained)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["pp2", "pp2+zbv", "pp2.tp2+interleaved+v2"])
 def test_evaluation_computes_the_loss_of_training(layout: str) -> None:
     case = Case(f"{layout}+fp64", overrides=LAYERS_4)
@@ -119,6 +123,7 @@ def timed(case: Case) -> list[tuple[int, Slot, float, float]]:
     return [(t.rank, t.slot, t.start, t.end) for t in pipeline.timeline().slots]
 
 
+@pytest.mark.full
 def test_a_step_is_timed_slot_by_slot() -> None:
     case = Case("pp2+zbv+fp64", overrides=LAYERS_4)
     everywhere = run_ranks(2, timed, case)
@@ -149,6 +154,7 @@ def timed_with_a_slow_stage(case: Case) -> Any:
     return pipeline.timeline().to_json()
 
 
+@pytest.mark.full
 def test_waiting_for_a_slow_stage_is_no_work() -> None:
     """Rank 0 waits for rank 1, which sleeps in every forward: it is idle for nearly all of the time."""
     case = Case("pp2+fp64", rows=4)
@@ -201,6 +207,7 @@ def test_a_gpu_s_slots_are_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -233,6 +240,7 @@ def carried_refusal(case: Case) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_what_would_have_to_travel_too_is_refused() -> None:
     for error in run_ranks(2, carried_refusal, Case("pp2")):
         assert "layer 1 is given more, and a stage is sent no more" in error
@@ -263,6 +271,7 @@ def bf16_gradients(case: Case) -> dict[str, np.ndarray]:
     return {name: local(p.grad).float().numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [name for name, record in RECORDS.items() if record.splits_backward])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_put_off_are_summed_as_precisely_in_bf16(schedule: str, zero: int) -> None:

@@ -352,6 +352,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory in /proc")
 @pytest.mark.parametrize("layout", ["dp8.shard16.cp8.tp8.pp2+full", "shard128.tp8.pp16+interleaved+v7"])
 def test_a_rank_of_16384_is_planned_in_two_seconds_and_a_gibibyte(layout: str, large: Path) -> None:

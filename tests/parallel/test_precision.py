@@ -36,6 +36,8 @@ from tests.pool import run_ranks
 from tests.tiers import every
 from tests.verification.mutation import planted
 
+pytestmark = pytest.mark.full
+
 LAYOUTS = ("single", "shard2", "dp2", "tp2", "tp2+nosp", "shard2.tp2+zero1")
 FLOOR_SEEDS = range(4)
 SLACK = 1.5  # of the floor, which is the largest of five runs; 0.75 of it was seen

@@ -15,6 +15,8 @@ from fivefold.parallel.state import state_of
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 IDS = torch.arange(32).view(2, 16) % 101
 
 

@@ -20,6 +20,7 @@ from fivefold.parallel.collectives import differing
 from fivefold.torch_internals import Dispatch
 from tests.parity import Case, Outcome, on_rank, outcome, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 
 @lru_cache
@@ -31,6 +32,7 @@ def found(layout: str, family: str) -> tuple[Outcome, list[dict[str, Any]]]:
     return outcome(case, per_rank, shapes), per_rank
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "family", "recompute"),
     [
@@ -40,14 +42,14 @@ def found(layout: str, family: str) -> tuple[Outcome, list[dict[str, Any]]]:
         ("cp2+ring+mb2", "llama", "selective"),
         ("pp2+zb+fp64+fp8_rowwise", "llama", "selective"),
         ("tp2.ep2+nosp", "mixtral", "selective"),
-        pytest.param("cp2+ulysses+mb2", "qwen3", "selective", marks=pytest.mark.campaign),
-        pytest.param("cp4+2x2", "llama", "selective", marks=pytest.mark.campaign),
-        pytest.param("cp2+allgather", "llama", "selective", marks=pytest.mark.campaign),
-        pytest.param("tp2+fp64+fp8_rowwise", "llama", "selective", marks=pytest.mark.campaign),
-        pytest.param("shard2.ep2", "deepseek_v3", "selective", marks=pytest.mark.campaign),
-        pytest.param("tp2.ep2", "gpt_oss", "selective", marks=pytest.mark.campaign),
-        pytest.param("tp2+etp", "qwen3_moe", "selective", marks=pytest.mark.campaign),
-        pytest.param("tp2", "olmo2", "selective", marks=pytest.mark.campaign),
+        put_off("cp2+ulysses+mb2", "qwen3", "selective"),
+        put_off("cp4+2x2", "llama", "selective"),
+        put_off("cp2+allgather", "llama", "selective"),
+        put_off("tp2+fp64+fp8_rowwise", "llama", "selective"),
+        put_off("shard2.ep2", "deepseek_v3", "selective"),
+        put_off("tp2.ep2", "gpt_oss", "selective"),
+        put_off("tp2+etp", "qwen3_moe", "selective"),
+        put_off("tp2", "olmo2", "selective"),
     ],
 )
 def test_recompute_changes_no_bit(layout: str, family: str, recompute: str) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from tests.rehearsal import Rehearsal, rehearse
-from tests.tiers import every
+from tests.tiers import every, put_off
+
+pytestmark = pytest.mark.full
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb", "zb+v2", "zbv", "dualpipev")
 DENSE = (
@@ -41,7 +43,7 @@ def cases(precision: str, rank: int) -> list[Rehearsal]:
 CASES = [
     *cases("", -1),
     *every(cases("+fp32", 0), 3),
-    *(pytest.param(each, marks=pytest.mark.campaign) for each in cases("", 0)),
+    *(put_off(each) for each in cases("", 0)),
 ]
 
 # Two of its four layers are dense: stages of one and of three layers.
@@ -65,7 +67,7 @@ def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
     assert not seen.breaks and not seen.given_up
 
 
-@pytest.mark.parametrize("layout", ["tp2+nosp+full", pytest.param("tp2+full", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("layout", ["tp2+nosp+full", put_off("tp2+full")])
 def test_recomputed_layers_are_compiled_in_the_same_pieces(layout: str) -> None:
     """A graph ends before the last row of a layer, where its second forward stops; twelve layers as two."""
     two, twelve = (
@@ -83,7 +85,7 @@ def test_recomputed_layers_are_compiled_in_the_same_pieces(layout: str) -> None:
         "tp2",
         "tp2+full",
         *(
-            pytest.param(one, marks=pytest.mark.campaign)
+            put_off(one)
             for one in ("pp2.tp2", "pp2.tp2+zb", "tp2.cp2", "tp2+selective", "shard2.tp2.cp2+full", "pp2.tp2+zb+full")
         ),
     ],

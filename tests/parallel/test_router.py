@@ -12,6 +12,8 @@ from fivefold.training.step import gradients
 from tests.parity import Case, batch_of, build, documents
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.full
+
 
 def routed(case: Case) -> list[dict[str, Any]]:
     """Of every router of this rank, in a pass over its first batch: types, and how far its logits are from fp32."""

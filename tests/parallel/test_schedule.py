@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,29 +21,33 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), 
 PLANS = [SchedulePlan(name, p, v, m) for name, v in SCHEDULES for p in (2, 3, 4, 8) for m in (2 * p, 3 * p, 8 * p)]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_stage_has_every_micro_batch_once_each_way(plan: SchedulePlan) -> None:
-    counted = Counter(slot for order in plan.orders for slot in order)
-    assert set(counted.values()) == {1}
-    for stage in range(plan.stages):
-        for mb in range(plan.micro_batches):
-            assert counted[Slot(stage, "F", mb)] == 1
-            whole, parts = counted[Slot(stage, "B", mb)], [counted[Slot(stage, kind, mb)] for kind in ("I", "W")]
-            assert (whole, parts) in ((1, [0, 0]), (0, [1, 1]))
-    for rank, order in enumerate(plan.orders):
-        assert {plan.rank_of(slot.stage) for slot in order} == {rank}
+def test_every_stage_has_every_micro_batch_once_each_way(subtests: pytest.Subtests) -> None:
+    for plan in PLANS:
+        with subtests.test(msg=str(plan)):
+            counted = Counter(slot for order in plan.orders for slot in order)
+            assert set(counted.values()) == {1}
+            for stage in range(plan.stages):
+                for mb in range(plan.micro_batches):
+                    assert counted[Slot(stage, "F", mb)] == 1
+                    backward = [counted[Slot(stage, kind, mb)] for kind in ("B", "I", "W")]
+                    assert backward in ([1, 0, 0], [0, 1, 1])
+            for rank, order in enumerate(plan.orders):
+                assert {plan.rank_of(slot.stage) for slot in order} == {rank}
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_two_ranks_have_the_transfers_between_them_in_the_same_order(plan: SchedulePlan) -> None:
+def test_two_ranks_have_the_transfers_between_them_in_the_same_order(subtests: pytest.Subtests) -> None:
     """Else two ranks would wait for each other on a device whose transfers go one after the other."""
-    for rank, actions in enumerate(plan.actions):
-        for peer in range(plan.ranks):
-            mine = [_wire(t) for t in actions if isinstance(t, Transfer) and t.peer == peer]
-            theirs = [_wire(t, turn=True) for t in plan.actions[peer] if isinstance(t, Transfer) and t.peer == rank]
-            assert mine == theirs
-        assert tuple(each for each in actions if isinstance(each, Slot)) == plan.orders[rank]
-        _check_received_before_use(plan, rank, actions)
+    for plan in PLANS:
+        with subtests.test(msg=str(plan)):
+            for rank, actions in enumerate(plan.actions):
+                for peer in range(plan.ranks):
+                    mine = [_wire(t) for t in actions if isinstance(t, Transfer) and t.peer == peer]
+                    theirs = [
+                        _wire(t, turn=True) for t in plan.actions[peer] if isinstance(t, Transfer) and t.peer == rank
+                    ]
+                    assert mine == theirs
+                assert tuple(each for each in actions if isinstance(each, Slot)) == plan.orders[rank]
+                _check_received_before_use(plan, rank, actions)
 
 
 def _wire(transfer: Transfer, *, turn: bool = False) -> tuple[Any, ...]:
@@ -61,20 +66,22 @@ def _check_received_before_use(plan: SchedulePlan, rank: int, actions: tuple[Any
                 assert ("F" if action.kind == "F" else "B", action.stage, action.micro_batch) in seen
 
 
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan.schedule not in ("gpipe", "1f1b")], ids=str)
-def test_orders_are_those_of_torch(plan: SchedulePlan) -> None:
+def test_orders_are_those_of_torch(subtests: pytest.Subtests) -> None:
     classes: dict[str, Any] = {
         "interleaved": torchs.ScheduleInterleaved1F1B, "zb": torchs.ScheduleInterleavedZeroBubble,
         "zbv": torchs.ScheduleZBVZeroBubble, "dualpipev": torchs.ScheduleDualPipeV,
     }  # fmt: skip
-    rounds = max(1, plan.micro_batches // plan.ranks)
-    for rank, order in enumerate(plan.orders):
-        schedule = SimpleNamespace(
-            pp_group_size=plan.ranks, n_local_stages=plan.virtual, _n_microbatches=plan.micro_batches, rank=rank,
-            num_stages=plan.stages, number_of_rounds=rounds, microbatches_per_round=plan.micro_batches // rounds,
-        )  # fmt: skip
-        actions = classes[plan.schedule]._calculate_single_rank_operations(schedule, rank)
-        assert order == tuple(_flat(actions))
+    for plan in [plan for plan in PLANS if plan.schedule not in ("gpipe", "1f1b")]:
+        with subtests.test(msg=str(plan)):
+            rounds = max(1, plan.micro_batches // plan.ranks)
+            for rank, order in enumerate(plan.orders):
+                schedule = SimpleNamespace(
+                    pp_group_size=plan.ranks, n_local_stages=plan.virtual, _n_microbatches=plan.micro_batches,
+                    rank=rank, num_stages=plan.stages, number_of_rounds=rounds,
+                    microbatches_per_round=plan.micro_batches // rounds,
+                )  # fmt: skip
+                actions = classes[plan.schedule]._calculate_single_rank_operations(schedule, rank)
+                assert order == tuple(_flat(actions))
 
 
 def _flat(actions: Any) -> Any:
@@ -86,11 +93,13 @@ def _flat(actions: Any) -> Any:
             yield Slot(action.stage_index, kinds[action.computation_type.name], action.microbatch_index)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 32)])
-def test_simulated_gaps_are_those_of_the_closed_form(name: str, ranks: int, micro_batches: int) -> None:
-    plan = SchedulePlan(name, ranks, 2 if name == "interleaved" else 1, micro_batches)
-    assert plan.simulate().bubble == pytest.approx(plan.ideal_bubble)
+def test_simulated_gaps_are_those_of_the_closed_form(subtests: pytest.Subtests) -> None:
+    for name, (ranks, micro_batches) in product(
+        ["gpipe", "1f1b", "interleaved"], [(2, 2), (2, 8), (4, 4), (4, 16), (8, 32)]
+    ):
+        with subtests.test(name=name, ranks=ranks, micro_batches=micro_batches):
+            plan = SchedulePlan(name, ranks, 2 if name == "interleaved" else 1, micro_batches)
+            assert plan.simulate().bubble == pytest.approx(plan.ideal_bubble)
 
 
 def test_what_a_schedule_is_for() -> None:
@@ -119,9 +128,8 @@ def test_a_timeline_is_json_and_transfers_take_time() -> None:
 # ---- what is refused, and what is chosen -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "micro_batches", "layers", "said"),
-    [
+def test_refusals(subtests: pytest.Subtests) -> None:
+    cases = [
         ("pp4", None, 3, "pp 4 x 1 stages a rank = 4, but the model has 3 layers"),
         ("pp2+zbv", None, 3, "pp 2 x 2 stages a rank = 4, but the model has 3 layers"),
         ("pp2+v2", None, None, "pp_schedule 1f1b has one stage a rank"),
@@ -132,20 +140,20 @@ def test_a_timeline_is_json_and_transfers_take_time() -> None:
         ("pp4+interleaved+v2", 9, None, "in rounds of pp = 4, and a step has 9"),
         ("pp2+split1-2-3", None, None, "names 3 stages, and there are 2"),
         ("pp2+split3-4", None, 8, "has 7 layers, but the model has 8"),
-    ],
-)
-def test_refusals(text: str, micro_batches: int | None, layers: int | None, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        refuse(violations(Layout.parse(text), ModelLimits(layers=layers), micro_batches=micro_batches))
+    ]
+    for text, micro_batches, layers, said in cases:
+        with subtests.test(msg=text), pytest.raises(UserError, match=said):
+            refuse(violations(Layout.parse(text), ModelLimits(layers=layers), micro_batches=micro_batches))
 
 
-@pytest.mark.parametrize("text", ["single", "pp2", "pp3+zbv", "pp2+dualpipev", "pp4+interleaved+v2", "pp4+zb"])
-def test_what_a_proof_needs_is_accepted(text: str) -> None:
-    layout = Layout.parse(text)
-    fewest, unit = micro_batches_for(layout)
-    for count in range(1, 40):
-        if count >= fewest and count % unit == 0:
-            assert not violations(layout, ModelLimits(layers=layers_for(layout)), micro_batches=count)
+def test_what_a_proof_needs_is_accepted(subtests: pytest.Subtests) -> None:
+    for text in ["single", "pp2", "pp3+zbv", "pp2+dualpipev", "pp4+interleaved+v2", "pp4+zb"]:
+        with subtests.test(msg=text):
+            layout = Layout.parse(text)
+            fewest, unit = micro_batches_for(layout)
+            for count in range(1, 40):
+                if count >= fewest and count % unit == 0:
+                    assert not violations(layout, ModelLimits(layers=layers_for(layout)), micro_batches=count)
 
 
 def test_stages_are_balanced_with_the_head_counted() -> None:

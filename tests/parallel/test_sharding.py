@@ -1,5 +1,6 @@
 """Which part of each parameter a rank holds: an exact partition, and the one FSDP2 really makes."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -40,33 +41,33 @@ def expected_local(spec: ShardSpec, values: np.ndarray, tp_rank: int, fsdp_rank:
     return chunks[fsdp_rank].numpy() if fsdp_rank < len(chunks) else values[:0]
 
 
-@pytest.mark.parametrize("fsdp_size", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("name", SPECS)
-def test_regions_are_what_slicing_gives(name: str, fsdp_size: int) -> None:
-    spec = SPECS[name]
-    values = np.arange(np.prod(spec.shape)).reshape(spec.shape)
-    for tp_rank in range(spec.parts):
-        for fsdp_rank in range(fsdp_size):
-            expected = expected_local(spec, values, tp_rank, fsdp_rank, fsdp_size)
-            found = np.full(expected.shape, -1)
-            pairs = local_regions(spec, tp_rank, fsdp_rank, fsdp_size)
-            for global_region, local_region in pairs:
-                assert (found[local_region] == -1).all(), "two regions share an element"
-                found[local_region] = values[global_region]
-            np.testing.assert_array_equal(found, expected)
-            assert bool(pairs) == bool(expected.size)
+def test_regions_are_what_slicing_gives(subtests: pytest.Subtests) -> None:
+    for name, fsdp_size in product(SPECS, [1, 2, 3, 4, 8, 16]):
+        with subtests.test(name=name, fsdp_size=fsdp_size):
+            spec = SPECS[name]
+            values = np.arange(np.prod(spec.shape)).reshape(spec.shape)
+            for tp_rank in range(spec.parts):
+                for fsdp_rank in range(fsdp_size):
+                    expected = expected_local(spec, values, tp_rank, fsdp_rank, fsdp_size)
+                    found = np.full(expected.shape, -1)
+                    pairs = local_regions(spec, tp_rank, fsdp_rank, fsdp_size)
+                    for global_region, local_region in pairs:
+                        assert (found[local_region] == -1).all(), "two regions share an element"
+                        found[local_region] = values[global_region]
+                    np.testing.assert_array_equal(found, expected)
+                    assert bool(pairs) == bool(expected.size)
 
 
-@pytest.mark.parametrize("fsdp_size", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("name", SPECS)
-def test_owners_hold_every_element_once(name: str, fsdp_size: int) -> None:
-    spec = SPECS[name]
-    held = np.zeros(spec.shape, int)
-    for tp_rank in filter(spec.is_owner, range(spec.parts)):
-        for fsdp_rank in range(fsdp_size):
-            for global_region, _ in local_regions(spec, tp_rank, fsdp_rank, fsdp_size):
-                held[global_region] += 1
-    assert (held == 1).all()
+def test_owners_hold_every_element_once(subtests: pytest.Subtests) -> None:
+    for name, fsdp_size in product(SPECS, [1, 2, 3, 5, 16]):
+        with subtests.test(name=name, fsdp_size=fsdp_size):
+            spec = SPECS[name]
+            held = np.zeros(spec.shape, int)
+            for tp_rank in filter(spec.is_owner, range(spec.parts)):
+                for fsdp_rank in range(fsdp_size):
+                    for global_region, _ in local_regions(spec, tp_rank, fsdp_rank, fsdp_size):
+                        held[global_region] += 1
+            assert (held == 1).all()
 
 
 def test_replicas() -> None:
@@ -76,11 +77,12 @@ def test_replicas() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 29, 101])
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_even_split(size: int, parts: int) -> None:
-    lengths = [stop - start for start, stop in split_even(size, parts)]
-    assert sum(lengths) == size and max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+def test_even_split(subtests: pytest.Subtests) -> None:
+    for size, parts in product([1, 2, 7, 29, 101], [1, 2, 3, 4]):
+        with subtests.test(size=size, parts=parts):
+            lengths = [stop - start for start, stop in split_even(size, parts)]
+            assert sum(lengths) == size and max(lengths) - min(lengths) <= 1
+            assert lengths == sorted(lengths, reverse=True)
 
 
 def test_fsdp_leaves_the_last_ranks_without_rows() -> None:
@@ -113,6 +115,7 @@ def held(case: Case) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "kv_heads"), [("llama", 1), ("qwen3", 2)])
 def test_dtensors_hold_what_the_specs_say(layout: str, family: str, kv_heads: int) -> None:

@@ -12,19 +12,20 @@ from fivefold.planner.cluster import Cluster
 TYPES = {"p4d": "A100-40", "p5": "H100", "p5e": "H200", "p6": "B200", "pcie": "L40S"}
 
 
-@pytest.mark.parametrize("name", chip_names())
-def test_a_chip_file_is_whole(name: str) -> None:
+def test_a_chip_file_is_whole(subtests: pytest.Subtests) -> None:
     """Everything is there, in units that make sense, and each number of the file has its source beside it."""
-    cluster = Cluster.parse(f"1x1x{name}")
-    chip, inside, between = cluster.chip, cluster.node.inside, cluster.node.between
-    assert {*chip.peak_tflops} == {*chip.matmul_fraction} <= {*DTYPES}
-    for fraction in (*chip.matmul_fraction.values(), chip.memory_fraction, inside.fraction, between.fraction):
-        assert 0.1 <= fraction <= 1
-    assert 4 <= chip.memory_gib <= 300 and chip.memory_bytes == int(chip.memory_gib * 2**30)
-    assert chip.memory_bandwidth_gbs <= 8000 and len(chip.capability) == 2
-    assert chip.context_gib + chip.communicator_gib < chip.memory_gib / 5
-    assert inside.bytes_per_second > between.bytes_per_second * 0.9 and inside.latency_us <= between.latency_us
-    assert 0 <= between.decay < 1 and inside.decay == 0
+    for name in chip_names():
+        with subtests.test(msg=name):
+            cluster = Cluster.parse(f"1x1x{name}")
+            chip, inside, between = cluster.chip, cluster.node.inside, cluster.node.between
+            assert {*chip.peak_tflops} == {*chip.matmul_fraction} <= {*DTYPES}
+            for fraction in (*chip.matmul_fraction.values(), chip.memory_fraction, inside.fraction, between.fraction):
+                assert 0.1 <= fraction <= 1
+            assert 4 <= chip.memory_gib <= 300 and chip.memory_bytes == int(chip.memory_gib * 2**30)
+            assert chip.memory_bandwidth_gbs <= 8000 and len(chip.capability) == 2
+            assert chip.context_gib + chip.communicator_gib < chip.memory_gib / 5
+            assert inside.bytes_per_second > between.bytes_per_second * 0.9 and inside.latency_us <= between.latency_us
+            assert 0 <= between.decay < 1 and inside.decay == 0
 
 
 def test_what_a_chip_can_do() -> None:
@@ -34,44 +35,43 @@ def test_what_a_chip_can_do() -> None:
     assert Cluster.parse("8xV100-32").chip.flops_per_second("bf16") is None
 
 
-@pytest.mark.parametrize(
-    ("device", "chip"),
-    {
+def test_the_chip_of_a_device(subtests: pytest.Subtests) -> None:
+    cases = {
         "NVIDIA A100-SXM4-40GB": "A100-40", "NVIDIA A100-SXM4-80GB": "A100-80", "NVIDIA A100 80GB PCIe": "A100-PCIe",
         "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100-PCIe", "NVIDIA H200": "H200", "NVIDIA B200": "B200",
         "NVIDIA GB300": "GB300", "AMD Instinct MI300X": "MI300X", "Tesla V100-SXM2-32GB": "V100-32",
         "NVIDIA H200 NVL": None, "NVIDIA L4": None, "NVIDIA A100-SXM4-80GB MIG 1g.10gb": None,
-    }.items(),
-)  # fmt: skip
-def test_the_chip_of_a_device(device: str, chip: str | None) -> None:
-    if chip is not None:
-        assert chip_of_device(device, fix="none").name == chip
-        return
-    with pytest.raises(UserError, match=f"does not know {device}") as caught:
-        chip_of_device(device, fix="take another")
-    assert caught.value.fix == "take another"
+    }  # fmt: skip
+    for device, chip in cases.items():
+        with subtests.test(msg=device):
+            if chip is not None:
+                assert chip_of_device(device, fix="none").name == chip
+                continue
+            with pytest.raises(UserError, match=f"does not know {device}") as caught:
+                chip_of_device(device, fix="take another")
+            assert caught.value.fix == "take another"
 
 
-@pytest.mark.parametrize(
-    ("text", "nodes", "devices", "chip"),
-    [
+def test_a_cluster_says_its_size_and_chip(subtests: pytest.Subtests) -> None:
+    cases = [
         ("16x8xH100", 16, 8, "H100"), ("8xH100", 1, 8, "H100"), ("1x4xA100-40", 1, 4, "A100-40"),
         ("2x8xa100", 2, 8, "A100-80"), ("18x4xGB200", 18, 4, "GB200"), ("1x72xGB300", 1, 72, "GB300"),
         ("2xcpu", 1, 2, "cpu"), (" 4x8xMI300X ", 4, 8, "MI300X"),
-    ],
-)  # fmt: skip
-def test_a_cluster_says_its_size_and_chip(text: str, nodes: int, devices: int, chip: str) -> None:
-    cluster = Cluster.parse(text)
-    assert (cluster.nodes, cluster.devices_per_node, cluster.chip.name) == (nodes, devices, chip)
-    assert cluster.world == nodes * devices
-    assert Cluster.parse(cluster.text) == cluster
+    ]  # fmt: skip
+    for text, nodes, devices, chip in cases:
+        with subtests.test(msg=text):
+            cluster = Cluster.parse(text)
+            assert (cluster.nodes, cluster.devices_per_node, cluster.chip.name) == (nodes, devices, chip)
+            assert cluster.world == nodes * devices
+            assert Cluster.parse(cluster.text) == cluster
 
 
-@pytest.mark.parametrize(("kind", "chip"), TYPES.items())
-def test_a_type_of_nodes_replaces_links(kind: str, chip: str) -> None:
-    usual, other = Cluster.parse(f"2x8x{chip}"), Cluster.parse(f"2x8x{chip}@{kind}")
-    assert other.text == f"2x8x{chip}@{kind}" and other.chip == usual.chip
-    assert other.node.between != usual.node.between and Cluster.parse(f"2x8x{chip}@dgx") == usual
+def test_a_type_of_nodes_replaces_links(subtests: pytest.Subtests) -> None:
+    for kind, chip in TYPES.items():
+        with subtests.test(msg=kind):
+            usual, other = Cluster.parse(f"2x8x{chip}"), Cluster.parse(f"2x8x{chip}@{kind}")
+            assert other.text == f"2x8x{chip}@{kind}" and other.chip == usual.chip
+            assert other.node.between != usual.node.between and Cluster.parse(f"2x8x{chip}@dgx") == usual
 
 
 def test_bandwidth_of_a_device() -> None:
@@ -79,19 +79,18 @@ def test_bandwidth_of_a_device() -> None:
     assert Cluster.parse("64x8xH100").node.between.bytes_per_second == 40e9
 
 
-@pytest.mark.parametrize(
-    ("text", "ranks", "kind", "nodes", "per_node"),
-    [
+def test_the_link_of_a_group(subtests: pytest.Subtests) -> None:
+    cases = [
         ("2x8xH100", range(8), "NVLink", 1, 8), ("2x8xH100", range(8, 16), "NVLink", 1, 8),
         ("2x8xH100", (0, 8), "InfiniBand NDR", 2, 1), ("2x8xH100", range(16), "InfiniBand NDR", 2, 8),
         ("2x8xH100", (6, 7, 8), "InfiniBand NDR", 2, 2), ("2x8xH100", (3,), "NVLink", 1, 1),
         ("36x4xGB200", range(72), "NVLink", 1, 72), ("36x4xGB200", range(0, 144, 4), "InfiniBand NDR", 2, 18),
         ("4x4xH100", (3, 4), "InfiniBand NDR", 2, 1),
-    ],
-)  # fmt: skip
-def test_the_link_of_a_group(text: str, ranks: range, kind: str, nodes: int, per_node: int) -> None:
-    span = Cluster.parse(text).tier_of(ranks)
-    assert (span.link.kind, span.nodes, span.per_node) == (kind, nodes, per_node)
+    ]  # fmt: skip
+    for text, ranks, kind, nodes, per_node in cases:
+        with subtests.test(text=text, ranks=ranks):
+            span = Cluster.parse(text).tier_of(ranks)
+            assert (span.link.kind, span.nodes, span.per_node) == (kind, nodes, per_node)
 
 
 def test_a_file_replaces_what_is_known(tmp_path: Path) -> None:
@@ -105,19 +104,17 @@ def test_a_file_replaces_what_is_known(tmp_path: Path) -> None:
     assert mine.chip.memory_bandwidth_gbs == usual.chip.memory_bandwidth_gbs and mine.node.inside == usual.node.inside
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_a_text_that_is_no_cluster_is_refused(subtests: pytest.Subtests) -> None:
+    cases = [
         ("8xH10", "did you mean A10G or H100"), ("8xhopper", "known are A100-40"), ("nonsense", "NODESxDEVICESxCHIP"),
         ("0x8xH100", "no devices"), ("8x0xH100", "no devices"), ("64xH100", "write 8x8xH100"),
         ("2x12xH100@p5", "write 3x8xH100"), ("8xH100@p9", "did you mean"), ("8xA100@p5", "has H100, not A100-80"),
         ("H100", "NODESxDEVICESxCHIP"), ("-1x8xH100", "NODESxDEVICESxCHIP"), ("999999x8xH100", "more than 1,048,576"),
         ("nowhere.toml", "cannot be read"),
-    ],
-)  # fmt: skip
-def test_a_text_that_is_no_cluster_is_refused(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Cluster.parse(text)
+    ]  # fmt: skip
+    for text, said in cases:
+        with subtests.test(msg=text), pytest.raises(UserError, match=said):
+            Cluster.parse(text)
 
 
 def test_a_pipe_or_an_endless_file_is_no_cluster(tmp_path: Path) -> None:
@@ -131,9 +128,8 @@ def test_a_pipe_or_an_endless_file_is_no_cluster(tmp_path: Path) -> None:
             Cluster.parse(f"{tmp_path}/{name}.toml")
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
+def test_a_file_that_says_what_cannot_be_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
         ("[chip]\nmemory_gib = 80", "does not say its cluster"),
         ('cluster = "8xH100"\n[chip]\nmemory = 80', "did you mean memory_fraction or memory_gib"),
         ('cluster = "8xH100"\n[chip]\nmemory_gib = "80"', "cannot be '80'"),
@@ -155,14 +151,14 @@ def test_a_pipe_or_an_endless_file_is_no_cluster(tmp_path: Path) -> None:
         ('cluster = "8xH100"\n[chip]\ntile = []', "tile cannot be"),
         ('cluster = "8xH100"\n[chip]\ncapability = ["x"]', "capability cannot be"),
         ('cluster = "8xH100"\n[node]\nchips = [1]', "chips cannot be"),
-    ],
-)
-def test_a_file_that_says_what_cannot_be_is_refused(tmp_path: Path, lines: str, said: str) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(lines)
-    with pytest.raises(UserError, match=said) as raised:
-        Cluster.parse(str(file))
-    assert str(file) in raised.value.what
+    ]
+    for lines, said in cases:
+        with subtests.test(msg=repr(lines[:80])):
+            file = tmp_path / "mine.toml"
+            file.write_text(lines)
+            with pytest.raises(UserError, match=said) as raised:
+                Cluster.parse(str(file))
+            assert str(file) in raised.value.what
 
 
 def test_a_number_stands_beside_its_source() -> None:

@@ -32,39 +32,41 @@ def timings(layout: Layout, number: int, *, alike: bool) -> tuple[Durations, np.
     return {**found, "B": found["I"] + found["W"]}, rng.uniform(0, 0.5, number)
 
 
-@pytest.mark.parametrize("text", PIPELINES)
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_span_is_that_of_all_slots(text: str, alike: bool) -> None:
+def test_a_span_is_that_of_all_slots(subtests: pytest.Subtests) -> None:
     """Of one layout, and of layouts with different numbers of micro batches at once."""
-    for layout, count in legal(text):
-        seconds, transfer = timings(layout, 5, alike=alike)
-        of_round, beyond = rounds_beyond(layout, count)
-        counts = np.array([count - min(number, beyond) * of_round for number in range(5)])
-        together = span(layout, counts, seconds, transfer)
-        for number in range(5):
-            alone = {kind: each[:, [number]] for kind, each in seconds.items()}
-            whole = SchedulePlan.of(layout, int(counts[number])).simulate(
-                lambda slot, alone=alone: float(alone[slot.kind][slot.stage, 0]), transfer=transfer[number]
-            )
-            found = span(layout, counts[[number]], alone, transfer[[number]])
-            assert found == pytest.approx(whole.span, 1e-11)
-            assert together[number] == pytest.approx(whole.span, 1e-11), (text, counts, number)
+    for text, alike in product(PIPELINES, [True, False]):
+        with subtests.test(text=text, alike=alike):
+            for layout, count in legal(text):
+                seconds, transfer = timings(layout, 5, alike=alike)
+                of_round, beyond = rounds_beyond(layout, count)
+                counts = np.array([count - min(number, beyond) * of_round for number in range(5)])
+                together = span(layout, counts, seconds, transfer)
+                for number in range(5):
+                    alone = {kind: each[:, [number]] for kind, each in seconds.items()}
+                    whole = SchedulePlan.of(layout, int(counts[number])).simulate(
+                        lambda slot, alone=alone: float(alone[slot.kind][slot.stage, 0]), transfer=transfer[number]
+                    )
+                    found = span(layout, counts[[number]], alone, transfer[[number]])
+                    assert found == pytest.approx(whole.span, 1e-11)
+                    assert together[number] == pytest.approx(whole.span, 1e-11), (text, counts, number)
 
 
-@pytest.mark.parametrize("text", ["single", *PIPELINES])
-def test_many_micro_batches_are_counted_like_a_few(text: str) -> None:
+def test_many_micro_batches_are_counted_like_a_few(subtests: pytest.Subtests) -> None:
     """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
-    for zero, (layout, count) in product((1, 2, 3), legal(text)):
-        layers = (2,) * layout.stages
-        plan, held = SchedulePlan.of(layout, count), in_flight(layout, count, layers)
-        own = gathers(layout, count, zero)
-        for rank, order in enumerate(plan.orders):
-            stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
-            users = {str(stage): frozenset((stage,)) for stage in stages}
-            times = of_slots(order, users, count, stages, zero)
-            of = under_way(order, layers)
-            for stage, each in ((stage, times[str(stage)]) for stage in of.most):
-                waits = held.most[stage], held.at_loss[stage], held.later[stage], held.later_at_loss[stage]
-                assert waits == (of.most[stage], of.at_loss[stage], of.later[stage], of.later_at_loss[stage])
-                found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
-                assert found == pytest.approx((each.forward, each.backward, each.reductions)), (zero, count, stage)
+    for text in ["single", *PIPELINES]:
+        with subtests.test(msg=text):
+            for zero, (layout, count) in product((1, 2, 3), legal(text)):
+                layers = (2,) * layout.stages
+                plan, held = SchedulePlan.of(layout, count), in_flight(layout, count, layers)
+                own = gathers(layout, count, zero)
+                for rank, order in enumerate(plan.orders):
+                    stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
+                    users = {str(stage): frozenset((stage,)) for stage in stages}
+                    times = of_slots(order, users, count, stages, zero)
+                    of = under_way(order, layers)
+                    for stage, each in ((stage, times[str(stage)]) for stage in of.most):
+                        at = zero, count, stage
+                        waits = held.most[stage], held.at_loss[stage], held.later[stage], held.later_at_loss[stage]
+                        assert waits == (of.most[stage], of.at_loss[stage], of.later[stage], of.later_at_loss[stage])
+                        found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
+                        assert found == pytest.approx((each.forward, each.backward, each.reductions)), at

@@ -69,9 +69,8 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
     assert run(*SMALL, "--write", str(file)) == 2  # an existing file is kept
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_a_wrong_request_is_told(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [
         (("llama-3.2-1b", "--cluster", "2xH100", "--layout", "tp3"), "tp 3"),
         (("llama-3.2-1b", "--cluster", "4xH100", "--layout", "tp3"), "3 does not divide 4, tp 2 or 4 does"),
         (("qwen2.5-7b", "--cluster", "8xH100", "--layout", "tp8"), "try tp 1, 2, 4\n"),  # of 28 heads, 28 would fit too
@@ -99,12 +98,12 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
         (("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "abc"), "--seq-length abc"),
         (("no-such-model", "--cluster", "2xH100"), "no-such-model"),
         (("llama-3.1-8b", "--cluster", "1xA10G"), "no layout fits on 1x1xA10G"),
-    ],
-)
-def test_a_wrong_request_is_told(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    told = capsys.readouterr().err
-    assert says in told and "--nproc" not in told and "workers" not in told and "--keys" not in told
+    ]
+    for arguments, says in cases:
+        with subtests.test(msg=" ".join(arguments)):
+            assert run(*arguments) == 2
+            told = capsys.readouterr().err
+            assert says in told and "--nproc" not in told and "workers" not in told and "--keys" not in told
 
 
 def test_a_layout_that_is_not_searched_is_estimated_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,9 +240,8 @@ def test_python_is_told_what_is_wrong() -> None:
         ff.estimate(model="llama-3.2-1b", cluster="2xH100", workload=WORKLOAD, layout={"dp": 2})
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
+def test_python_is_told_of_another_type(subtests: pytest.Subtests) -> None:
+    cases = [
         ({"model": Layout()}, r"model is no Layout\n.*config\.to_dict\(\)"),
         ({"cluster": 8}, "cluster is no int"),
         ({"workload": None}, "workload is no NoneType"),
@@ -253,12 +251,12 @@ def test_python_is_told_what_is_wrong() -> None:
         ({"top": 2.5}, "top is no float"),
         ({"layout": None}, "layout is no NoneType"),
         ({"layout": {"tp": "2"}}, "tp is no str"),
-    ],
-)
-def test_python_is_told_of_another_type(changed: dict[str, Any], says: str) -> None:
-    asked = {"model": "llama-3.2-1b", "cluster": "2xH100", "workload": WORKLOAD, **changed}
-    with pytest.raises(ff.UserError, match=says):
-        ff.estimate(**asked) if "layout" in changed else ff.plan(**asked)
+    ]
+    for changed, says in cases:
+        with subtests.test(msg=str(changed)):
+            asked = {"model": "llama-3.2-1b", "cluster": "2xH100", "workload": WORKLOAD, **changed}
+            with pytest.raises(ff.UserError, match=says):
+                ff.estimate(**asked) if "layout" in changed else ff.plan(**asked)
 
 
 def test_the_page_has_a_row_for_each_question() -> None:

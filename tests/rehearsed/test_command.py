@@ -60,6 +60,7 @@ def test_a_chip_without_cuda_is_refused(file: str, monkeypatch: pytest.MonkeyPat
     assert "MI300X is no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_rank_on_the_cpu(file: str, tmp_path: Path, capsys: Any) -> None:
     """The run of the last rank of eight: two steps, an evaluation, a save; it sends what its plan says."""
     html, out = tmp_path / "page.html", tmp_path / "seen.json"

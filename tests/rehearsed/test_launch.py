@@ -24,6 +24,7 @@ def request(folder: Path, told: str) -> Request:
     return Request(config=told, folder=str(folder / "0"), rank=3, world=8, local_size=8, steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("told", "message", "fix"),
     [
@@ -44,6 +45,7 @@ def test_a_rehearsed_step_is_one_without_standing_checks(tmp_path: Path) -> None
     assert config.train.check_every == 0
 
 
+@pytest.mark.full
 def test_a_compiler_does_not_outlive_its_rank(tmp_path: Path) -> None:
     """It would write into a folder that is being removed."""
     with launch.stage(os.environ, tmp_path) as play, pytest.raises(RunFailed, match="SIGKILL"):
@@ -55,6 +57,7 @@ def test_a_compiler_does_not_outlive_its_rank(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_a_stage_knows_who_started_it(tmp_path: Path) -> None:
     """While it imports torch nothing ends it with its parent; afterwards `die_with_parent` sees that it has another,
     and nothing is rehearsed for nobody."""
@@ -67,6 +70,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+@pytest.mark.full
 def test_sigterm_leaves_neither_process_nor_folder() -> None:
     """While a rank runs, which would go on for long."""
     before = children()

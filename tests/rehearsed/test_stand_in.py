@@ -115,11 +115,10 @@ def test_a_process_sees_the_devices_of_a_node(monkeypatch: pytest.MonkeyPatch) -
     assert (found["LD_LIBRARY_PATH"], found["A"]) == ("/cache:/lib", "b")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_one"), {"H100": True, "A100-40": True, "B200": True, "MI250X": False, "MI300X": False}.items()
-)
-def test_a_chip_that_torch_has_kernels_for(name: str, is_one: bool) -> None:
-    assert stand_in.stands_for(Cluster.parse(f"1x1x{name}").chip) is is_one
+def test_a_chip_that_torch_has_kernels_for(subtests: pytest.Subtests) -> None:
+    for name, is_one in {"H100": True, "A100-40": True, "B200": True, "MI250X": False, "MI300X": False}.items():
+        with subtests.test(msg=name):
+            assert stand_in.stands_for(Cluster.parse(f"1x1x{name}").chip) is is_one
 
 
 def test_it_is_built_for_the_versions_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +178,12 @@ def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:
         assert stand_in.lacking()[0].what == "the headers of CUDA are missing"
 
 
-@pytest.mark.parametrize("change", changes.CHANGES, ids=lambda change: change.place)
-def test_what_is_changed_is_there(change: changes.Change) -> None:
+def test_what_is_changed_is_there(subtests: pytest.Subtests) -> None:
     """A function that has moved is found here, and not in a rehearsal that changes nothing."""
-    owner, name = changes.place_of(change)
-    assert callable(getattr(owner, name)) and change.why
+    for change in changes.CHANGES:
+        with subtests.test(msg=change.place):
+            owner, name = changes.place_of(change)
+            assert callable(getattr(owner, name)) and change.why
 
 
 GRAPH = """

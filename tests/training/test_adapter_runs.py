@@ -53,6 +53,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.float().eval()(input_ids=IDS).logits
 
 
+@pytest.mark.full
 def test_an_adapter_goes_on_under_another_layout(tmp_path: Path, base: str) -> None:
     alone, other = (tree_of(tmp_path, base, run__name=name, checkpoint__every=2) for name in ("alone", "other"))
     ran = train(alone)
@@ -68,6 +69,7 @@ def test_an_adapter_goes_on_under_another_layout(tmp_path: Path, base: str) -> N
     assert column(moved, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-3)
 
 
+@pytest.mark.full
 def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, run__name="lora")
     assert train(tree).error is None
@@ -96,6 +98,7 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
     torch.testing.assert_close(logits(kept), right, rtol=0, atol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "value"),
     [("init_lora_weights", "pissa"), ("init_lora_weights", "olora"), ("alora_invocation_tokens", [1, 2])],
@@ -111,6 +114,7 @@ def test_an_adapter_of_peft_that_means_other_weights_is_refused(
     assert isinstance(ran.error, UserError) and f"{key} is {value!r}" in ran.error.what and ran.error.fix
 
 
+@pytest.mark.full
 def test_merging_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1)
     assert train(tree).error is None
@@ -132,12 +136,14 @@ def test_what_is_not_built_is_refused(tmp_path: Path, section: dict[str, Any], s
         RunConfig.model_validate({**run_file(tmp_path), "adapter": section})
 
 
+@pytest.mark.full
 def test_linears_that_are_not_there_are_refused(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base) | {"adapter": {**LORA, "targets": ["q_prj"]}}
     ran = train(tree)
     assert isinstance(ran.error, UserError) and "is called q_prj" in ran.error.what and "q_proj" in str(ran.error.fix)
 
 
+@pytest.mark.full
 def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, train__max_steps=1)
     assert train(tree).error is None
@@ -145,6 +151,7 @@ def test_another_adapter_is_refused_where_a_run_goes_on(tmp_path: Path, base: st
     assert isinstance(ran.error, UserError) and "adapter.alpha" in ran.error.what
 
 
+@pytest.mark.full
 def test_other_weights_under_the_name_of_the_base_are_refused(tmp_path: Path, base: str) -> None:
     shutil.copytree(base, tmp_path / "base")
     tree = tree_of(tmp_path, str(tmp_path / "base"), train__max_steps=1)
@@ -173,6 +180,7 @@ def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value:
         PeftFolder(tmp_path, lora, [])
 
 
+@pytest.mark.full
 def test_disk_is_asked_for_the_adapter_alone(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, run__name="disk", train__max_steps=1)
     assert train(tree).error is None
@@ -188,6 +196,7 @@ def bytes_on_rank(tree: dict[str, Any]) -> int:
     return preflight.checkpoint_bytes(parallelize(model, Layout.parse("single"), adapter=config.adapter.lora), config)
 
 
+@pytest.mark.full
 def test_a_run_generates_with_its_adapter(tmp_path: Path, base: str) -> None:
     tree = tree_of(tmp_path, base, run__name="said", optimizer__learning_rate=3e-2)
     assert train(tree).error is None
@@ -209,6 +218,7 @@ def with_own_experts(folder: str | Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # experts [E, O, I] and [E, I, O]
 def test_a_run_beside_experts(tmp_path: Path, family: str) -> None:
     """It goes on under another layout; `peft` loads what it leaves, and gives the logits of the merged model; and a run
@@ -252,6 +262,7 @@ def test_a_run_beside_experts(tmp_path: Path, family: str) -> None:
     torch.testing.assert_close(logits(kept), logits(written), rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_what_is_no_matrix_of_experts_is_refused(tmp_path: Path, base: str) -> None:
     ran = train(tree_of(tmp_path, base) | {"adapter": OF_EXPERTS})
     assert isinstance(ran.error, UserError) and "no matrix of experts of LlamaForCausalLM" in ran.error.what
@@ -260,6 +271,7 @@ def test_what_is_no_matrix_of_experts_is_refused(tmp_path: Path, base: str) -> N
 # ---- a base in four bits ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_beside_four_bits(tmp_path: Path) -> None:
     """It goes on under another layout. Merged, it is what was trained: what four bits left, and the adapter."""
     wide = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}

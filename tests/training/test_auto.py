@@ -46,6 +46,7 @@ def in_a_world(rank: int, folder: Path) -> tuple[str, str]:
     return str(path), str(load_config(path).layout)
 
 
+@pytest.mark.full
 def test_a_run_chooses_once(here: Path) -> None:
     first = fivefold(["train", "run.yaml"], here)
     assert "layout: auto: " in first and "that fit" in first and "s a step" in first
@@ -55,6 +56,7 @@ def test_a_run_chooses_once(here: Path) -> None:
     assert f"layout: auto: {chosen}, as this run began" in again and "resume   from" in again
 
 
+@pytest.mark.full
 def test_ranks_that_something_else_started_get_the_choice_of_the_first(here: Path) -> None:
     assert len(set(run_ranks(2, in_a_world, 0, here))) == 1
     assert load_config(here / "runs/told").layout.world == 2

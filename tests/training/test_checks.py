@@ -74,12 +74,14 @@ def sequence_parallel_has_tp(choice: dict[str, Any]) -> bool:
 CLEAN = [case_of(each) for each in all_pairs(OPTIONS, legal=sequence_parallel_has_tp)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", every(CLEAN, 8), ids=lambda o: "-".join(map(str, o.values())))
 def test_a_healthy_run_raises_nothing(rows: PackedRows, options: dict[str, Any]) -> None:
     """Three steps with accumulation, over more than an epoch."""
     assert found(rows=rows, steps=3, **options) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("by", every([0.0, 1e-20, 1e-7, 1e-12, 1e-38], 2))
 def test_an_update_that_rounding_swallows_is_no_finding(rows: PackedRows, by: float, optimizer: str) -> None:
@@ -88,6 +90,7 @@ def test_an_update_that_rounding_swallows_is_no_finding(rows: PackedRows, by: fl
     assert found("shard2.tp2+mb2+fp32", rows, plant, optimizer=optimizer, steps=2) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rate", every([1e-9, 0.0, 1e-12, 1e-7], 4))
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_rate_that_rounding_swallows_is_no_finding(rows: PackedRows, rate: float, optimizer: str) -> None:
@@ -135,12 +138,14 @@ REPLICAS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", REPLICAS)
 def test_copies_that_differ(rows: PackedRows, fault: str) -> None:
     layout, plant, expected = REPLICAS[fault]
     assert expected in texts(found(f"{layout}+mb2+fp32", rows, plant))
 
 
+@pytest.mark.full
 def test_copies_that_differ_are_told_by_axis(rows: PackedRows) -> None:
     """A rank that differs from all others differs over both axes."""
     plant = partial(checked.changed, name=NORM, on=[3], how="ulp")
@@ -150,6 +155,7 @@ def test_copies_that_differ_are_told_by_axis(rows: PackedRows) -> None:
     ]
 
 
+@pytest.mark.full
 def test_a_momentum_of_muon_that_differs(rows: PackedRows) -> None:
     plant = partial(checked.changed, name=UP, on=[1], how="ulp", kind="momentum_buffer")
     assert texts(found("dp2+mb2+fp32", rows, plant, optimizer="muon")) == [
@@ -204,6 +210,7 @@ MOVED = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", MOVED)
 def test_what_did_not_move(rows: PackedRows, fault: str) -> None:
     layout, plant, where, detail = MOVED[fault]
@@ -211,6 +218,7 @@ def test_what_did_not_move(rows: PackedRows, fault: str) -> None:
     assert [each.where for each in faults] == [where] and faults[0].detail.startswith(detail)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plant", [checked.stale, checked.forgotten])
 def test_a_matrix_of_muon_that_did_not_move(rows: PackedRows, plant: Any) -> None:
     faults = found("shard2.tp2+mb2+fp32", rows, partial(plant, name=UP), optimizer="muon")
@@ -224,6 +232,7 @@ NOT_FINITE = [("weight", "nan"), ("exp_avg", "inf"), ("exp_avg_sq", "nan")]
 NOT_FINITE += [("weight", "inf"), ("exp_avg", "nan"), ("exp_avg_sq", "inf")]  # in a campaign
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", first_of_each(NOT_FINITE, lambda case: case[0]), ids="-".join)
 def test_what_is_not_a_number(rows: PackedRows, case: tuple[str, str]) -> None:
     kind, how = case
@@ -235,6 +244,7 @@ def test_what_is_not_a_number(rows: PackedRows, case: tuple[str, str]) -> None:
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_rate_that_is_not_the_schedule_s(rows: PackedRows, optimizer: str) -> None:
     plant = partial(checked.rate_is, rate=0.004, on=[1])
@@ -243,6 +253,7 @@ def test_a_rate_that_is_not_the_schedule_s(rows: PackedRows, optimizer: str) -> 
     assert expected in texts(found("tp2+mb2+fp32", rows, plant, optimizer=optimizer))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_count_of_updates_that_is_not_the_run_s(rows: PackedRows, optimizer: str) -> None:
     faults = texts(found("shard2+mb2+fp32", rows, partial(checked.counts, by=-1), optimizer=optimizer))
@@ -286,6 +297,7 @@ LEDGER = {  # two micro batches of two rows per data rank: rows 0, 1, 4, 5 are t
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", LEDGER)
 def test_rows_that_are_not_those_of_the_step(rows: PackedRows, fault: str) -> None:
     layout, reading, expected = LEDGER[fault]
@@ -293,6 +305,7 @@ def test_rows_that_are_not_those_of_the_step(rows: PackedRows, fault: str) -> No
     assert texts([each for each in faults if each.what == "ledger"]) == [f"ledger: {each}" for each in expected]
 
 
+@pytest.mark.full
 def test_rows_that_come_again_within_a_step_are_no_finding(tmp_path: Path) -> None:
     few = prepare_texts(tmp_path, random_texts(3, documents=7, longest=40), packing=False).train
     assert len(few) < ROWS and found("shard2+mb2+fp32", few, steps=3) == []
@@ -315,6 +328,7 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "axis"), [({"tp": 2}, "tp"), ({"dp_replicate": 2}, "dp_replicate")])
 def test_a_run_ends_with_the_step_that_fails(tmp_path: Path, layout: dict[str, int], axis: str) -> None:
     """Found at the next check, before that step is saved: what went before a check that passed stands."""
@@ -328,6 +342,7 @@ def test_a_run_ends_with_the_step_that_fails(tmp_path: Path, layout: dict[str, i
     assert column(tree, "step") == [1, 2, 3, 4] and steps(run_dir(tree) / "checkpoints") == [2]
 
 
+@pytest.mark.full
 def test_a_run_that_is_wrong_from_its_start_ends_with_its_first_step(tmp_path: Path) -> None:
     tree = run_file(tmp_path, layout__tp=2)
     error = run_ranks(2, checked.train_and_break, tree, 1)[0].error
@@ -335,6 +350,7 @@ def test_a_run_that_is_wrong_from_its_start_ends_with_its_first_step(tmp_path: P
     assert error.fix and "since this start" in error.fix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_checks_change_no_number(tmp_path: Path, optimizer: str) -> None:
     never, always = (
@@ -347,6 +363,7 @@ def test_checks_change_no_number(tmp_path: Path, optimizer: str) -> None:
     assert same(state(never, 6), state(always, 6))
 
 
+@pytest.mark.full
 def test_the_first_step_of_a_start_every_few_those_saved_and_the_last_are_checked(tmp_path: Path) -> None:
     """Resumed at step 3 of a run that skipped step 2: the optimizer's count of updates goes on."""
     tree = run_file(tmp_path, train__max_steps=7, train__check_every=4, checkpoint__every=3)
@@ -363,6 +380,7 @@ def test_the_first_step_of_a_start_every_few_those_saved_and_the_last_are_checke
 OTHER_LAYOUTS = [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 4}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", every(OTHER_LAYOUTS, 3))  # the matrix loads under each what another has saved
 def test_a_run_resumed_under_another_layout_passes(tmp_path: Path, layout: dict[str, int]) -> None:
     tree = run_file(tmp_path, train__max_steps=7, train__check_every=1, checkpoint__every=3, train__micro_batch_size=1)
@@ -371,6 +389,7 @@ def test_a_run_resumed_under_another_layout_passes(tmp_path: Path, layout: dict[
     assert column(tree, "step") == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.full
 def test_a_skipped_step_passes(tmp_path: Path) -> None:
     """Nothing moved, and the rate is that of the step before."""
     tree = run_file(tmp_path, train__check_every=1)

@@ -11,6 +11,8 @@ import pytest
 from tests.pool import run_ranks
 from tests.training.bodies import column, on_rank, run_file, train
 
+pytestmark = pytest.mark.full
+
 
 def compiled(tree: dict[str, Any]) -> tuple[str, dict[str, int], int]:
     """(error, graph breaks by reason, graphs compiled) of a run on this rank."""

@@ -45,6 +45,7 @@ def with_full_disk(tree: dict[str, Any], calls: range) -> Ran:
         return on_rank(tree)
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_no_row_and_ends_no_run(tmp_path: Path) -> None:
     tree = run_file(tmp_path, sample__prompts=["der "], sample__every=2)
     ran = run_ranks(2, with_full_disk, tree, range(3, 9))[0]
@@ -72,6 +73,7 @@ def with_folder_removed(tree: dict[str, Any]) -> Ran:
         return on_rank(tree)
 
 
+@pytest.mark.full
 def test_a_run_folder_that_is_removed_is_made_again_and_said(tmp_path: Path) -> None:
     tree = run_file(tmp_path, checkpoint__every=2)
     ran = run_ranks(2, with_folder_removed, tree)[0]
@@ -84,6 +86,7 @@ def test_a_run_folder_that_is_removed_is_made_again_and_said(tmp_path: Path) -> 
     assert [start.how for start in load(run_dir(tree)).starts] == ["finished"]
 
 
+@pytest.mark.full
 def test_damaged_lines_and_odd_samples_stop_no_resume(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=2, sample__prompts=["x"], sample__every=1)
     assert train(tree).error is None
@@ -122,6 +125,7 @@ def with_free(tree: dict[str, Any], free: int) -> Ran:
         return on_rank(tree)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_size_of_a_checkpoint_is_known_before_it_is_written(optimizer: str, tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1, optimizer__name=optimizer)
@@ -131,6 +135,7 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(optimizer: str, 
     assert f"one takes {sum(tensor.numel() * tensor.element_size() for tensor in tensors)}\n" in ran.screen
 
 
+@pytest.mark.full
 def test_a_disk_too_small_is_said_before_the_first_step(tmp_path: Path) -> None:
     tree = run_file(tmp_path, checkpoint__every=1, checkpoint__keep=3)
     refused = run_ranks(2, with_free, tree, 30_000)

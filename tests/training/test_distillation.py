@@ -31,6 +31,7 @@ from fivefold.training.inputs import evaluating, to_device
 from fivefold.verification.exact import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, documents, gathered, gradient, piece, pieces, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
 LAYOUTS = ("single", "shard2", "tp2", "tp2+nosp", "pp2", "cp2", "shard2.tp2", "pp2.cp2", "shard2.ep2")
@@ -129,11 +130,13 @@ def check(layout: str, which: str) -> None:
         assert np.linalg.norm(whole[name] - right) <= 1e-10 * max(np.linalg.norm(right), floor), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_teacher_is_followed_as_plain_transformers_do(layout: str) -> None:
     check(layout, "warm")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "which"), [("shard2.tp2", "plain"), ("pp2.cp2", "alone"), ("tp2", "all")])
 def test_other_temperatures_and_weights(layout: str, which: str) -> None:
     check(layout, which)
@@ -146,6 +149,7 @@ def likeliest(layout: str, vocabulary: int) -> list[tuple[np.ndarray, np.ndarray
         return [(*asked(teacher, each, 6, vocabulary), each) for each in batch]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "tp2", "cp2", "pp2"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 97, 55])
 def test_the_likeliest_of_the_shared_tokens(layout: str, vocabulary: int) -> None:
@@ -184,6 +188,7 @@ def tree_of(folder: Path, teacher: Path, **changes: Any) -> dict[str, Any]:
     return run_file(folder, **changes) | {"objective": objective | given}
 
 
+@pytest.mark.full
 def test_a_run_follows_its_teacher(tmp_path: Path, teacher: Path) -> None:
     """Better after a few steps than on the text alone; the loss is lower than the entropy of what it cannot know."""
     options: dict[str, Any] = {"train__max_steps": 12, "data__validation": 0.1, "eval__every": 12}
@@ -205,6 +210,7 @@ def test_a_run_follows_its_teacher(tmp_path: Path, teacher: Path) -> None:
         assert 0 < column(tree, "eval/loss")[-1] < 5
 
 
+@pytest.mark.full
 def test_the_teacher_itself_has_nothing_to_learn(tmp_path: Path, teacher: Path) -> None:
     tree = tree_of(tmp_path, teacher, objective={"alpha": 1.0, "top_k": 257}, train__max_steps=1)
     tree["model"] = {"name_or_path": str(teacher), "init": "pretrained"}
@@ -213,9 +219,13 @@ def test_the_teacher_itself_has_nothing_to_learn(tmp_path: Path, teacher: Path) 
     assert column(tree, "train/grad_norm")[0] == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "world"), [({"tp": 2}, 2), ({"pp": 2}, 2), ({"cp": 2}, 2), ({}, 1), ({"dp_shard": 2, "tp": 2}, 4)]
-)
+    ("layout", "world"),
+    [
+        ({"pp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4), put_off({"tp": 2}, 2), put_off({"cp": 2}, 2), put_off({}, 1),
+    ],
+)  # fmt: skip
 def test_every_layout_asks_and_follows_alike(tmp_path: Path, teacher: Path, layout: dict[str, int], world: int) -> None:
     trees = [tree_of(tmp_path, teacher, run__name=name, train__max_steps=3) for name in ("alone", "laid")]
     assert train(trees[0]).error is None
@@ -226,6 +236,7 @@ def test_every_layout_asks_and_follows_alike(tmp_path: Path, teacher: Path, layo
     assert column(trees[1], "train/loss") == pytest.approx(column(trees[0], "train/loss"), rel=2e-5)
 
 
+@pytest.mark.full
 def test_resumed_it_is_bitwise_the_run_left_alone_and_asks_nobody(tmp_path: Path, teacher: Path) -> None:
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
     alone, stopped = (tree_of(tmp_path, teacher, run__name=name, **options) for name in ("alone", "stopped"))
@@ -238,6 +249,7 @@ def test_resumed_it_is_bitwise_the_run_left_alone_and_asks_nobody(tmp_path: Path
     assert same(state(stopped, 5), state(alone, 5))
 
 
+@pytest.mark.full
 def test_only_the_rows_that_are_read_are_asked_about(tmp_path: Path, teacher: Path) -> None:
     """2 steps of 8 rows of some 66."""
     tree = tree_of(tmp_path, teacher, train__max_steps=2)
@@ -246,6 +258,7 @@ def test_only_the_rows_that_are_read_are_asked_about(tmp_path: Path, teacher: Pa
     assert np.load(file).shape == (16 * 61, 20) or np.load(file).shape == (16 * 61 - 1, 20)
 
 
+@pytest.mark.full
 def test_what_a_teacher_says_follows_from_what_is_in_its_key(tmp_path: Path, teacher: Path) -> None:
     other = Path(shutil.copytree(teacher, tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
@@ -261,6 +274,7 @@ def test_what_a_teacher_says_follows_from_what_is_in_its_key(tmp_path: Path, tea
         assert ran.error is None and ("asked now" in ran.screen) == is_new, (change, ran.screen)
 
 
+@pytest.mark.full
 def test_what_is_damaged_in_the_cache_is_asked_again(tmp_path: Path, teacher: Path) -> None:
     first, again = (tree_of(tmp_path, teacher, run__name=name, train__max_steps=2) for name in ("first", "again"))
     assert train(first).error is None
@@ -288,6 +302,7 @@ def test_the_disk_has_the_place_of_all_that_a_teacher_will_say(tmp_path: Path) -
         assert 512 * file.stat().st_blocks >= 3_200_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -303,6 +318,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, change: dict[str,
         RunConfig.model_validate(tree_of(tmp_path, tmp_path, objective=change))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"top_k": 258}, "objective.top_k is 258, and there are 257 tokens"), ({"teacher": "no"}, "no")],
@@ -312,6 +328,7 @@ def test_what_cannot_be_followed(tmp_path: Path, teacher: Path, change: dict[str
     assert isinstance(error, UserError) and said in error.what
 
 
+@pytest.mark.full
 def test_a_teacher_of_fewer_positions_is_named(tmp_path: Path, teacher: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
@@ -322,6 +339,7 @@ def test_a_teacher_of_fewer_positions_is_named(tmp_path: Path, teacher: Path) ->
     assert "name another teacher" in str(error.fix)
 
 
+@pytest.mark.full
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, teacher: Path) -> None:
     """Two tokens that changed places would be learnt as each other, silently."""
     other = tmp_path / "other"

@@ -52,9 +52,10 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize(("name", "peak"), PEAKS.items())
-def test_a_device_is_known_by_its_name(name: str, peak: float | None) -> None:
-    assert bf16_peak(name) == peak
+def test_a_device_is_known_by_its_name(subtests: pytest.Subtests) -> None:
+    for name, peak in PEAKS.items():
+        with subtests.test(msg=name):
+            assert bf16_peak(name) == peak
 
 
 def test_experts_per_token_may_differ_by_layer() -> None:

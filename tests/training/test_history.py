@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from fivefold.config import RunConfig
 from fivefold.core.history import Event, History, Start, load
 from fivefold.report.run import main as report
@@ -13,6 +15,7 @@ from tests.training.bodies import column, run_dir, run_file, train
 SCHEDULE = {"name": "cosine", "peak": 1e-3, "warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
 
 
+@pytest.mark.full
 def test_a_run_of_two_layouts_tells_both(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=3)
     assert train(tree, nan_loss=[2]).error is None

@@ -110,6 +110,7 @@ def test_a_warm_up_left_open_agrees_with_what_a_checkpoint_has() -> None:
         check_agreement(saved, agreement(config(scheduler={"warmup_steps": 5}), "f"))
 
 
+@pytest.mark.full
 def test_a_run_that_is_made_longer_keeps_its_warm_up(tmp_path: Path) -> None:
     """A finished run of 21 steps, whose 5% are 2, goes on to 41, whose 5% would be 3, then to 1.3 epochs."""
     tree = run_file(tmp_path, train__max_steps=21, train__global_batch_size=2, train__check_every=0)
@@ -135,6 +136,7 @@ def test_a_run_that_is_made_longer_keeps_its_warm_up(tmp_path: Path) -> None:
     assert len(column(tree, "train/loss")) == ceil(1.3 * rows / 2) > 41
 
 
+@pytest.mark.full
 def test_a_warm_up_too_long_is_said_on_the_screen(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1, scheduler__warmup_steps=50)
     ran = train(tree, world=1)

@@ -18,6 +18,7 @@ from tests.training.bodies import Stopped, column, run_file, same, state, train
 LAYOUTS = ("single", "shard2", "shard4+zero1", "dp2.shard2", "tp2", "tp4", "dp2.tp2", "shard2.tp2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", every(reversed(LAYOUTS), 5))
 def test_steps_are_those_of_torch_in_one_process(layout: str) -> None:
     """The gradients are a model's, and differ by rounding: 1e-14 seen. Its two kv heads are copied under tp4."""
@@ -50,6 +51,7 @@ def in_theory(layout: str, gradients: dict[str, np.ndarray]) -> tuple[set[int], 
     return {2 * -(-21 // parsed.world)}, 8 * elements
 
 
+@pytest.mark.full
 def test_it_is_not_adamw() -> None:
     """The test above would not see it otherwise."""
     cases = (Case("single+fp64", optimizer=name, steps=3) for name in ("muon", "adamw"))
@@ -57,6 +59,7 @@ def test_it_is_not_adamw() -> None:
     assert muon[0] == adamw[0] and abs(muon[2] - adamw[2]) > 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", every(["", "+fp32", "+fp64"], 3), ids=["bf16", "fp32", "fp64"])
 def test_equal_gradients_give_equal_bits_under_every_layout(precision: str) -> None:
     """Of Muon's matrices (fused AdamW rounds an element by its place in memory). In bf16, torch's bits too: the master
@@ -89,11 +92,13 @@ def whole_of(layout: str, precision: str) -> dict[str, dict[str, np.ndarray]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp2.shard2", "shard2.tp2"])
 def test_the_mesh_knows_where_every_rank_stands(layout: str) -> None:
     assert run_ranks(4, ranks.places, Case(layout)) == [True] * 4
 
 
+@pytest.mark.full
 def test_a_matrix_without_a_gradient_stays_and_nobody_waits() -> None:
     case = Case("shard2+fp32", optimizer="muon")
     assert run_ranks(2, ranks.without_gradients, case, (0, 1)) == [[True, False, True]] * 2
@@ -106,6 +111,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_learns_stops_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     alone, stopped = (run_file(tmp_path, **OPTIONS, run__name=name) for name in ("alone", "stopped"))
     assert train(alone).error is None
@@ -117,12 +123,14 @@ def test_a_run_learns_stops_and_goes_on_to_the_same_bits(tmp_path: Path) -> None
     assert {name.split("/")[0] for name in state(alone, 7)} == {"weight", "exp_avg", "exp_avg_sq", "momentum_buffer"}
 
 
+@pytest.mark.full
 def test_a_step_that_is_skipped_leaves_the_momentum(tmp_path: Path) -> None:
     tree = run_file(tmp_path, **{**OPTIONS, "checkpoint__every": 1, "train__max_steps": 4})
     assert train(tree, inf_gradient=(3,)).error is None
     assert [same(state(tree, step), state(tree, step + 1)) for step in (1, 2, 3)] == [False, True, False]
 
 
+@pytest.mark.full
 def test_another_optimizer_does_not_go_on(tmp_path: Path) -> None:
     tree = run_file(tmp_path, **OPTIONS)
     assert isinstance(train(tree, stop_at=5).error, Stopped)

@@ -24,6 +24,7 @@ def _known() -> Iterator[None]:
         yield
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
 def test_steps_are_those_of_torch_in_one_process(layout: str) -> None:
     case = Case(f"{layout}+fp64", optimizer="sgd")
@@ -50,6 +51,7 @@ def trained(tree: dict[str, Any], layout: str, **options: Any) -> Exception | No
 LAYOUTS = {"shard2": {"dp_shard": 2}, "tp2": {"dp_shard": 1, "tp": 2}}
 
 
+@pytest.mark.full
 def test_a_run_stops_and_goes_on_to_the_same_bits_and_under_another_layout(tmp_path: Path) -> None:
     """Its standing checks hold after every step."""
     alone, stopped, moved = (bodies.run_file(tmp_path, **OPTIONS, run__name=n) for n in ("alone", "stopped", "moved"))
@@ -64,6 +66,7 @@ def test_a_run_stops_and_goes_on_to_the_same_bits_and_under_another_layout(tmp_p
     assert bodies.column(moved, "train/loss") == pytest.approx(bodies.column(alone, "train/loss"), rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_layout_is_proved_with_it(tmp_path: Path) -> None:
     place = str(mutation.make_subject(Model(optimizer="sgd"), tmp_path, steps=2))
     found = run_ranks(2, knowing, mutation.step_on_rank, place, "tp2", None, True, timeout=mutation.TIMEOUT)[0]

@@ -207,11 +207,13 @@ def check(layout: str, objective: Objective) -> None:
         assert 0 < expected["rewards/accuracies"] < 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*LAYOUTS, "shard2.ep2"])
 def test_dpo_equals_plain_transformers(layout: str) -> None:
     check(layout, Objective("dpo", beta=0.3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout"), [("ipo", "shard2.tp2"), ("orpo", "pp2.cp2"), ("simpo", "shard2.tp2"), ("orpo", "single")]
 )
@@ -222,12 +224,14 @@ def test_other_objectives_equal_plain_transformers(name: str, layout: str) -> No
 RATED = Objective("kto", beta=0.4, desirable_weight=1.3, undesirable_weight=0.7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "shard2", "tp2", "pp2.cp2", "shard2.ep2"])
 def test_kto_equals_plain_transformers(layout: str) -> None:
     """The baseline is a mean over the whole global batch, which is above 0 here, and has no gradient."""
     check(layout, RATED)
 
 
+@pytest.mark.full
 def test_the_metrics_of_kto() -> None:
     case = case_of("shard2")
     found = run_ranks(2, on_rank, case, RATED)[0]["metrics"]
@@ -283,6 +287,7 @@ def weighted_on_rank(case: Case) -> dict[str, Any]:
     return {"loss": loss, "gradients": pieces(model, {name: gradient(p) for name, p in model.named_parameters()})}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*LAYOUTS, "shard2.ep2"])
 def test_weights_of_targets_equal_plain_transformers(layout: str) -> None:
     case = case_of(layout)
@@ -337,6 +342,7 @@ def loads_on_rank(case: Case, has_goal: bool) -> Any:
     return result.balance.tokens_per_expert
 
 
+@pytest.mark.full
 def test_routers_count_the_pass_that_trains_alone() -> None:
     case = case_of("shard2.ep2")
     with_goal, without = (run_ranks(2, loads_on_rank, case, has_goal)[0] for has_goal in (True, False))
@@ -355,5 +361,6 @@ def amax_on_rank(case: Case) -> tuple[bool, bool]:
     return first, bool(amax.history.any())
 
 
+@pytest.mark.full
 def test_log_probabilities_are_no_part_of_the_history_of_fp8_scales() -> None:
     assert run_ranks(2, amax_on_rank, Case("shard2+mb2+fp32+fp8_delayed")) == [(False, True)] * 2

@@ -44,6 +44,7 @@ class Bits:
     moved: tuple[int, int]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", CASES)
 def test_no_bit_changes(layout: str, tmp_path: Path) -> None:
     """Losses, weights and state after three steps that are clipped, on every rank; in memory, or in a file."""
@@ -118,6 +119,7 @@ class LateCopies:
         LateCopies.forgotten += not self.is_met
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["shard2.tp2+full+mb1", "pp2+zb+v2+mb1", "shard2.ep2+selective+mb1"])
 def test_no_bit_changes_however_late_copies_are(layout: str) -> None:
     case = Case(layout, steps=3, max_grad_norm=0.05, **CASES[layout])
@@ -274,6 +276,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("", "late")])
 def test_faults_show(fault: str) -> None:
     case = Case("shard2+mb2", steps=3, max_grad_norm=0.05)
@@ -289,6 +292,7 @@ def test_faults_show(fault: str) -> None:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
     """Saved with state in host memory and loaded without, and the other way round: the bits of the run left alone."""
     options: dict[str, Any] = {"train__max_steps": 4, "checkpoint__every": 2, "optimizer__max_grad_norm": 0.1}
@@ -389,12 +393,14 @@ def set_anew(layout: str) -> list[Tensor]:
     return [local(parameter).clone() for parameter in model.parameters()]
 
 
+@pytest.mark.full
 def test_state_that_is_set_anew_is_what_is_updated() -> None:
     """Not what lies in host memory of the steps before."""
     (plain,), (moved,) = (run_ranks(1, set_anew, f"single{words}") for words in ("", "+offload_optimizer"))
     assert all(torch.equal(own, other) for own, other in zip(plain, moved, strict=True))
 
 
+@pytest.mark.full
 def test_in_a_loop_of_ones_own() -> None:
     (ran,) = run_ranks(1, own_loop)
     assert ran[:5] == ["before", "after", "before", "after", "True"]

@@ -12,6 +12,8 @@ from tests.parity import Case, build, gathered, hf_config, reference_model
 from tests.pool import run_ranks
 from tests.training import ranks
 
+pytestmark = pytest.mark.full
+
 LAYOUTS = ("single", "dp2.shard2", "tp4", "shard2.tp2")
 
 

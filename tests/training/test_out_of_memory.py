@@ -25,6 +25,7 @@ from tests.training.bodies import STARVED
 GIB = 2**30
 
 
+@pytest.mark.full
 def test_memory_that_runs_out_is_answered_with_what_fits(tmp_path: Path) -> None:
     """A forward fails in the second step: it is the fifth, and a step has four micro batches. The runs share what is
     kept of their text and model."""

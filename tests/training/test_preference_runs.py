@@ -12,6 +12,7 @@ import pytest
 from fivefold.config import RunConfig, check_supported
 from fivefold.core.errors import UserError
 from fivefold.training.objectives import METRICS, RATED_METRICS
+from tests.tiers import put_off
 from tests.training import bodies
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
@@ -29,6 +30,7 @@ def tree_of(folder: Path, objective: dict[str, Any] | None = None, **changes: An
     return tree | {"objective": objective or {"name": "dpo", "beta": 0.5}}
 
 
+@pytest.mark.full
 def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, train__max_steps=8, data__validation=0.2, eval__every=4)
     ran = train(tree)
@@ -43,6 +45,7 @@ def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
     assert len(evaluated) == 2 and evaluated[1] < evaluated[0] < math.log(2)
 
 
+@pytest.mark.full
 def test_four_bits_are_compared_with_four_bits(tmp_path: Path) -> None:
     """And not with the numbers of the same model in full, which are in the cache."""
     for quantize in ("none", "nf4"):
@@ -53,6 +56,7 @@ def test_four_bits_are_compared_with_four_bits(tmp_path: Path) -> None:
         assert column(tree, "train/loss")[0] == pytest.approx(math.log(2), rel=1e-6)
 
 
+@pytest.mark.full
 def test_resumed_is_bitwise_the_run_left_alone_and_computes_no_reference(tmp_path: Path) -> None:
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
     alone, stopped = (tree_of(tmp_path, run__name=name, **options) for name in ("alone", "stopped"))
@@ -66,6 +70,7 @@ def test_resumed_is_bitwise_the_run_left_alone_and_computes_no_reference(tmp_pat
     assert same(state(stopped, 5), state(alone, 5))
 
 
+@pytest.mark.full
 def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path) -> None:
     first, again = (tree_of(tmp_path, run__name=name, train__max_steps=2) for name in ("first", "again"))
     assert train(first).error is None
@@ -76,9 +81,13 @@ def test_what_is_damaged_in_the_cache_is_computed_again(tmp_path: Path) -> None:
     assert column(again, "train/loss") == column(first, "train/loss")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "world"), [({"tp": 2}, 2), ({"pp": 2}, 2), ({"cp": 2}, 2), ({}, 1), ({"dp_shard": 2, "tp": 2}, 4)]
-)
+    ("layout", "world"),
+    [
+        ({"pp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4), put_off({"tp": 2}, 2), put_off({"cp": 2}, 2), put_off({}, 1),
+    ],
+)  # fmt: skip
 def test_a_run_under_another_layout_follows(tmp_path: Path, layout: dict[str, int], world: int) -> None:
     """Its reference too: computed by that layout."""
     options: dict[str, Any] = {"train__max_steps": 3}
@@ -91,6 +100,7 @@ def test_a_run_under_another_layout_follows(tmp_path: Path, layout: dict[str, in
         assert column(other, name) == pytest.approx(column(alone, name), rel=1e-3, abs=2e-4), name
 
 
+@pytest.mark.full
 def test_another_model_as_the_reference(tmp_path: Path) -> None:
     """Its log-probabilities are compared with, and the run starts from its own weights all the same."""
     base = tree_of(tmp_path, run__name="base", train__max_steps=1, checkpoint__export_hf=True, train__seed=11)
@@ -105,6 +115,7 @@ def test_another_model_as_the_reference(tmp_path: Path) -> None:
     assert abs(column(other, "rewards/margins")[0]) > 1e-3 > abs(column(plain, "rewards/margins")[0])
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_written_is_told_before_the_reference_is_computed(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "reference").write_text("in its way")
@@ -116,6 +127,7 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_reference_is_computed
     assert ran.error is None and "computing log-probabilities" in ran.screen
 
 
+@pytest.mark.full
 def test_what_log_probabilities_follow_from_is_in_their_key(tmp_path: Path) -> None:
     """Not the adapter, which changes nothing at first; but what its base rests in."""
     wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
@@ -138,6 +150,7 @@ def test_what_log_probabilities_follow_from_is_in_their_key(tmp_path: Path) -> N
         assert column(tree, "train/loss")[0] == pytest.approx(math.log(2), rel=1e-5), change
 
 
+@pytest.mark.full
 def test_held_out_pairs_have_their_own_reference(tmp_path: Path) -> None:
     """A model that has not changed is its own reference."""
     tree = tree_of(tmp_path, train__max_steps=1, data__validation=0.3, eval__every=1, optimizer__learning_rate=0.0)
@@ -146,6 +159,7 @@ def test_held_out_pairs_have_their_own_reference(tmp_path: Path) -> None:
     assert found["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["orpo", "simpo"])
 def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None:
     tree = tree_of(tmp_path, {"name": name}, train__max_steps=3)
@@ -154,6 +168,7 @@ def test_without_a_reference_none_is_computed(tmp_path: Path, name: str) -> None
     assert column(tree, "train/loss")[-1] < column(tree, "train/loss")[0]
 
 
+@pytest.mark.full
 def test_rated_answers(tmp_path: Path) -> None:
     """A run of them, and the same under another layout."""
     objective = {"name": "kto", "beta": 0.5}
@@ -188,6 +203,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, section: dict[str
         RunConfig.model_validate(tree_of(tmp_path, section))
 
 
+@pytest.mark.full
 def test_the_objective_of_a_run_may_not_change(tmp_path: Path) -> None:
     tree = tree_of(tmp_path, train__max_steps=2)
     assert train(tree).error is None

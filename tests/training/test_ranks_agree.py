@@ -14,6 +14,8 @@ from fivefold.training import run as run_module
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, on_rank, run_dir, run_file
 
+pytestmark = pytest.mark.full
+
 
 def each_its_own(trees: list[dict[str, Any]], torch_version: str = "") -> Ran:
     """Train the tree of this rank; rank 1 with another version of torch, if one is given."""

@@ -10,6 +10,8 @@ from fivefold.checkpoint import Remote, export
 from fivefold.core.errors import RunFailed, UserError
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
+pytestmark = pytest.mark.full
+
 OPTIONS = {"train__max_steps": 7, "checkpoint__every": 2, "checkpoint__keep": 2}
 
 

@@ -11,6 +11,8 @@ import torch
 from fivefold.core.errors import UserError
 from tests.training.bodies import Stopped, column, metrics, run_dir, run_file, same, state, train, write_corpus
 
+pytestmark = pytest.mark.full
+
 NAMES = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "train/skipped_steps")
 
 

@@ -23,6 +23,7 @@ from tests.checkpoint.folders import hf_folder
 from tests.data.helpers import random_texts, segments, write_jsonl
 from tests.parity import Case
 from tests.pool import run_ranks
+from tests.tiers import put_off
 from tests.training.bodies import (
     SEQ,
     Ran,
@@ -36,6 +37,8 @@ from tests.training.bodies import (
     train,
     write_corpus,
 )
+
+pytestmark = pytest.mark.full
 
 KEYS = {
     "step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen", "perf/tokens_per_second",
@@ -128,7 +131,7 @@ def test_repeated_runs_are_bitwise_equal(tmp_path: Path, compute: str) -> None:
     assert same(state(first, 6), state(again, 6))
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"dp_replicate": 2}, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("layout", [{"tp": 2}, put_off({"dp_replicate": 2})])
 def test_the_loss_does_not_depend_on_the_layout(tmp_path: Path, layout: dict[str, int]) -> None:
     write_corpus(tmp_path / "more.txt", 1501, seed=8)  # 25 rows: no layout deals them evenly
     plain, other = (

@@ -1,5 +1,6 @@
 """The ledger of learning rates: what every step of a run uses."""
 
+from itertools import product
 from math import cos, pi
 from typing import Any
 
@@ -36,23 +37,25 @@ def test_constant() -> None:
     assert ledger("constant", warmup_steps=2, total_steps=5) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("warmup_steps", "total_steps"), [(0, 7), (1, 7), (3, 7), (6, 7), (0, 1), (5, 101), (0, 3)])
-def test_ends_of_every_shape(name: str, warmup_steps: int, total_steps: int) -> None:
+def test_ends_of_every_shape(subtests: pytest.Subtests) -> None:
     """The warm-up reaches the peak at its last step, the last step of the run has the lowest rate, nothing is above."""
-    rates = ledger(name, warmup_steps=warmup_steps, total_steps=total_steps, peak=3e-4)
-    assert max(rates) <= 3e-4 * (1 + 1e-12) and min(rates) > 0
-    if warmup_steps:
-        assert rates[warmup_steps - 1] == pytest.approx(3e-4)
-        assert rates[:warmup_steps] == sorted(rates[:warmup_steps])
-    assert rates[-1] == pytest.approx(3e-4 if name == "constant" else 3e-5)
-    assert rates[warmup_steps:] == sorted(rates[warmup_steps:], reverse=True)
+    lengths = [(0, 7), (1, 7), (3, 7), (6, 7), (0, 1), (5, 101), (0, 3)]
+    for name, (warmup_steps, total_steps) in product(NAMES, lengths):
+        with subtests.test(name=name, warmup_steps=warmup_steps, total_steps=total_steps):
+            rates = ledger(name, warmup_steps=warmup_steps, total_steps=total_steps, peak=3e-4)
+            assert max(rates) <= 3e-4 * (1 + 1e-12) and min(rates) > 0
+            if warmup_steps:
+                assert rates[warmup_steps - 1] == pytest.approx(3e-4)
+                assert rates[:warmup_steps] == sorted(rates[:warmup_steps])
+            assert rates[-1] == pytest.approx(3e-4 if name == "constant" else 3e-5)
+            assert rates[warmup_steps:] == sorted(rates[warmup_steps:], reverse=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_shorter_than_its_warm_up_only_rises(name: str) -> None:
-    assert ledger(name, warmup_steps=10, total_steps=4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert ledger(name, warmup_steps=4, total_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+def test_a_run_shorter_than_its_warm_up_only_rises(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(msg=name):
+            assert ledger(name, warmup_steps=10, total_steps=4) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+            assert ledger(name, warmup_steps=4, total_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 def test_ratio_of_zero_and_one() -> None:

@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.layout)
 def test_layouts_keep_what_one_process_keeps(case: Case) -> None:
     """Losses of steps that see what three updates have left in the state; and its bytes are the planned ones."""

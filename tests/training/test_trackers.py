@@ -32,6 +32,7 @@ def train(tree: dict[str, Any], faults: dict[str, Any] | None = None, **options:
     return first
 
 
+@pytest.mark.full
 def test_each_is_told_the_run_its_config_and_every_row(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=ALL, data__validation=str(tmp_path / "corpus.txt"), eval__every=3)
     ran, told = train(tree)
@@ -53,11 +54,13 @@ def test_each_is_told_the_run_its_config_and_every_row(tmp_path: Path) -> None:
     assert [told[name].ended for name in NAMES] == [[0], ["FINISHED"], ["finished"]]
 
 
+@pytest.mark.full
 def test_nothing_is_imported_unless_asked(tmp_path: Path) -> None:
     ran, told = train(run_file(tmp_path, train__max_steps=1), {"fail_to_start": True})
     assert ran.error is None and not any(each.started for each in told.values())
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_goes_on_there_and_sends_no_row_twice(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=ALL, train__max_steps=7, checkpoint__every=3)
     ran, first = train(tree, stop_at=6)
@@ -72,6 +75,7 @@ def test_a_run_that_goes_on_goes_on_there_and_sends_no_row_twice(tmp_path: Path)
     assert [each["trackio"].started[0]["resume"] for each in (first, second)] == ["never", "allow"]
 
 
+@pytest.mark.full
 def test_a_tracker_asked_for_later_gets_the_rows_from_there(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=["jsonl"], train__max_steps=7, checkpoint__every=3)
     train(tree, stop_at=6)
@@ -80,6 +84,7 @@ def test_a_tracker_asked_for_later_gets_the_rows_from_there(tmp_path: Path) -> N
     assert [told[name].steps for name in NAMES] == [[4, 5, 6, 7]] * 3
 
 
+@pytest.mark.full
 def test_a_run_that_starts_again_is_another_one(tmp_path: Path) -> None:
     """It was killed before its first checkpoint, so that nothing goes on."""
     tree = run_file(tmp_path, log__to=ALL, train__max_steps=4)
@@ -88,6 +93,7 @@ def test_a_run_that_starts_again_is_another_one(tmp_path: Path) -> None:
     assert first["wandb"].started[0]["id"] != second["wandb"].started[0]["id"]
 
 
+@pytest.mark.full
 def test_one_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=ALL)
     ran, told = train(tree, {"fail_at": 3})
@@ -98,6 +104,7 @@ def test_one_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None
     assert all(told[name].steps == [1, 2, 3] and not told[name].ended for name in NAMES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_one_that_does_not_start_is_an_error_of_a_new_run_only(tmp_path: Path, name: str) -> None:
     tree = run_file(tmp_path, log__to=[name], checkpoint__every=3)
@@ -113,6 +120,7 @@ def test_one_that_does_not_start_is_an_error_of_a_new_run_only(tmp_path: Path, n
     assert column(tree, "step") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 def test_what_the_environment_says_is_left_to_the_tracker(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=["wandb"], train__max_steps=1)
     told = run_ranks(1, with_variables, tree)[0]
@@ -136,6 +144,7 @@ def test_a_package_that_is_not_there_is_said_before_anything_starts(name: str) -
         check_supported(config)
 
 
+@pytest.mark.full
 def test_the_ids_are_kept_in_the_run_folder(tmp_path: Path) -> None:
     tree = run_file(tmp_path, log__to=ALL, train__max_steps=1)
     _, told = train(tree)

@@ -23,6 +23,7 @@ EXPERTS: dict[str, Any] = {
 PIPELINE: dict[str, Any] = {"model": MODEL, "keys": {"layout__pp": 2, "precision__fp8": "tensorwise"}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [EXPERTS, PIPELINE], ids=["experts", "pipeline"])
 def test_the_run_is_the_same_bit_for_bit(case: dict[str, Any], tmp_path: Path) -> None:
     """Weights, state, biases of routers and metrics, of a run that starts and of its resumption."""
@@ -45,6 +46,7 @@ def test_the_run_is_the_same_bit_for_bit(case: dict[str, Any], tmp_path: Path) -
     assert tried == alone and len(alone) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lacks", ["backward", "an evaluation", "the memory of a save"])
 def test_memory_runs_out_before_the_first_step(lacks: str, tmp_path: Path) -> None:
     error = train(run_file(tmp_path, data__validation=0.2, memory__trial=True), 1, lacks=lacks).error

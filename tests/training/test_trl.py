@@ -16,6 +16,8 @@ from tests.parity import Case, build, gradient, pieces, reference_model
 from tests.pool import run_ranks
 from tests.training.test_objectives import DESIRABLE, all_pairs, before, micro_batches, near
 
+pytestmark = pytest.mark.full
+
 trl = pytest.importorskip("trl")
 
 CASE = Case("single+mb2+fp32", loss_chunks=3)

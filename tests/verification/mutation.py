@@ -6,6 +6,7 @@ ranks around everything that a proof does there. Without a fault the same proof 
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,7 @@ from fivefold.core.lora import Lora
 from fivefold.models import discover, hf_internals
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
-from fivefold.verification.proof_case import LEARNING_RATE, WEIGHT_DECAY, ProofCase
+from fivefold.verification.proof_case import CHUNKS, LEARNING_RATE, WEIGHT_DECAY, ProofCase
 from fivefold.verification.reduced_model import fill
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import LayoutResult, Row
@@ -37,6 +38,7 @@ ROW, SEED = 31, 1234
 DEFAULT = Layout()
 EVIDENCE = "evidence.safetensors"
 OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
+COMPILED = {"fivefold.core.code_cache", "fivefold.ops.cpu_attention", "fivefold.parallel.shared_memory"}
 TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 
@@ -58,7 +60,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
         objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
-        adapter=_lora(model) if model.adapter else None,
+        adapter=_lora(model) if model.adapter else None, loss_chunks=CHUNKS if model.is_chunked else None,
         prompts=int(fp8 not in ("tensorwise", "delayed")), whole_rows=fp8 != "none", capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
@@ -76,9 +78,23 @@ def _lora(model: Model) -> Lora:
 
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """Inside, the program has the bug; facts of models are neither read nor kept: they could be the sound program's."""
-    with FAULTS[name].plant() if name else nullcontext(), patch.object(discover, "_key", lambda model: None):
-        yield
+    """Inside, the program has the bug; what is kept is neither read nor left: it could be the sound program's, or the
+    other's."""
+    _forget()
+    try:
+        with FAULTS[name].plant() if name else nullcontext(), patch.object(discover, "_key", lambda model: None):
+            yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """Empty the caches of functions, but for those of what a compiler made."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fivefold.") and name not in COMPILED:
+            for each in list(vars(module).values()):
+                if hasattr(each, "cache_clear"):
+                    each.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -103,14 +119,14 @@ def prove(
 ) -> Outcome:
     """Prove a layout with a fault planted, or (`name` None) without."""
     if kind == "run":
-        return _outcome(_run(layout, folder, name, steps=steps, whole=whole))
+        return outcome_of(_run(layout, folder, name, steps=steps, whole=whole))
     parsed = Layout.parse(layout)
     place, world = str(make_subject(model, folder, steps=steps, like=parsed)), parsed.world
     if kind == "step":
-        return _outcome(_ranks(world, step_on_rank, place, layout, name, whole))
+        return outcome_of(_ranks(world, step_on_rank, place, layout, name, whole))
     with tempfile.TemporaryDirectory() as saved:
         _ranks(Layout.parse(OTHER).world, save_on_rank, place, OTHER, name, saved)
-        return _outcome(_ranks(world, load_on_rank, place, layout, name, saved))
+        return outcome_of(_ranks(world, load_on_rank, place, layout, name, saved))
 
 
 def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
@@ -122,8 +138,13 @@ def sound_losses(fault: Fault, folder: Path, *, steps: int) -> list[float]:
     return losses[steps // 2 :] if fault.kind == "load" else losses
 
 
-def _outcome(per_rank: list[dict[str, Any]]) -> Outcome:
-    found = LayoutResult.of(json.loads(json.dumps(per_rank[0])))
+def outcome_of(per_rank: list[dict[str, Any]]) -> Outcome:
+    """What a rank that raised says, else the first. Ranks that raised may be out of step, each within another
+    collective: they end."""
+    raised = [each for each in per_rank if each["refused"]]
+    if raised:
+        pool.end(len(per_rank))
+    found = LayoutResult.of(json.loads(json.dumps([*raised, *per_rank][0])))
     return Outcome(found, found.first_wrong)
 
 
@@ -138,7 +159,7 @@ def step_on_rank(place: str, layout: str, name: str | None, whole: bool) -> dict
     """The proof of a layout; not `whole`: until something is wrong."""
 
     def look() -> LayoutResult:
-        proof = _proof(place, layout)
+        proof = opened(place, layout)
         for stage in proof.stages:
             stage()
             if not whole and not all(row.ok for row in proof.found.rows):
@@ -152,7 +173,7 @@ def load_on_rank(place: str, layout: str, name: str | None, folder: str) -> dict
     """Load what `save_on_rank` left, and train on."""
 
     def look() -> LayoutResult:
-        proof = _proof(place, layout)
+        proof = opened(place, layout)
         proof.forget()
         proof.reload({OTHER: Path(folder)})
         rest = range(proof.case.steps // 2, proof.case.steps)
@@ -165,7 +186,7 @@ def load_on_rank(place: str, layout: str, name: str | None, folder: str) -> dict
 def save_on_rank(place: str, layout: str, name: str | None, folder: str) -> None:
     """Train for half of the steps and save."""
     with planted(name):
-        proof = _proof(place, layout)
+        proof = opened(place, layout)
         for step in range(proof.case.steps // 2):
             proof._step(step)
         proof.save(Path(folder))
@@ -177,7 +198,8 @@ def run_on_rank(tree: dict[str, Any], name: str | None, stop_at: int) -> bodies.
         return bodies.on_rank(tree, stop_at=stop_at)
 
 
-def _proof(place: str, layout: str) -> Proof:
+def opened(place: str, layout: str) -> Proof:
+    """The proof of a layout in fp64, in the subject that lies there."""
     subject = ProofCase.load(Path(place) / "subject.json")
     return Proof(subject, Layout.parse(f"{layout}+fp64"), ReferenceTensors(Path(place) / EVIDENCE), "cpu")
 

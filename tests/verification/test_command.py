@@ -15,6 +15,7 @@ from fivefold.verification import resolve
 from tests.commands import fivefold
 
 
+@pytest.mark.full
 def test_three_layouts_are_proved(tmp_path: Path) -> None:
     layouts = "tp2,shard2+fp32,pp2"  # the README proves shard2.tp2
     shown = fivefold(["verify", "--quick", "--layouts", layouts, "--json", "v.json", "--html", "v.html"], tmp_path)
@@ -41,6 +42,7 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if not row["what"].startswith("control")]
 
 
+@pytest.mark.full
 def test_a_layout_that_is_wrong_fails(tmp_path: Path) -> None:
     arguments = ["verify", "--quick", "--layouts", "tp2", "--json", "-"]
     rows = json.loads(fivefold(arguments, tmp_path, code=1, fault="partial_gradients_not_summed"))["layouts"][0]["rows"]
@@ -48,6 +50,7 @@ def test_a_layout_that_is_wrong_fails(tmp_path: Path) -> None:
     assert (first["what"], first["where"]) == ("gradient, reduced", "model.norm.weight")
 
 
+@pytest.mark.full
 def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "--verify", "layout=tp2", "train.max_steps=1"]
     fivefold(arguments, tmp_path, code=1, fault="partial_gradients_not_summed")
@@ -56,6 +59,7 @@ def test_a_layout_that_is_wrong_keeps_a_run_from_starting(tmp_path: Path, capsys
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 def test_inside_a_world_only_its_own_size_runs(tmp_path: Path) -> None:
     launched = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fivefold"]
     arguments = ["verify", "--quick", "--layouts", "tp2,shard4", "--json", "v.json"]

@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("subjects")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("setting", CONTROLS, ids=lambda each: "-".join(map(str, each)))
 def test_without_a_fault_nothing_is_wrong(setting: tuple[str, Model, str], folder: Path) -> None:
     """The control, for every kind of proof, model and layout that a fault is planted in."""
@@ -35,6 +36,7 @@ def test_without_a_fault_nothing_is_wrong(setting: tuple[str, Model, str], folde
     assert outcome.found.rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", TIERED, ids=lambda each: each.name)
 def test_a_planted_fault_is_found_and_named(fault: Fault, folder: Path) -> None:
     outcome = prove_fault(fault, folder, steps=STEPS, whole=False)

@@ -18,6 +18,7 @@ from tests.verification.faults import Model
 from tests.verification.mutation import make_subject, prove
 
 
+@pytest.mark.full
 def test_a_module_that_runs_twice_in_a_pass_is_left_out(tmp_path: Path) -> None:
     """Gemma 3 asks for its rotary tables once for each kind of layer, in an order that differs between processes."""
     kinds = ["sliding_attention", "full_attention"]
@@ -68,6 +69,7 @@ def in_bf16(place: str, layout: str) -> dict[str, object]:
     )
 
 
+@pytest.mark.full
 def test_routers_compute_in_fp32_on_both_sides_of_a_proof_in_bf16(tmp_path: Path) -> None:
     place = make_subject(Model("mixtral"), tmp_path, steps=2)
     prepare(ProofCase.load(place / "subject.json"), "bf16", place / "bf16.safetensors", "cpu")
@@ -78,6 +80,7 @@ def test_routers_compute_in_fp32_on_both_sides_of_a_proof_in_bf16(tmp_path: Path
     assert "types" in {row.what for row in found.rows}
 
 
+@pytest.mark.full
 def test_what_hands_on_the_embedding_is_looked_at_in_the_first_stage_only(tmp_path: Path) -> None:
     """GPT-2's dropout before the layers runs in every stage, and is given a stand-in's zeros in the later ones."""
     outcome = prove("step", Model("gpt2"), "pp2", tmp_path, steps=1)
@@ -96,6 +99,7 @@ ERNIE = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [DBRX, ERNIE], ids=["experts of two dimensions", "a parameter without a gradient"])
 def test_experts_of_two_dimensions_and_parameters_without_a_gradient(changes: Any, tmp_path: Path) -> None:
     """DBRX keeps all experts of a layer in one matrix, which decays; ERNIE's correction bias is a parameter."""

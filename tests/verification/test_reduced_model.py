@@ -33,13 +33,14 @@ def test_every_built_in_shape_becomes_thin(name: str) -> None:
     assert logits.shape == (1, 5, small.get_text_config().vocab_size) and logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_every_family_keeps_its_kinds_of_layers(family: str) -> None:
-    config = hf_config(Case("single", family=family))
-    small = fewer_layers(config)
-    assert set(getattr(small, "layer_types", None) or []) == set(getattr(config, "layer_types", None) or [])
-    assert small.num_hidden_layers >= 2
-    build_meta(small)
+def test_every_family_keeps_its_kinds_of_layers(subtests: pytest.Subtests) -> None:
+    for family in TINY:
+        with subtests.test(msg=family):
+            config = hf_config(Case("single", family=family))
+            small = fewer_layers(config)
+            assert set(getattr(small, "layer_types", None) or []) == set(getattr(config, "layer_types", None) or [])
+            assert small.num_hidden_layers >= 2
+            build_meta(small)
 
 
 def test_nothing_is_zero_and_the_folder_is_plain(tmp_path: Path) -> None:
@@ -74,21 +75,24 @@ PER_LAYER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", PER_LAYER)
-def test_every_list_with_an_entry_per_layer_is_cut_with_the_layers(kind: str, tmp_path: Path) -> None:
+def test_every_list_with_an_entry_per_layer_is_cut_with_the_layers(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """And the config can be read again: transformers refuses lists of another length."""
-    config = AutoConfig.for_model(kind)
-    small = narrow(fewer_layers(config), 35)
-    assert small is not None
-    layers = small.num_hidden_layers
-    assert 2 <= layers <= 4 < config.num_hidden_layers
-    for key in ("layer_types", *PER_LAYER[kind]) if hasattr(config, "layer_types") else PER_LAYER[kind]:
-        assert len(getattr(small, key)) == layers
-        assert set(getattr(small, key)) == set(getattr(config, key)), key
-    small.save_pretrained(tmp_path)
-    again = build_meta(load_model_config(tmp_path))
-    assert len(again.model.layers) == layers
-    assert sum(p.numel() for p in again.parameters()) < 4e7
+    for number, kind in enumerate(PER_LAYER):
+        with subtests.test(msg=kind):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            config = AutoConfig.for_model(kind)
+            small = narrow(fewer_layers(config), 35)
+            assert small is not None
+            layers = small.num_hidden_layers
+            assert 2 <= layers <= 4 < config.num_hidden_layers
+            for key in ("layer_types", *PER_LAYER[kind]) if hasattr(config, "layer_types") else PER_LAYER[kind]:
+                assert len(getattr(small, key)) == layers
+                assert set(getattr(small, key)) == set(getattr(config, key)), key
+            small.save_pretrained(folder)
+            again = build_meta(load_model_config(folder))
+            assert len(again.model.layers) == layers
+            assert sum(p.numel() for p in again.parameters()) < 4e7
 
 
 def test_lists_of_layer_numbers_count_anew() -> None:

@@ -29,11 +29,12 @@ class Model:
     adapter: bool = False
     quantize: str = "none"
     of_experts: bool = False
+    is_chunked: bool = True  # the loss, in three chunks of the tokens
 
     def __str__(self) -> str:
         marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
         marks |= {self.objective: self.objective != "sft", "lora": self.adapter, self.quantize: self.quantize != "none"}
-        marks |= {"experts": self.of_experts}
+        marks |= {"experts": self.of_experts, "unchunked": not self.is_chunked}
         return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 

@@ -24,7 +24,7 @@ def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
     """`after(model, batch)` happens when gradients are there."""
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *judges: Any) -> Tensor:
         found = plain(model, batch, scale)
         after(model, batch)
         return found
@@ -86,18 +86,18 @@ def targets_counted_on_every_tensor_rank() -> Any:
 def mean_of_micro_batches() -> Any:
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor) -> Tensor:
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *judges: Any) -> Tensor:
         ranks = step.state_of(model).plan.layout.data_ranks
         shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
         device = step.to_device
 
-        def to_device(*args: Any) -> Any:
-            inputs = device(*args)
+        def to_device(*args: Any, **options: Any) -> Any:
+            inputs = device(*args, **options)
             inputs.scale = torch.tensor(next(shares), dtype=torch.float64)
             return inputs
 
         with patch.object(step, "to_device", to_device):
-            return plain(model, batch, scale)
+            return plain(model, batch, scale, *judges)
 
     return patch.object(step, "gradients", gradients)
 
