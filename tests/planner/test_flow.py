@@ -32,6 +32,7 @@ def timings(layout: Layout, number: int, *, alike: bool) -> tuple[Durations, np.
     return {**found, "B": found["I"] + found["W"]}, rng.uniform(0, 0.5, number)
 
 
+@pytest.mark.full  # fifteen seconds of arithmetic
 def test_a_span_is_that_of_all_slots(subtests: pytest.Subtests) -> None:
     """Of one layout, and of layouts with different numbers of micro batches at once."""
     for text, alike in product(PIPELINES, [True, False]):

@@ -47,6 +47,7 @@ def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[
     return step, plan, replace(shape, compiled=price_list.engine.compiled)
 
 
+@pytest.mark.full  # twenty seconds of arithmetic
 def test_memory_is_that_of_the_plan() -> None:
     """Of the first, a middle and the last pipeline rank, item by item."""
     assert len(sample()) >= 200
