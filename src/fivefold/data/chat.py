@@ -12,8 +12,9 @@ of which `4<|im_end|>` is the assistant's: what it answers, and that it ends the
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import TooLong, within
-from fivefold.data.spans import Span, Turn, find_spans
+from fivefold.data.spans import PROBE, Span, Turn, find_spans, numbered, words
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # a list, as Python or JSON writes it
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _MOST_BYTES = 2**20  # of a template; the longest known has some 10 kB
 MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
@@ -56,39 +59,67 @@ class ChatTemplate:
         """What identifies it."""
         return key_of(self.source, sorted(self.special.items()))
 
-    def render(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False) -> str:
-        """The text of a conversation; with `answer`, up to where the assistant begins. Raises `UserError`."""
-        return self._rendered(turns, tools, add_generation_prompt=answer)[0]
+    def render(
+        self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """The text of a conversation; with `answer`, up to where the assistant begins. `chat_template_kwargs`: what the
+        template is given beside. Raises `UserError`."""
+        return self._write(self._in_form(turns), tools, chat_template_kwargs, answer=answer)[0]
 
-    def answers(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None) -> tuple[str, dict[int, Span]]:
+    def answers(
+        self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, dict[int, list[Span]]]:  # fmt: skip
         """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
-        end its turn.
-
-        A template may mark them itself (`{% generation %}`). Else they begin where a question for an answer ends, and
-        end where the conversation up to there ends. A template that renders an early turn otherwise once there are
-        later ones (Qwen3 leaves out what was thought) is asked where it puts a mark at the ends of the content.
-        Raises `UserError` where that is not to be told.
-        """
+        end its turn (see `spans`). Raises `UserError` where that is not to be told."""
         own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if _MARKS_ANSWERS.search(self.source):
-            text, marked = self._rendered(turns, tools, return_assistant_tokens_mask=True)
-            if len(marked) != len(own):
-                raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
-            return text, dict(zip(own, marked, strict=True))
-        return find_spans(partial(self.render, tools=tools), turns, own, name=self.name)
+        render = partial(self._write, tools=tools, given=chat_template_kwargs)
+        encloses = bool(_ENCLOSES.search(self.source))
+        return find_spans(render, self._in_form(turns), own, name=self.name, encloses=encloses)
 
-    def _rendered(
-        self, turns: Sequence[Turn], tools: Sequence[Any] | None, **options: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def on(self, day: date) -> "ChatTemplate":
+        """The same as it writes on that day, where it writes the day."""
+        return replace(self, source=_NOW.sub(lambda found: repr(day.strftime(found[2])), self.source))
+
+    def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns with contents in a form that the template takes: texts, or lists of parts."""
+        return [
+            turn if turn.get("content") is None or isinstance(turn["content"], self._forms) else
+            {**turn, "content": words(turn) if str in self._forms else [{"type": "text", "text": turn["content"]}]}
+            for turn in turns
+        ]  # fmt: skip
+
+    @cached_property
+    def _forms(self) -> tuple[type, ...]:
+        """What contents may be: a template writes nothing of the others, or how Python writes them."""
+        forms: dict[type, Any] = {str: PROBE, list: [{"type": "text", "text": f"{PROBE}{n}"} for n in range(2)]}
+        taken = []
+        for form, content in forms.items():
+            try:
+                text = self._write([{"role": "user", "content": content}])[0]
+            except UserError:
+                continue
+            if PROBE in text if form is str else text.count(PROBE) > 1 and not _QUOTED.search(text):
+                taken.append(form)
+        return tuple(taken) or (str,)
+
+    def _write(
+        self, turns: Sequence[Turn], tools: Sequence[Any] | None = None, given: Mapping[str, Any] | None = None, *,
+        answer: bool = False, is_numbered: bool = False,
+    ) -> tuple[str, list[Span]]:  # fmt: skip
+        """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             with within(MOST_SECONDS):
-                texts, marked = render_jinja_template(
-                    conversations=[[dict(turn) for turn in turns]],
+                texts, enclosed = render_jinja_template(
+                    conversations=[[{key: each for key, each in turn.items() if each is not None} for turn in turns]],
                     tools=None if tools is None else list(tools),
-                    chat_template=self.source,
-                    **{**self.special, **options},
+                    chat_template=(numbered if is_numbered else str)(self.source),
+                    add_generation_prompt=answer,
+                    return_assistant_tokens_mask=bool(_ENCLOSES.search(self.source)),
+                    **{**self.special, **(given or {})},
                 )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
         except TooLong as error:
@@ -99,7 +130,7 @@ class ChatTemplate:
         except Exception as error:  # of Jinja, of the template itself
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
-        return texts[0], [(first, last) for first, last in (marked[0] if marked else [])]
+        return texts[0], [(first, last) for first, last in (enclosed[0] if enclosed else [])]
 
 
 def _read(path: Path) -> str | None:

@@ -15,12 +15,12 @@ pair of a chosen and a rejected answer is in one row as a whole; one that is lon
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Span, Turn, inside
+from fivefold.data.spans import Span, Turn, inside, words
 
 TrainOn = Literal["assistant", "all", "last"]
 
@@ -35,24 +35,25 @@ _KNOWN = ("system", "developer", "user", "assistant", "tool")
 @dataclass(frozen=True)
 class Example:
     """A record that is not rendered yet: `turns`, or `pair`, a prompt and its answer as plain texts. `where`: its
-    place, for messages. `context`: so many turns at the front are trained under no circumstances."""
+    place, for messages. `context`: so many turns at the front are trained under no circumstances. `tools`,
+    `chat_template_kwargs`: what the template is given beside the turns."""
 
     where: str
     turns: tuple[Turn, ...] = ()
     pair: tuple[str, str] | None = None
     context: int = 0
     tools: tuple[Any, ...] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
 
     def __len__(self) -> int:
         """Characters, roughly."""
-        texts = self.pair or [str(turn.get("content") or "") for turn in self.turns]
-        return sum(map(len, texts))
+        return sum(map(len, self.pair or map(words, self.turns)))
 
     @property
     def plain(self) -> str:
         """All that is said in it, for a tokenizer to learn from."""
-        return "\n".join(self.pair or [str(turn.get("content") or "") for turn in self.turns])
+        return "\n".join(self.pair or map(words, self.turns))
 
     def rendered(self, template: ChatTemplate, eos: str) -> "Text":
         """Its text. `eos`: how the tokenizer writes the end of a document. Raises `UserError`."""
@@ -64,43 +65,25 @@ class Example:
         if self.train_on == "all":
             spans = [(0, len(text))]
         body = text.rstrip()
-        if body.endswith(eos):
-            return Text(text, tuple(spans), ends=False)
+        ends = not body.endswith(eos)
         # An EOS will follow. Where it is trained, so is what stands between it and the answer: else nothing would teach
         # the model to get there.
-        if spans and spans[-1][1] >= len(body):
+        if ends and spans and spans[-1][1] >= len(body):
             spans[-1] = spans[-1][0], len(text)
-        return Text(text, tuple(spans), ends=True)
+        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None)
 
     def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
+        given: dict[str, Any] = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
         try:
-            if self.train_on == "all":
-                text, answers = template.render(self.turns, tools=self.tools), dict[int, Span]()
-            else:
-                text, answers = template.answers(self.turns, tools=self.tools)
-            _check_calls(self.turns, text, template.name)
+            text, answers = template.answers(self.turns, **given)
         except UserError as error:
             raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/data.md") from error
-        spans = [
-            span
-            for number, span in answers.items()
+        trained = [
+            spans
+            for number, spans in sorted(answers.items())
             if number >= self.context and self.turns[number].get("weight", 1) != 0
         ]
-        return text, spans[-1:] if self.train_on == "last" else spans
-
-
-def _check_calls(turns: Sequence[Turn], text: str, template: str) -> None:
-    """Raises `UserError` where a turn calls a tool that the text does not name: an empty answer would be learnt."""
-    for number, turn in enumerate(turns, start=1):
-        calls = turn.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function: object = call.get("function", call) if isinstance(call, Mapping) else None
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and name not in text:
-                raise UserError(
-                    f"turn {number} calls the tool {name!r}, and {template} leaves out tool_calls",
-                    fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
-                )
+        return text, [span for spans in (trained[-1:] if self.train_on == "last" else trained) for span in spans]
 
 
 @dataclass(frozen=True)
@@ -167,12 +150,13 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
 
 @dataclass(frozen=True)
 class Text:
-    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, and is
-    trained where the last character is."""
+    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, if it
+    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too."""
 
     text: str
     trained: tuple[Span, ...] | None = None
     ends: bool = True
+    by_template: bool = False
 
     def is_trained(self, ends: Sequence[int]) -> list[bool]:
         """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
@@ -276,10 +260,10 @@ def _turn(value: object, where: str) -> Turn:
     if isinstance(content, list):  # parts, as models of several senses take them
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
             raise UserError(f"{where}: not all of its parts are text", fix="leave such records out")
-        content = "".join(part["text"] for part in content)
-    if content is None and role == "assistant" and value.get("tool_calls"):
-        content = ""
-    content = _string(content, where, "its content")
+        content = [{**part, "text": encodable(part["text"], where)} for part in content]
+    else:
+        is_call = content is None and role == "assistant" and value.get("tool_calls")
+        content = "" if is_call else _string(content, where, "its content")
     if value.get("weight", 1) not in (0, 1, None):
         raise UserError(f"{where}: its weight is {value['weight']!r}", fix="1 trains the turn, 0 does not")
     more = {

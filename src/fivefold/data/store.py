@@ -14,6 +14,7 @@ meta.json       sizes and checksums, whose tokens they are, and what the records
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -37,6 +38,7 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
+from fivefold.data.chat import ChatTemplate
 from fivefold.data.examples import Document, Preference, Text
 from fivefold.data.records import Records, answers_alone
 from fivefold.data.source import FileList
@@ -44,7 +46,7 @@ from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 2  # raise when the same records are read as other documents
+_READING = 3  # raise when the same records are read as other documents, or others of their tokens are trained
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
@@ -194,9 +196,11 @@ def _check_tokens(store: TokenStore, root: Path) -> None:
 
 
 def store_for(
-    files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud
-) -> TokenStore:
+    files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud,
+    *, day: date | None = None,
+) -> TokenStore:  # fmt: skip
     """The token store of one source: its own folder if it is one, else the cache's, tokenised now if it is not there.
+    `day`: what a chat template that writes the day writes; None: today.
 
     A store of the cache that is damaged is made again, and `say` is told. Raises UserError for bad input (file and row
     named), or for a token store that is damaged, or that another tokenizer made.
@@ -205,7 +209,8 @@ def store_for(
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
     # Records may be examples, which the template writes. Whether they are is known when they are read.
-    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
+    template = tokenizer.template.on(day or date.today())
+    written = [template.digest for _, form in files.files[:1] if isinstance(form, Records)]
     folder = root / "stores" / key_of(
         _VERSION, _READING, content, tokenizer.digest, tokenizer.bos_token_ids, *written
     )  # fmt: skip
@@ -214,7 +219,7 @@ def store_for(
         if damage:
             say(f"DAMAGED: the cached tokens of {files.name}: {damage}; they are made again from the text")
         with _after(damage, files):
-            _Writer(beside, tokenizer, content).write(files, progress)
+            _Writer(beside, tokenizer, template, content).write(files, progress)
 
     return entry(folder, read=lambda folder: open_store(folder, root), build=build)
 
@@ -260,12 +265,12 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
 class _Writer:
     """Writes one store: memory holds a batch of documents, the offsets and the block hashes."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerInfo, content: str) -> None:
-        self.folder, self.tokenizer, self.content = folder, tokenizer, content
+    def __init__(self, folder: Path, tokenizer: TokenizerInfo, template: ChatTemplate, content: str) -> None:
+        self.folder, self.tokenizer, self.template, self.content = folder, tokenizer, template, content
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
-        self.examples = self.pairs = self.rated = self.trained = 0
+        self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
         tokenizer = self.tokenizer.load()
@@ -311,7 +316,7 @@ class _Writer:
         self.pairs += isinstance(document, Preference)
         self.rated += isinstance(document, Preference) and document.desirable is not None
         each = [document.first, document.second] if isinstance(document, Preference) else [document]
-        return [example.rendered(self.tokenizer.template, eos) for example in each]
+        return [example.rendered(self.template, eos) for example in each]
 
     def _document(
         self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]], *, desirable: bool
@@ -330,22 +335,29 @@ class _Writer:
 
     def _sequence(self, text: Text, encoded: Any) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
         """The tokens of a text, and which of them are trained."""
-        with_bos = put_bos(encoded.ids, self.tokenizer.bos_token_ids)
-        ends = [self.tokenizer.eos_token_id] * text.ends
-        tokens = np.array([*with_bos, *ends], dtype=self.dtype)
+        # A conversation has the tokens of `apply_chat_template`: the template writes BOS, or there is none.
+        ids = encoded.ids if text.by_template else put_bos(encoded.ids, self.tokenizer.bos_token_ids)
+        has_end = ids[-1:] == [self.tokenizer.eos_token_id]
+        ends = [self.tokenizer.eos_token_id] * (text.ends and not has_end)
+        self.ended += has_end
+        tokens = np.array([*ids, *ends], dtype=self.dtype)
         trained = np.ones(len(tokens), np.uint8)
         if text.trained is not None:
             is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
-            flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * text.ends]
+            flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * len(ends)]
             trained[: len(tokens) - len(flags)] = 0  # BOS
             trained[len(tokens) - len(flags) :] = flags
         return tokens, trained
 
     def _meta(self, tokens: int, answers: tuple[str, ...]) -> StoreMeta:
+        files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}
+        # Texts are their own tokens. What a template makes of a record, and what of it is trained, is not told by the
+        # record: rows and checkpoints of other tokens are of other data.
+        made = [files["checksums.npy"]] if self.ended and not self.examples else [*files.values()] * bool(self.examples)
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
-            content=key_of(self.content, self.tokenizer.template.digest) if self.examples else self.content,
+            content=key_of(self.content, *made) if made else self.content,
             tokenizer=self.tokenizer.digest,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_id=self.tokenizer.eos_token_id,
@@ -355,7 +367,7 @@ class _Writer:
             tokens=tokens,
             blocks=len(self.hashes),
             answers_alone=answers,
-            files={name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))},
+            files=files,
             trained=self.trained if self.examples else None,
             pairs=self.pairs > 0,
             rated=self.rated > 0,
