@@ -14,10 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import TooLong, within
@@ -27,29 +26,29 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+BUILT_IN = "the built-in ChatML"
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-_MOST_BYTES = 2**20  # of a template; the longest known has some 10 kB
 MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source`: the Jinja text. `special`: names of special tokens -> how they are written. `name`: for messages."""
+    """`source`: the Jinja text, or several by name. `special`: names of special tokens -> how they are written.
+    `name`: for messages."""
 
-    source: str = CHATML
+    source: str | Mapping[str, str] = CHATML
     special: Mapping[str, str] = field(default_factory=dict)
-    name: str = "the built-in ChatML"
+    name: str = BUILT_IN
 
-    @classmethod
-    def of(cls, folder: Path) -> "ChatTemplate":
-        """That of a tokenizer's folder, or ChatML where it has none. Raises `UserError` for one that cannot be read."""
-        config = tokenizer_json(folder / "tokenizer_config.json")
-        special = {name: text for name in _SPECIAL if (text := token_text(config.get(name)))}
-        found = _read(folder / "chat_template.jinja") or _default(config.get("chat_template"))
-        if found is None:
-            return cls(special=special)
-        return cls(found, special, f"the chat template of {folder}")
+    def text(self, tools: Sequence[Any] | None = None) -> str:
+        """The Jinja text for a conversation with these tools. Raises `UserError` where none of several is for it."""
+        from transformers import PreTrainedTokenizerBase
+
+        read: Any = SimpleNamespace(chat_template=self.source)
+        try:
+            return PreTrainedTokenizerBase.get_chat_template(read, tools=tools)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}", fix="name one of them `default`") from error
 
     @property
     def digest(self) -> str:
@@ -70,7 +69,7 @@ class ChatTemplate:
         Raises `UserError` where that is not to be told.
         """
         own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if _MARKS_ANSWERS.search(self.source):
+        if _MARKS_ANSWERS.search(self.text(tools)):
             text, marked = self._rendered(turns, tools, return_assistant_tokens_mask=True)
             if len(marked) != len(own):
                 raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
@@ -87,7 +86,7 @@ class ChatTemplate:
                 texts, marked = render_jinja_template(
                     conversations=[[dict(turn) for turn in turns]],
                     tools=None if tools is None else list(tools),
-                    chat_template=self.source,
+                    chat_template=self.text(tools),
                     **{**self.special, **options},
                 )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
@@ -100,45 +99,3 @@ class ChatTemplate:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
         return texts[0], [(first, last) for first, last in (marked[0] if marked else [])]
-
-
-def _read(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    if path.stat().st_size > _MOST_BYTES:
-        raise UserError(f"{path}: more than {_MOST_BYTES >> 20} MiB", fix="copy the file from its origin again")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable: {error}", fix="copy the file from its origin again") from error
-
-
-def tokenizer_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a tokenizer's folder; empty where there is none. Raises `UserError` for a file that
-    cannot be read."""
-    try:
-        tree = strict_json.read_config(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
-    return tree if isinstance(tree, dict) else {}
-
-
-def token_text(token: Any) -> str | None:
-    """How a special token is written, by what such a file says of it: a text, or an object with one."""
-    content = token.get("content") if isinstance(token, Mapping) else token
-    return content if isinstance(content, str) else None
-
-
-def _is_default(template: Any) -> bool:
-    return isinstance(template, Mapping) and template.get("name") == "default"
-
-
-def _default(template: Any) -> str | None:
-    """A folder may have several, with names."""
-    if isinstance(template, str):
-        return template
-    several = template if isinstance(template, list) else []
-    found = next((each.get("template") for each in several if _is_default(each)), None)
-    return found if isinstance(found, str) else None

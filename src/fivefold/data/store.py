@@ -98,6 +98,12 @@ class TokenStore:
         return np.memmap(self.folder / "tokens.bin", dtype=self.meta.dtype, mode="r")
 
     @cached_property
+    def largest(self) -> int:
+        """The largest number of all tokens, which are read for it."""
+        size = len(self.tokens)
+        return max((int(self.tokens[at : at + 2**24].max()) for at in range(0, size, 2**24)), default=0)
+
+    @cached_property
     def trained(self) -> NDArray[np.uint8] | None:
         """uint8 [tokens], mapped: odd for a token that is trained, 2 more in the second answer of a pair, 4 more in a
         first one that is desirable; None where all are."""

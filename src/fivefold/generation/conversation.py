@@ -24,7 +24,7 @@ _PROBE = "ok"
 def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
     """The tokens of a conversation up to where the assistant begins, as training makes them. Raises `UserError`."""
     text = opened.info.template.render(turns, tools=tools, answer=True)
-    return put_bos(opened.tokenizer.encode(text, add_special_tokens=False).ids, opened.info.bos_token_ids)
+    return put_bos(opened.encode(text), opened.info.bos_token_ids)
 
 
 def end_of_turn(template: ChatTemplate) -> str:
