@@ -18,12 +18,13 @@ from tokenizers import (
 )
 
 TEXTS = [
-    "", " ", "  ", "a", " a", "a ", "Hello, world!", " The quick brown fox jumps over 13 lazy dogs. ", "12345", "3.14159",
-    "1,000,000", "x = y+1;", "def f(x):\n    return x  # two  spaces\n", "\n", "\n\n", "a\n\n\nb", "\t\ttabs", "\r\nwindows",
-    "naïve café", "e\u0301 composed?", "Ａ ﬁ ² fullwidth", "漢字かな交じり文", "Привет, мир", "مرحبا", "नमस्ते", "😀🤖 emoji", "\u200bzero",
-    "\xa0nbsp", "don't can't I'll", "CamelCaseWords", "UPPER lower", "<s>", "</s>", "a <s> b </s> c", "<s>a", "a</s>",
-    "<|endoftext|>", "x<|endoftext|>y", "x <|im_start|>user\nq<|im_end|>\n y", "<|im_start|> <|im_end|>", "<tool>", "a<tool>b",
-    "[PAD][UNK][CLS]", "<unk>", "▁metaspace", "Ġbyte", "\x00\x01", "a" * 40, "ab " * 20, "http://example.org/?q=1&b=%20",
+    "", " ", "  ", "a", " a", "a ", "Hello, world!", " The quick brown fox jumps over 13 lazy dogs. ", "12345",
+    "3.14159", "1,000,000", "x = y+1;", "def f(x):\n    return x  # two  spaces\n", "\n", "\n\n", "a\n\n\nb", "\t\ttabs",
+    "\r\nwindows", "naïve café", "e\u0301 composed?", "Ａ ﬁ ² wide", "漢字かな", "Привет, мир", "مرحبا", "नमस्ते", "😀🤖 emoji",
+    "\u200bzero", "\xa0nbsp", "don't can't I'll", "CamelCaseWords", "UPPER lower", "<s>", "</s>", "a <s> b </s> c",
+    "<s>a", "a</s>", "<|endoftext|>", "x<|endoftext|>y", "x <|im_start|>user\nq<|im_end|>\n y",
+    "<|im_start|> <|im_end|>", "<tool>", "a<tool>b", "[PAD][UNK][CLS]", "<unk>", "▁metaspace", "Ġbyte", "\x00\x01",
+    "a" * 40, "ab " * 20, "http://example.org/?q=1&b=%20",
 ]  # fmt: skip
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -256,6 +257,10 @@ def _template(put_it: Callable[[Path], None]) -> Make:
     return make
 
 
+def named(name: str, template: str) -> dict[str, str]:
+    return {"name": name, "template": template}
+
+
 TEMPLATES: dict[str, Make] = {
     "in the config": _template(lambda folder: config(folder, bos_token="<s>", chat_template=CHATML)),
     "a file": _template(lambda folder: put(folder, "chat_template.jinja", CHATML)),
@@ -264,13 +269,13 @@ TEMPLATES: dict[str, Make] = {
     ),
     "a list": _template(
         lambda folder: config(
-            folder, chat_template=[{"name": "default", "template": CHATML}, {"name": "tool_use", "template": WITH_TOOLS}]
+            folder, chat_template=[named("default", CHATML), named("tool_use", WITH_TOOLS)]
         )
     ),
     "a dict": _template(lambda folder: config(folder, chat_template={"default": CHATML, "tool_use": WITH_TOOLS})),
     "a list without tools": _template(
         lambda folder: config(
-            folder, chat_template=[{"name": "default", "template": CHATML}, {"name": "rag", "template": "NO"}]
+            folder, chat_template=[named("default", CHATML), named("rag", "NO")]
         )
     ),
     "a folder": _template(

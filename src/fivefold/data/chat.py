@@ -46,7 +46,7 @@ class ChatTemplate:
 
         read: Any = SimpleNamespace(chat_template=self.source)
         try:
-            return PreTrainedTokenizerBase.get_chat_template(read, tools=tools)  # type: ignore[arg-type]
+            return str(PreTrainedTokenizerBase.get_chat_template(read, tools=tools))
         except ValueError as error:
             raise UserError(f"{self.name}: {error}", fix="name one of them `default`") from error
 

@@ -91,8 +91,8 @@ class TokenizerInfo:
         found = []
         if self.overruled_by:
             found.append(
-                f"{self.overruled_by}, by which AutoTokenizer reads {self.folder}: its tokenizer.json alone makes other "
-                "tokens"
+                f"{self.overruled_by}, by which AutoTokenizer reads {self.folder}: its tokenizer.json alone makes "
+                "other tokens"
             )
         if converses and self.template.name == BUILT_IN:
             found.append(f"it has no chat template: conversations are written in {BUILT_IN}")
