@@ -62,7 +62,7 @@ class DataCounts:
     """Everything that was read, what was left out, and the rows of both sides.
 
     `fraction` is the part that was asked to be held out, 0 for none or a list. `bos` says what stands in front of the
-    documents. `answers_alone`: see `StoreMeta`.
+    documents. `answers_alone`: see `StoreMeta`. `tokenizer`: what a user may not expect of it.
     """
 
     files: int
@@ -78,6 +78,7 @@ class DataCounts:
     fraction: float = 0.0
     bos: str = ""
     answers_alone: tuple[str, ...] = ()
+    tokenizer: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> float:
@@ -95,6 +96,7 @@ class DataCounts:
             *trained,
             f"validation  {self._validation()}",
             *self._by_source(),
+            *(f"tokenizer   {line}" for line in self.tokenizer),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))

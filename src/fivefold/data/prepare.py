@@ -276,6 +276,7 @@ def _open(
             repeated=counts["repeated"],
             fraction=plan.fraction,
             bos=_bos_line(tokenizer),
+            tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,

@@ -1,11 +1,11 @@
 """Which characters of a conversation, as a chat template writes it, the assistant said.
 
 A template writes turn after turn in a loop. `numbered` changes it so that each round of that loop begins with a mark,
-the number of its turn. Without the marks the text must be the one that the template writes itself; with them it says
-where each turn begins and ends, however the template ends a turn that others follow, or that none does.
+the number of its turn. Without the marks the text must be the one that the template writes by itself; with them it says
+where each turn begins and ends, whatever the template makes of the end of a turn that others follow.
 
 An answer begins where the question for one (`add_generation_prompt`) ends. What the template makes of another answer
-in its place, a probe, tells what stands around the words, and that the words are written at all.
+in its place, a probe, tells what stands in front of the words and behind them, and that they are written at all.
 """
 
 import re
@@ -14,23 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from os.path import commonprefix
 from typing import Any
 
 from fivefold.core.errors import UserError
 
 Turn = Mapping[str, Any]  # as templates take it: role, content, and what else a template reads (tool_calls, ...)
 Span = tuple[int, int]  # characters, the end excluded
-Render = Callable[..., tuple[str, list[Span]]]
+Write = Callable[..., tuple[str, list[Span]]]
 
 PROBE, _CALL = "qvxjzkanswer", "qvxjzkcall"  # letters alone, which no filter changes
 _NUMBER = "fivefold_number"  # the key of a turn that holds its mark
 _MARK = re.compile("\ue0f5([0-9]+)\ue0f6")  # characters that no text has
 _LOOP = re.compile(
-    r"\{#.*?#\}|\{%[-+]?\s*(?P<word>for|endfor)\b(?:\s+(?P<each>\w+)\s+in\b)?(?P<over>.*?)(?P<close>[-+]?%\})", re.DOTALL
+    r"\{#.*?#\}"  # a comment is no loop
+    r"|\{%[-+]?\s*(?P<word>for|endfor)\b(?:\s+(?P<each>\w+)\s+in\b)?(?P<over>.*?)(?P<close>[-+]?%\})",
+    re.DOTALL,
 )
-_FEW = 4  # answers of one kind that are each asked for
-_ENCLOSE = "put {% generation %} and {% endgeneration %} around the answer in the template"
+_FEW = 4  # answers that are each asked for
 
 
 @lru_cache(64)
@@ -43,118 +43,101 @@ def numbered(source: str) -> str:
         depth += {"for": 1, "endfor": -1}.get(tag["word"], 0)
         if tag["word"] != "for" or depth > 1 or not tag["each"]:
             return tag[0]
-        by_index = re.search(rf"(\w+)\[{tag['each']}\]", source[tag.end() :]) if "range(" in tag["over"] else None
+        by_index = re.search(rf"\w+\[{tag['each']}\]", source[tag.end() :]) if "range(" in tag["over"] else None
         turn, opened = by_index[0] if by_index else tag["each"], tag[0].removesuffix(tag["close"])
-        # The space behind a tag is taken away by its last characters, so another tag has them now.
+        # Whether the space behind a tag is written is told by its last characters, which are another tag's now.
         return f"{opened}%}}{{% if true %}}{{{{ {turn}['{_NUMBER}'] }}}}{{% endif {tag['close']}"
 
     return _LOOP.sub(with_mark, source)
 
 
+def find_spans(
+    write: Write, turns: Sequence[Turn], *, name: str, encloses: bool = False
+) -> tuple[str, dict[int, list[Span]]]:
+    """The text of a conversation, and of each of the assistant's turns the characters that it says, with those that end
+    its turn. Where the template `encloses` answers in `{% generation %}`, they are what it encloses, and may be several
+    spans of a turn.
+
+    `write(turns, answer=False, is_numbered=False)` writes turns, by the template or by its `numbered` form, and says
+    what is enclosed. `name`: of the template, for messages. Raises `UserError` where a turn is not to be told.
+    """
+    text, enclosed = write(turns)
+    own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    whole = _Written.of(write, turns)
+    if whole.text != text or not whole.turns.keys() >= set(own):
+        if encloses and len(enclosed) == len(own):
+            return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
+        raise UserError(f"{name} does not write turn after turn, and so does not tell what the assistant's is", fix=_FIX)
+    if not own:
+        return text, {}
+    probe = _Written.of(write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in turns])
+    answers = _Answers(write, turns, name, whole, probe)
+    for number in own:
+        answers.check_written(number)
+    if encloses:
+        spans = {number: [span for owner, span in whole.enclosed if owner == number] for number in range(len(turns))}
+    else:
+        spans = {number: [(answers.begin(number, asked), answers.end(number))] for number, asked in answers.asked(own)}
+    for number in own:
+        answers.check_said(number, "".join(text[first:last] for first, last in spans[number]))
+    return text, spans
+
+
+_FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
+
+
 @dataclass(frozen=True)
 class _Written:
-    """A text that a template has written: where each turn stands in it, and what `{% generation %}` encloses, with the
-    number of the turn that it belongs to."""
+    """What a template has written: the text without marks, the place of each turn in it, and what `{% generation %}`
+    encloses, with the number of the turn that it is of."""
 
     text: str
     turns: Mapping[int, Span]
     enclosed: Sequence[tuple[int, Span]]
 
     @classmethod
-    def of(cls, render: Render, turns: Sequence[Turn], **options: Any) -> "_Written":
-        marked, enclosed = render(
-            [{**turn, _NUMBER: f"\ue0f5{at}\ue0f6"} for at, turn in enumerate(turns)], is_numbered=True, **options
-        )
-        marks = list(_MARK.finditer(marked))
+    def of(cls, write: Write, turns: Sequence[Turn], **options: Any) -> "_Written":
+        with_numbers = [{**turn, _NUMBER: f"\ue0f5{at}\ue0f6"} for at, turn in enumerate(turns)]
+        text, enclosed = write(with_numbers, is_numbered=True, **options)
+        marks = list(_MARK.finditer(text))
         ends, removed = [mark.end() for mark in marks], [0, *accumulate(len(mark[0]) for mark in marks)]
 
         def place(at: int) -> int:
             return at - removed[bisect_right(ends, at)]
 
-        stops = [place(mark.start()) for mark in marks[1:]] + [place(len(marked))]
+        starts = [place(end) for end in ends]
+        stops = [*starts[1:], place(len(text))]
+        numbers = [int(mark[1]) for mark in marks]
+        owners = [([-1, *numbers][bisect_right(ends, first)], (place(first), place(last))) for first, last in enclosed]
         # A template may go through the turns before it writes them: the last time counts.
-        places = {int(mark[1]): (place(mark.end()), stop) for mark, stop in zip(marks, stops, strict=False)}
-        owners = [bisect_right(ends, first) - 1 for first, _ in enclosed]
-        return cls(
-            _MARK.sub("", marked),
-            places,
-            [
-                (int(marks[owner][1]), (place(first), place(last)))
-                for owner, (first, last) in zip(owners, enclosed, strict=True)
-                if owner >= 0
-            ],
-        )
+        places = dict(zip(numbers, zip(starts, stops, strict=False), strict=True))
+        return cls(_MARK.sub("", text), places, owners)
 
     def part(self, number: int) -> str:
         """What it has of a turn."""
         return self.text[slice(*self.turns.get(number, (0, 0)))]
 
 
-def find_spans(
-    render: Render, turns: Sequence[Turn], own: Sequence[int], *, name: str, encloses: bool = False
-) -> tuple[str, dict[int, list[Span]]]:
-    """The text of a conversation, and of each of the assistant's turns `own` the characters that it says, with those
-    that end its turn. Where the template `encloses` answers in `{% generation %}`, they are what it encloses, and may
-    be several spans.
-
-    `render(turns, answer=False, is_numbered=False)` writes turns, by the template or by its `numbered` form, and says
-    what is enclosed. `name`: of the template, for messages. Raises `UserError` where a turn is not to be told.
-    """
-    text, enclosed = render(turns)
-    if not own:
-        return text, {}
-    whole = _Written.of(render, turns)
-    if whole.text != text or not whole.turns.keys() >= set(own):
-        if encloses and len(enclosed) == len(own):
-            return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
-        raise UserError(
-            f"{name} does not write turn after turn, and which of the text is the assistant's is not to be told",
-            fix=_ENCLOSE,
-        )
-    probes = [_probe(turn) if number in set(own) else turn for number, turn in enumerate(turns)]
-    answers = _Answers(render, turns, name, whole, _Written.of(render, probes))
-    for number in own:
-        answers.check_written(number)
-    if encloses:
-        spans: dict[int, list[Span]] = {number: [] for number in own}
-        for number, span in whole.enclosed:
-            spans.setdefault(number, []).append(span)
-    else:
-        spans = {
-            number: [(answers.begin(number, question), answers.end(number))]
-            for number, question in answers.questions(own).items()
-        }
-    for number in own:
-        answers.check_said(number, "".join(text[first:last] for first, last in spans[number]))
-    return text, spans
-
-
 @dataclass(frozen=True)
 class _Answers:
-    """A conversation: as it is `whole`, and with a `probe` in place of each answer."""
+    """A conversation: `whole`, and with a `probe` in place of each answer."""
 
-    render: Render
+    write: Write
     turns: Sequence[Turn]
     name: str
     whole: _Written
     probe: _Written
 
-    def questions(self, own: Sequence[int]) -> dict[int, str | None]:
-        """What the template writes to ask for each answer. Of many after turns of one kind three are asked for, and
-        stand for the others where they agree."""
-        kinds: dict[Any, list[int]] = {}
+    def asked(self, own: Sequence[int]) -> list[tuple[int, str | None]]:
+        """What the template writes to ask for each answer; the same after turns of one kind, where there are many."""
+        found: dict[Any, str | None] = {}
         for number in own:
             before = self.turns[number - 1] if number else {}
-            kinds.setdefault((before.get("role"), *sorted(before)), []).append(number)
-        found: dict[int, str | None] = {}
-        for same in kinds.values():
-            few = same if len(same) <= _FEW else (same[0], same[len(same) // 2], same[-1])
-            asked = {number: self._question(number) for number in few}
-            agreed = len(set(asked.values())) == 1
-            found |= asked | {
-                number: asked[few[0]] if agreed else self._question(number) for number in same if number not in asked
-            }
-        return found
+            kind = number if len(own) <= _FEW else (before.get("role"), *sorted(before))
+            if kind not in found:
+                found[kind] = self._question(number)
+            found[number] = found[kind]
+        return [(number, found[number]) for number in own]
 
     def _question(self, number: int) -> str | None:
         """What it writes behind the turns before an answer to ask for it; None where it does not take them so."""
@@ -163,11 +146,11 @@ class _Answers:
             before.append({"role": "user", "content": PROBE})
         last = len(before) - 1
         try:
-            asked = _Written.of(self.render, before, answer=True)
+            asked = _Written.of(self.write, before, answer=True)
             if last < number and asked.text.startswith(front):
                 return asked.text[len(front) :]
-            # It writes something of before otherwise now; the turn right before it may be as it is without others.
-            said = _Written.of(self.render, [*before, self.turns[number]]).part(last)
+            # Something before is written otherwise now. The last turn before it may be as it is without later ones.
+            said = _Written.of(self.write, [*before, self.turns[number]]).part(last)
             behind = asked.text[asked.turns[last][0] :]
         except (UserError, KeyError):
             return None
@@ -179,21 +162,21 @@ class _Answers:
         if question is not None and said.startswith(question):
             return start + len(question)
         lead, is_there, _ = self.probe.part(number).partition(PROBE)
-        shared = commonprefix([said, lead])
-        if question is not None and question in shared:  # the first turn, behind what the text begins with
-            return start + shared.index(question) + len(question)
-        shared = commonprefix([shared, shared if question is None else question])
+        lead = lead[: _alike(lead, said)]
+        if question and question in lead:  # of the first turn, behind what a text begins with
+            return start + lead.index(question) + len(question)
+        shared = len(lead) if question is None else _alike(lead, question)
         if not (shared if question else is_there):
             raise self._untold(number)
-        return start + len(shared)
+        return start + shared
 
     def end(self, number: int) -> int:
         """Where what ends the turn ends: where the next begins, or the text."""
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
             stop = len(self.whole.text)
-        elif not self.whole.part(number + 1):  # written within this one, as a tool's result is by Gemma 4, or left out
-            until = self.render(self.turns[: number + 1])[0].rstrip()
+        elif not self.whole.part(number + 1):  # left out, or written within this one, as a tool's result by Gemma 4
+            until = self.write(self.turns[: number + 1])[0].rstrip()
             if not self.whole.text.startswith(until):
                 raise self._untold(number)
             stop = min(stop, len(until))
@@ -201,18 +184,18 @@ class _Answers:
 
     def check_written(self, number: int) -> None:
         """Raises `UserError` where the template leaves out what the assistant says: an empty answer would be learnt."""
-        turn, written = self.turns[number], self.probe.part(number)
-        for at, called in enumerate(_called(turn)):
+        written = self.probe.part(number)
+        for at, called in enumerate(_called(self.turns[number])):
             if _call(at) not in written:
                 raise UserError(
                     f"turn {number + 1} calls the tool {called!r}, and {self.name} leaves out tool_calls",
                     fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
                 )
-        if words(turn).strip() and PROBE not in written:
+        if words(self.turns[number]).strip() and PROBE not in written:
             raise self._empty(number)
 
     def check_said(self, number: int, said: str) -> None:
-        """The same of what is trained, where the template leaves out these words, and would write others."""
+        """The same of `said`, where the template would write other words."""
         ending = self.probe.part(number).rpartition(PROBE)[2].strip()
         if (words(self.turns[number]).strip() or _called(self.turns[number])) and said.strip() in ("", ending):
             raise self._empty(number)
@@ -226,23 +209,20 @@ class _Answers:
     def _untold(self, number: int) -> UserError:
         return UserError(
             f"{self.name} does not tell where the assistant's turn {number + 1} of {len(self.turns)} begins and ends",
-            fix=_ENCLOSE,
+            fix=_FIX,
         )
 
 
 def words(turn: Turn) -> str:
     """The text of a turn, also where its content is a list of parts."""
-    content = turn.get("content")
-    if isinstance(content, list | tuple):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
-    return str(content or "")
+    content = turn.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
 
 
 def _called(turn: Turn) -> list[Any]:
     """The names of the tools that a turn calls."""
     calls = turn.get("tool_calls")
-    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-    return [function.get("name") for function in functions if isinstance(function, Mapping)]
+    return [call.get("function", call).get("name") for call in calls] if isinstance(calls, list) else []
 
 
 def _call(at: int) -> str:
@@ -251,16 +231,22 @@ def _call(at: int) -> str:
 
 def _probe(turn: Turn) -> Turn:
     """The turn with other words, and other names of tools."""
-    probe, calls = dict(turn), turn.get("tool_calls")
+    probe = dict(turn)
     if words(turn).strip():
         probe["content"] = PROBE if isinstance(turn["content"], str) else [{"type": "text", "text": PROBE}]
     if _called(turn):
-        functions = [{**call.get("function", call), "name": _call(at)} for at, call in enumerate(calls)]
+        named = [{**call.get("function", call), "name": _call(at)} for at, call in enumerate(turn["tool_calls"])]
         probe["tool_calls"] = [
             {**call, "function": function} if "function" in call else function
-            for call, function in zip(calls, functions, strict=True)
+            for call, function in zip(turn["tool_calls"], named, strict=True)
         ]
     return probe
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters at the front are the same."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def inside(spans: Sequence[Span], ends: Sequence[int]) -> list[bool]:

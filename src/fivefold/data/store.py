@@ -14,7 +14,6 @@ meta.json       sizes and checksums, whose tokens they are, and what the records
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -38,7 +37,6 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
-from fivefold.data.chat import ChatTemplate
 from fivefold.data.examples import Document, Preference, Text
 from fivefold.data.records import Records, answers_alone
 from fivefold.data.source import FileList
@@ -98,6 +96,12 @@ class TokenStore:
         if not self.meta.tokens:
             return np.empty(0, self.meta.dtype)
         return np.memmap(self.folder / "tokens.bin", dtype=self.meta.dtype, mode="r")
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest number of all tokens, which are read for it."""
+        size = len(self.tokens)
+        return max((int(self.tokens[at : at + 2**24].max()) for at in range(0, size, 2**24)), default=0)
 
     @cached_property
     def trained(self) -> NDArray[np.uint8] | None:
@@ -196,11 +200,9 @@ def _check_tokens(store: TokenStore, root: Path) -> None:
 
 
 def store_for(
-    files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud,
-    *, day: date | None = None,
-) -> TokenStore:  # fmt: skip
+    files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud
+) -> TokenStore:
     """The token store of one source: its own folder if it is one, else the cache's, tokenised now if it is not there.
-    `day`: what a chat template that writes the day writes; None: today.
 
     A store of the cache that is damaged is made again, and `say` is told. Raises UserError for bad input (file and row
     named), or for a token store that is damaged, or that another tokenizer made.
@@ -209,8 +211,7 @@ def store_for(
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
     # Records may be examples, which the template writes. Whether they are is known when they are read.
-    template = tokenizer.template.on(day or date.today())
-    written = [template.digest for _, form in files.files[:1] if isinstance(form, Records)]
+    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
     folder = root / "stores" / key_of(
         _VERSION, _READING, content, tokenizer.digest, tokenizer.bos_token_ids, *written
     )  # fmt: skip
@@ -219,7 +220,7 @@ def store_for(
         if damage:
             say(f"DAMAGED: the cached tokens of {files.name}: {damage}; they are made again from the text")
         with _after(damage, files):
-            _Writer(beside, tokenizer, template, content).write(files, progress)
+            _Writer(beside, tokenizer, content).write(files, progress)
 
     return entry(folder, read=lambda folder: open_store(folder, root), build=build)
 
@@ -265,8 +266,8 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
 class _Writer:
     """Writes one store: memory holds a batch of documents, the offsets and the block hashes."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerInfo, template: ChatTemplate, content: str) -> None:
-        self.folder, self.tokenizer, self.template, self.content = folder, tokenizer, template, content
+    def __init__(self, folder: Path, tokenizer: TokenizerInfo, content: str) -> None:
+        self.folder, self.tokenizer, self.content = folder, tokenizer, content
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
@@ -316,7 +317,7 @@ class _Writer:
         self.pairs += isinstance(document, Preference)
         self.rated += isinstance(document, Preference) and document.desirable is not None
         each = [document.first, document.second] if isinstance(document, Preference) else [document]
-        return [example.rendered(self.template, eos) for example in each]
+        return [example.rendered(self.tokenizer.template, eos) for example in each]
 
     def _document(
         self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]], *, desirable: bool

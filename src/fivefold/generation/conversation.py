@@ -24,8 +24,7 @@ def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None
     """The tokens of a conversation up to where the assistant begins: those of `apply_chat_template`, as in training.
     Raises `UserError`."""
     text = opened.info.template.render(turns, tools=tools, answer=True)
-    ids: list[int] = opened.tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+    return opened.encode(text)
 
 
 def end_of_turn(template: ChatTemplate) -> str:
