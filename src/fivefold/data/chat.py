@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from fivefold.core import strict_json
@@ -56,11 +57,17 @@ class ChatTemplate:
         """What identifies it."""
         return key_of(self.source, sorted(self.special.items()))
 
-    def render(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False) -> str:
+    def render(
+        self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:  # fmt: skip
         """The text of a conversation; with `answer`, up to where the assistant begins. Raises `UserError`."""
-        return self._rendered(turns, tools, add_generation_prompt=answer)[0]
+        return self._rendered(turns, tools, **{**chat_template_kwargs, "add_generation_prompt": answer})[0]
 
-    def answers(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None) -> tuple[str, dict[int, Span]]:
+    def answers(
+        self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[str, dict[int, Span]]:  # fmt: skip
         """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
         end its turn.
 
@@ -71,11 +78,13 @@ class ChatTemplate:
         """
         own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
         if _MARKS_ANSWERS.search(self.source):
-            text, marked = self._rendered(turns, tools, return_assistant_tokens_mask=True)
+            given = {**chat_template_kwargs, "return_assistant_tokens_mask": True}
+            text, marked = self._rendered(turns, tools, **given)
             if len(marked) != len(own):
                 raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
             return text, dict(zip(own, marked, strict=True))
-        return find_spans(partial(self.render, tools=tools), turns, own, name=self.name)
+        render = partial(self.render, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return find_spans(render, turns, own, name=self.name)
 
     def _rendered(
         self, turns: Sequence[Turn], tools: Sequence[Any] | None, **options: Any
