@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.config import DataSource, RunConfig
+from fivefold.config import DataSource, ObjectiveSection, RunConfig
 from fivefold.core.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
@@ -74,12 +74,12 @@ def prepare(
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
-    formats, rates = discover(), config.objective.name == "kto"
+    formats, objective = discover(), config.objective
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
     train, validation = (
         [
-            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]", rates=rates), formats, root)
+            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]", objective), formats, root)
             for i, one in enumerate(sources)
         ]
         for name, sources in lists.items()
@@ -114,13 +114,16 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
             )
 
 
-def _source(given: DataSource, label: str, *, rates: bool) -> Source:
+def _source(given: DataSource, label: str, objective: ObjectiveSection) -> Source:
     if given.weight != 1.0 and label.startswith("data.validation"):
         raise UserError(
             f"{label}.weight: {given.weight:g}: evaluation reads every row of a validation list once",
             fix=f"leave {label}.weight out",
         )
-    return Source(given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on, rates)
+    return Source(
+        given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on,
+        pairs=objective.has_answers, rates=objective.name == "kto",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +280,7 @@ def _open(
             fraction=plan.fraction,
             bos=_bos_line(tokenizer),
             tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
+            columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,

@@ -219,10 +219,9 @@ def words(turn: Turn) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
 
 
-def _called(turn: Turn) -> list[Any]:
+def _called(turn: Turn) -> list[str]:
     """The names of the tools that a turn calls."""
-    calls = turn.get("tool_calls")
-    return [call.get("function", call).get("name") for call in calls] if isinstance(calls, list) else []
+    return [call["function"]["name"] for call in turn.get("tool_calls") or ()]
 
 
 def _call(at: int) -> str:
@@ -231,16 +230,11 @@ def _call(at: int) -> str:
 
 def _probe(turn: Turn) -> Turn:
     """The turn with other words, and other names of tools."""
-    probe = dict(turn)
+    said, calls = turn.get("content"), turn.get("tool_calls") or ()
     if words(turn).strip():
-        probe["content"] = PROBE if isinstance(turn["content"], str) else [{"type": "text", "text": PROBE}]
-    if _called(turn):
-        named = [{**call.get("function", call), "name": _call(at)} for at, call in enumerate(turn["tool_calls"])]
-        probe["tool_calls"] = [
-            {**call, "function": function} if "function" in call else function
-            for call, function in zip(turn["tool_calls"], named, strict=True)
-        ]
-    return probe
+        said = PROBE if isinstance(said, str) else [{"type": "text", "text": PROBE}]
+    named = [{**call, "function": {**call["function"], "name": _call(at)}} for at, call in enumerate(calls)]
+    return {**turn, "content": said, **({"tool_calls": named} if named else {})}
 
 
 def _alike(one: str, other: str) -> int:

@@ -38,7 +38,7 @@ from fivefold.core.integrity import (
     trust,
 )
 from fivefold.data.examples import Document, Preference, Text
-from fivefold.data.records import Records, answers_alone
+from fivefold.data.records import Records, columns_read
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
@@ -59,8 +59,9 @@ Say = Callable[[str], None]
 class StoreMeta:
     """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest.
 
-    `bos`: the tokens in front of each document. `answers_alone`: what to say where the texts are the answers of chat or
-    instruction records, without their prompts. `files`: the checksum of each array. `trained`: tokens that are trained,
+    `bos`: the tokens in front of each document. `columns`: what to say of columns of the records that no document is
+    made of; `answers_alone`: where the texts are the answers of chat or instruction records, without their prompts.
+    `files`: the checksum of each array. `trained`: tokens that are trained,
     of documents that are examples; None where they are texts, all of which is. `pairs`: whether every document is a
     pair of answers; `rated`: whether the first of the two is desirable or not, and the second is that of another.
     """
@@ -81,6 +82,7 @@ class StoreMeta:
     trained: int | None = None
     pairs: bool = False
     rated: bool = False
+    columns: str = ""
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,7 @@ class _Writer:
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
             np.save(self.folder / name, array)
-        meta = self._meta(int(offsets[-1]), answers_alone(files))
+        meta = self._meta(int(offsets[-1]), *columns_read(files))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
@@ -350,7 +352,7 @@ class _Writer:
             trained[len(tokens) - len(flags) :] = flags
         return tokens, trained
 
-    def _meta(self, tokens: int, answers: tuple[str, ...]) -> StoreMeta:
+    def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
         files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}
         # Texts are their own tokens. What a template makes of a record, and what of it is trained, is not told by the
         # record: rows and checkpoints of other tokens are of other data.
@@ -372,6 +374,7 @@ class _Writer:
             trained=self.trained if self.examples else None,
             pairs=self.pairs > 0,
             rated=self.rated > 0,
+            columns=columns,
         )
 
 
