@@ -67,7 +67,7 @@ def find_spans(
     if whole.text != text or not whole.turns.keys() >= set(own):
         if encloses and len(enclosed) == len(own):
             return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
-        raise UserError(f"{name} does not write turn after turn, and so does not tell what the assistant's is", fix=_FIX)
+        raise UserError(f"{name} does not write turn after turn, and so does not tell whose a text is", fix=_FIX)
     if not own:
         return text, {}
     probe = _Written.of(write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in turns])
