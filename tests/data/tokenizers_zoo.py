@@ -19,8 +19,8 @@ from tokenizers import (
 
 TEXTS = [
     "", " ", "  ", "a", " a", "a ", "Hello, world!", " The quick brown fox jumps over 13 lazy dogs. ", "12345",
-    "3.14159", "1,000,000", "x = y+1;", "def f(x):\n    return x  # two  spaces\n", "\n", "\n\n", "a\n\n\nb", "\t\ttabs",
-    "\r\nwindows", "naïve café", "e\u0301 composed?", "Ａ ﬁ ² wide", "漢字かな", "Привет, мир", "مرحبا", "नमस्ते", "😀🤖 emoji",
+    "3.14159", "1,000,000", "x = y+1;", "def f(x):\n    return x  # two  spaces\n", "\n", "\n\n", "a\n\n\nb", "\ttab",
+    "\r\nwindows", "naïve café", "e\u0301 composed?", "Ａ ﬁ ² wide", "漢字かな", "Привет, мир", "مرحبا", "नमस्ते", "😀🤖",
     "\u200bzero", "\xa0nbsp", "don't can't I'll", "CamelCaseWords", "UPPER lower", "<s>", "</s>", "a <s> b </s> c",
     "<s>a", "a</s>", "<|endoftext|>", "x<|endoftext|>y", "x <|im_start|>user\nq<|im_end|>\n y",
     "<|im_start|> <|im_end|>", "<tool>", "a<tool>b", "[PAD][UNK][CLS]", "<unk>", "▁metaspace", "Ġbyte", "\x00\x01",

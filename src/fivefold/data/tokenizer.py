@@ -51,7 +51,7 @@ _MOST_BYTES = 2**29  # of a file; the largest known has 35 MB
 _PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
 # Beyond its memory the probe aborts; these signals come from someone else.
 _ENDED_FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
-_PROBE_SECONDS = 120
+_PROBE_SECONDS = 300
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
 
 
