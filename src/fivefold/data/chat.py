@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import TooLong, within
-from fivefold.data.spans import Span, Turn, find_spans
+from fivefold.data.spans import Span, Turn, find_spans, words
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -59,14 +58,14 @@ class ChatTemplate:
 
     def render(
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
-        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
         """The text of a conversation; with `answer`, up to where the assistant begins. Raises `UserError`."""
-        return self._rendered(turns, tools, **{**chat_template_kwargs, "add_generation_prompt": answer})[0]
+        return self._rendered(turns, tools, **{**(chat_template_kwargs or {}), "add_generation_prompt": answer})[0]
 
     def answers(
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, dict[int, Span]]:  # fmt: skip
         """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
         end its turn.
@@ -78,7 +77,7 @@ class ChatTemplate:
         """
         own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
         if _MARKS_ANSWERS.search(self.source):
-            given = {**chat_template_kwargs, "return_assistant_tokens_mask": True}
+            given = {**(chat_template_kwargs or {}), "return_assistant_tokens_mask": True}
             text, marked = self._rendered(turns, tools, **given)
             if len(marked) != len(own):
                 raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
@@ -94,7 +93,7 @@ class ChatTemplate:
         try:
             with within(MOST_SECONDS):
                 texts, marked = render_jinja_template(
-                    conversations=[[dict(turn) for turn in turns]],
+                    conversations=[[{**turn, "content": words(turn)} for turn in turns]],
                     tools=None if tools is None else list(tools),
                     chat_template=self.source,
                     **{**self.special, **options},

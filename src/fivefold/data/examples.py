@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Span, Turn, inside
+from fivefold.data.spans import Span, Turn, inside, words
 
 TrainOn = Literal["assistant", "all", "last"]
 
@@ -350,12 +350,6 @@ def _content(content: object, where: str) -> object:
             kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
             raise UserError(f"{where}: a part of its content is {kind!r}, not text", fix="leave such records out")
     return [{"type": "text", "text": _string(part["text"], where, "its content")} for part in content]
-
-
-def words(turn: Turn) -> str:
-    """What a turn says, whether in one text or in parts."""
-    content = turn.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _calls(value: object, where: str) -> list[Any]:

@@ -177,6 +177,14 @@ def _like(text: str, content: Span, around: _Around) -> Span | None:
     return start, end
 
 
+def words(turn: Turn) -> str:
+    """The text of a turn, also where its content is a list of parts."""
+    content = turn.get("content")
+    if isinstance(content, list | tuple):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return str(content or "")
+
+
 def inside(spans: Sequence[Span], ends: Sequence[int]) -> list[bool]:
     """Whether each of these ends lies in one of some spans, behind its first character."""
     firsts, most, lasts = [], 0, []
