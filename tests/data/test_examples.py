@@ -373,7 +373,7 @@ def test_what_is_no_example_is_refused_by_its_place(subtests: pytest.Subtests, t
 
 
 ROUND = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+TOLD = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHATML
 
 
 def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:

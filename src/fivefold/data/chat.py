@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, partial
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from fivefold.core.cache import key_of
@@ -29,7 +29,6 @@ CHATML = (
 )
 BUILT_IN = "the built-in ChatML"
 MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
-_NONE: Mapping[str, Any] = MappingProxyType({})
 _ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON writes it
@@ -67,7 +66,7 @@ class ChatTemplate:
 
     def render(
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
-        chat_template_kwargs: Mapping[str, Any] = _NONE,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
         """The text of a conversation; with `answer`, up to where the assistant begins. `chat_template_kwargs`: what the
         template is given beside. Raises `UserError`."""
@@ -75,7 +74,7 @@ class ChatTemplate:
 
     def answers(
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] = _NONE,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, dict[int, list[Span]]]:  # fmt: skip
         """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
         end its turn: see `spans`. Raises `UserError` where that is not to be told."""
@@ -106,7 +105,7 @@ class ChatTemplate:
         return tuple(taken) or (str,)
 
     def _write(
-        self, turns: Sequence[Turn], tools: Sequence[Any] | None = None, given: Mapping[str, Any] = _NONE, *,
+        self, turns: Sequence[Turn], tools: Sequence[Any] | None = None, given: Mapping[str, Any] | None = None, *,
         answer: bool = False, is_numbered: bool = False,
     ) -> tuple[str, list[Span]]:  # fmt: skip
         """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
@@ -121,7 +120,7 @@ class ChatTemplate:
                     chat_template=numbered(source) if is_numbered else source,
                     add_generation_prompt=answer,
                     return_assistant_tokens_mask=_ENCLOSES.search(source) is not None,
-                    **{**self.special, **given},
+                    **{**self.special, **(given or {})},
                 )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
         except TooLong as error:
