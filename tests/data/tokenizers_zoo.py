@@ -248,6 +248,12 @@ CLASSES: dict[str, Make] = {
 }
 
 
+def chat_files(folder: Path) -> None:
+    """A template, and one for tools beside it."""
+    put(folder, "chat_template.jinja", CHATML)
+    put(folder, "additional_chat_templates/tool_use.jinja", WITH_TOOLS)
+
+
 def _template(put_it: Callable[[Path], None]) -> Make:
     def make(folder: Path) -> None:
         saved(byte_bpe(("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>", "<s>")), folder)
@@ -278,12 +284,7 @@ TEMPLATES: dict[str, Make] = {
             folder, chat_template=[named("default", CHATML), named("rag", "NO")]
         )
     ),
-    "a folder": _template(
-        lambda folder: (  # type: ignore[func-returns-value]
-            put(folder, "chat_template.jinja", CHATML),
-            put(folder, "additional_chat_templates/tool_use.jinja", WITH_TOOLS),
-        )
-    ),
+    "a folder": _template(chat_files),
     "unk and a token of its own": _template(
         lambda folder: config(
             folder, tool_token="<tool>", unk_token="<unk>",
