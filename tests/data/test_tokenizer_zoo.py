@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fivefold.checkpoint.model_folder import model_files
+from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
 from tests.data import tokenizers_zoo as zoo
 from tests.models import tiny
@@ -72,3 +73,40 @@ def test_a_copy_of_a_run_or_an_export_is_read_alike(subtests: pytest.Subtests, t
             first, second = found(folder, tmp_path), found(copy, tmp_path)
             same(plain(folder), second)
             assert second.digest == first.digest and second.template.source == first.template.source
+
+
+def test_a_sentencepiece_model_alone(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    cases: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("bpe", "LlamaTokenizer", "llama", zoo.LLAMA),
+        (
+            "bpe",
+            "LlamaTokenizer",
+            "llama",
+            {**zoo.LLAMA, "add_bos_token": True, "add_eos_token": False, "legacy": True},
+        ),
+        ("bpe", "LlamaTokenizer", "internlm2", {**zoo.LLAMA, "additional_special_tokens": ["<|im_start|>"]}),
+        ("unigram", "T5Tokenizer", "t5", {"eos_token": "</s>", "unk_token": "<unk>"}),
+        ("unigram", "PreTrainedTokenizerFast", "llama", zoo.LLAMA),
+    ]
+    for number, (kind, name, model, values) in enumerate(cases):
+        with subtests.test(msg=f"{kind} {name} {model}"):
+            folder = tmp_path / str(number)
+            zoo.sentencepiece(folder, kind, name, model, **values)
+            same(plain(folder), found(folder, tmp_path))
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """Code of the folder is never run, and a class without a fast form is named."""
+    folder = zoo.made("class: Llama 2, any class", tmp_path / "code")
+    zoo.config(folder, "OwnTokenizer", auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]})
+    (folder / "own.py").write_text("raise SystemExit")
+    with pytest.raises(UserError, match=r"not a tokenizer that AutoTokenizer reads: ValueError: .*custom code"):
+        found(folder, tmp_path)
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    zoo.config(folder, "CTRLTokenizer")
+    zoo.put(folder, "vocab.json", {"<unk>": 0, "a</w>": 1, "<|endoftext|>": 2})
+    zoo.put(folder, "merges.txt", "#version\n")
+    with pytest.raises(UserError, match="CTRLTokenizer has no form that the tokenizers library runs"):
+        found(folder, tmp_path)

@@ -292,7 +292,7 @@ def _ours(folder: Path, root: Path) -> TokenizerInfo:
     """What is known of a folder that `_save` wrote: `AutoTokenizer` takes it as it is."""
     info = TokenizerInfo(folder, digest="", vocab_size=0, eos_token_id=0, file=folder / _FILE)
     tokenizer = info.load()
-    eos = tokenizer.token_to_id(EOS)
+    eos = int(tokenizer.token_to_id(EOS))
     return replace(
         info,
         digest=key_of(file_digest(info.file, root), eos),
