@@ -10,8 +10,11 @@ from transformers import AutoTokenizer
 
 from fivefold.checkpoint.model_folder import model_files
 from fivefold.core.errors import UserError
-from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
+from fivefold.data import prepare
+from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer, tokenizer_files
+from fivefold.models.hf_internals import forced_tokenizer_class
 from tests.data import tokenizers_zoo as zoo
+from tests.data.helpers import config_for, write_jsonl
 from tests.models import tiny
 
 
@@ -73,6 +76,35 @@ def test_a_copy_of_a_run_or_an_export_is_read_alike(subtests: pytest.Subtests, t
             first, second = found(folder, tmp_path), found(copy, tmp_path)
             same(plain(folder), second)
             assert second.digest == first.digest and second.template.source == first.template.source
+
+
+def test_a_tokenizer_that_another_model_is_saved_with_keeps_its_class(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    """By its files alone `AutoTokenizer` would take the class of the model's type."""
+    for name in zoo.FOLDERS:
+        with subtests.test(msg=name):
+            folder = zoo.made(name, tmp_path / name)
+            saved = found(folder, tmp_path).saved
+            copy = tmp_path / "copies" / name
+            for path in tokenizer_files(saved):
+                (copy / path.relative_to(saved)).parent.mkdir(parents=True, exist_ok=True)
+                (copy / path.relative_to(saved)).write_bytes(path.read_bytes())
+            zoo.put(copy, "config.json", {"model_type": "gpt2" if "Llama" in name else "llama", "eos_token_id": 0})
+            same(plain(folder), found(copy, tmp_path))
+    assert [forced_tokenizer_class(kind) for kind in ("llama", "phi3", "qwen2")] == [None, None, "Qwen2Tokenizer"]
+
+
+def test_the_header_names_the_class_where_the_file_alone_says_otherwise(tmp_path: Path) -> None:
+    texts, said = write_jsonl(tmp_path / "texts.jsonl", ["a </s> b"]), {}
+    for name in ("class: Llama 2, its class", "class: Llama 2, any class", "special tokens: added_tokens.json"):
+        folder = zoo.made(name, tmp_path / name)
+        lines = prepare(config_for(texts, tokenizer=folder), cache=tmp_path / "cache").counts.lines()
+        said[name] = [line.replace(str(folder), "IT") for line in lines if line.startswith("tokenizer")]
+    alone = ", by which AutoTokenizer reads IT: its tokenizer.json alone makes other tokens"
+    assert [*said.values()] == [
+        [f"tokenizer   LlamaTokenizer{alone}"], [], [f"tokenizer   TokenizersBackend{alone}"]
+    ]  # fmt: skip
 
 
 def test_a_sentencepiece_model_alone(subtests: pytest.Subtests, tmp_path: Path) -> None:
