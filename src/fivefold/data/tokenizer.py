@@ -63,8 +63,8 @@ class TokenizerInfo:
     `bos_token_ids` is what this run puts in front of each document: see `data.bos`. `bos` is how that is written.
     `saved`: the folder that is loaded, and is copied to where a model is saved whose own tokenizer it is not: it names
     its class, which else the model beside it decides. `splits_special`: special tokens in a text are cut as other text
-    is. `template`: how it writes conversations. `kind`: the class that reads the folder; `overrules`: otherwise than its
-    tokenizer.json says.
+    is. `template`: how it writes conversations. `kind`: the class that reads the folder; `overrules`: otherwise than
+    its tokenizer.json says.
     """
 
     folder: Path
