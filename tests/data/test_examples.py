@@ -400,13 +400,11 @@ def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
             assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
 
 
-def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:
-    """A file of its own stands above the configuration; of several with names it is the default one."""
-    named = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "OWN"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": {"content": "B"}}))
-    assert ChatTemplate.of(tmp_path).source == "OWN" and ChatTemplate.of(tmp_path).special == {"bos_token": "B"}
-    (tmp_path / "chat_template.jinja").write_text("FILE")
-    assert ChatTemplate.of(tmp_path).source == "FILE"
+def test_of_several_templates_the_tools_decide() -> None:
+    template = ChatTemplate({"tool_use": "TOOLS", "default": "OWN", "rag": "RAG"})
+    assert template.render(TALK) == "OWN" and template.render(TALK, tools=[{}]) == "TOOLS"
+    with pytest.raises(UserError, match="multiple chat templates with no default specified"):
+        ChatTemplate({"rag": "RAG"}).render(TALK)
 
 
 def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> None:
@@ -424,8 +422,9 @@ def test_json_in_a_string_that_is_nested_too_deep_is_no_list(tmp_path: Path, key
         read(tmp_path, [{"messages": TALK} | {key: "[" * 100_000}])
 
 
-def test_a_template_that_is_no_text_is_none(tmp_path: Path, folder: Any) -> None:
-    assert read(tmp_path, [{"messages": TALK}], folder(5)).fingerprint
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, folder: Any) -> None:
+    with pytest.raises(UserError, match="its chat template is no text"):
+        read(tmp_path, [{"messages": TALK}], folder(5))
 
 
 @pytest.mark.parametrize("hostile", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ '\\ud800' }}"])

@@ -16,14 +16,11 @@ from safetensors import SafetensorError
 from fivefold.core import strict_json
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.data.tokenizer import tokenizer_files
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ORIGIN = "origin.json"  # of a checkpoint alone: the dtype that the starting model's config names
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 def model_files(
@@ -35,7 +32,8 @@ def model_files(
     origin: Path | None = None,
     came_in: str | None = None,
 ) -> dict[str, bytes]:
-    """The files of the folder by name, for a model of class `model_class` whose `transformers` config is `config`.
+    """The files of the folder by their paths in it, for a model of class `model_class` whose `transformers` config is
+    `config`.
 
     `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder. `origin`, the folder of a pretrained
     model, lends its generation settings; `came_in` is the dtype that the starting model's config names.
@@ -45,10 +43,13 @@ def model_files(
     lent = read_json(origin / GENERATION) if origin and (origin / GENERATION).is_file() else {}
     own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files = {CONFIG: json_text(values), GENERATION: json_text(own | lent), ORIGIN: json_text({"dtype": came_in})}
-    for name in _TOKENIZER_FILES:
-        if tokenizer is not None and (tokenizer / name).is_file():
-            files[name] = (tokenizer / name).read_bytes()
-    return files
+    copied = tokenizer_files(tokenizer) if tokenizer is not None else []
+    return files | {str(path.relative_to(tokenizer or path)): path.read_bytes() for path in copied}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What `model_files` gave, of the folder of a checkpoint."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @contextmanager

@@ -448,11 +448,13 @@ def dtype_name(dtype: torch.dtype | str | None) -> str | None:
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    files.make_folder(folder / model_folder.FOLDER)
-    records = {}
+    records, folders = {}, sorted({(folder / name).parent for name in texts} - {folder})
+    for each in folders:
+        files.make_folder(each)
     for name, content in texts.items():
         records[name] = FileRecord(files.write(folder / name, [content]), shard.checksum(content))
-    files.sync_folder(folder / model_folder.FOLDER)
+    for each in reversed(folders):
+        files.sync_folder(each)
     return records
 
 

@@ -62,7 +62,7 @@ class DataCounts:
     """Everything that was read, what was left out, and the rows of both sides.
 
     `fraction` is the part that was asked to be held out, 0 for none or a list. `bos` says what stands in front of the
-    documents. `columns`, `answers_alone`: see `StoreMeta`.
+    documents. `columns`, `answers_alone`: see `StoreMeta`. `tokenizer`: what a user may not expect of it.
     """
 
     files: int
@@ -79,6 +79,7 @@ class DataCounts:
     bos: str = ""
     columns: tuple[str, ...] = ()
     answers_alone: tuple[str, ...] = ()
+    tokenizer: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> float:
@@ -96,6 +97,7 @@ class DataCounts:
             *trained,
             f"validation  {self._validation()}",
             *self._by_source(),
+            *(f"tokenizer   {line}" for line in self.tokenizer),
             *(f"columns     {line}" for line in dict.fromkeys(self.columns)),
         ]
         if remarks := self._remarks():

@@ -77,44 +77,25 @@ class Example:
         if self.train_on == "all":
             spans = [(0, len(text))]
         body = text.rstrip()
-        if body.endswith(eos):
-            return Text(text, tuple(spans), ends=False)
+        ends = not body.endswith(eos)
         # An EOS will follow. Where it is trained, so is what stands between it and the answer: else nothing would teach
         # the model to get there.
-        if spans and spans[-1][1] >= len(body):
+        if ends and spans and spans[-1][1] >= len(body):
             spans[-1] = spans[-1][0], len(text)
-        return Text(text, tuple(spans), ends=True)
+        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None)
 
     def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
         given: dict[str, Any] = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
         try:
-            if self.train_on == "all":
-                text, answers = template.render(self.turns, **given), dict[int, Span]()
-            else:
-                text, answers = template.answers(self.turns, **given)
-            _check_calls(self.turns, text, template.name)
+            text, answers = template.answers(self.turns, **given)
         except UserError as error:
             raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/data.md") from error
-        spans = [
-            span
-            for number, span in answers.items()
+        trained = [
+            spans
+            for number, spans in sorted(answers.items())
             if number >= self.context and self.turns[number].get("weight", 1) != 0
         ]
-        return text, spans[-1:] if self.train_on == "last" else spans
-
-
-def _check_calls(turns: Sequence[Turn], text: str, template: str) -> None:
-    """Raises `UserError` where a turn calls a tool that the text does not name: an empty answer would be learnt."""
-    for number, turn in enumerate(turns, start=1):
-        calls = turn.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function: object = call.get("function", call) if isinstance(call, Mapping) else None
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and name not in text:
-                raise UserError(
-                    f"turn {number} calls the tool {name!r}, and {template} leaves out tool_calls",
-                    fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
-                )
+        return text, [span for spans in (trained[-1:] if self.train_on == "last" else trained) for span in spans]
 
 
 @dataclass(frozen=True)
@@ -181,12 +162,13 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
 
 @dataclass(frozen=True)
 class Text:
-    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, and is
-    trained where the last character is."""
+    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, if it
+    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too."""
 
     text: str
     trained: tuple[Span, ...] | None = None
     ends: bool = True
+    by_template: bool = False
 
     def is_trained(self, ends: Sequence[int]) -> list[bool]:
         """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"

@@ -4,7 +4,8 @@ Called before the process group exists, and again by every worker: what was done
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from fractions import Fraction
 from functools import reduce
 from operator import add
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fivefold.config import DataSource, ObjectiveSection, RunConfig
+from fivefold.core import history
 from fivefold.core.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
@@ -58,6 +60,7 @@ def prepare(
         config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress,
         bos=config.data.bos,
     )  # fmt: skip
+    tokenizer = replace(tokenizer, template=tokenizer.template.on(history.first_day(config.run_dir) or date.today()))
     stores = tuple(store_for(one, tokenizer, root, progress, say) for one in train)
     held = tuple(store_for(one, tokenizer, root, progress, say) for one in validation)
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
@@ -279,6 +282,7 @@ def _open(
             repeated=counts["repeated"],
             fraction=plan.fraction,
             bos=_bos_line(tokenizer),
+            tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),

@@ -198,7 +198,7 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             return bos[-1] if bos else opened.info.eos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            ids: list[int] = opened.tokenizer.encode(string, add_special_tokens=False).ids
+            ids = opened.encode(string)
             return ids if add_special_tokens is False else put_bos(ids, bos)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
@@ -240,7 +240,7 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             return self.tok_encode(text) or [self.prefix_token_id]
 
         def chat_template(self, chat_template: bool | str = False) -> str | None:
-            return opened.info.template.source if chat_template else None
+            return opened.info.template.text() if chat_template else None
 
         def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
             text = opened.info.template.render(chat_history, answer=add_generation_prompt)

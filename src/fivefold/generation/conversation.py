@@ -9,7 +9,6 @@ import torch
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.spans import Turn
-from fivefold.data.tokenizer import put_bos
 from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import Seen
 from fivefold.generation.opened import Opened
@@ -22,9 +21,10 @@ _PROBE = "ok"
 
 
 def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
-    """The tokens of a conversation up to where the assistant begins, as training makes them. Raises `UserError`."""
+    """The tokens of a conversation up to where the assistant begins: those of `apply_chat_template`, as in training.
+    Raises `UserError`."""
     text = opened.info.template.render(turns, tools=tools, answer=True)
-    return put_bos(opened.tokenizer.encode(text, add_special_tokens=False).ids, opened.info.bos_token_ids)
+    return opened.encode(text)
 
 
 def end_of_turn(template: ChatTemplate) -> str:
@@ -34,7 +34,7 @@ def end_of_turn(template: ChatTemplate) -> str:
         text, spans = template.answers(turns)
     except UserError:
         return ""
-    first, last = spans[1]
+    first, last = spans[1][0][0], spans[1][-1][1]
     return text[first:last].rpartition(_PROBE)[2].strip()
 
 

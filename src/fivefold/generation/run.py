@@ -7,9 +7,9 @@ from typing import Any
 from fivefold.core.terminal import shown
 from fivefold.generation import GenerateRequest
 from fivefold.generation.conversation import Chat, converse
-from fivefold.generation.opened import open_model
+from fivefold.generation.opened import Opened, open_model
 from fivefold.generation.prompts import answer_file
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.generation.text import pieces
 from fivefold.launch.once import as_worker, standard_input
 from fivefold.launch.world import World
 
@@ -20,7 +20,7 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     Rank 0 passes the prompt and then the text, piece by piece, to `write`; of a prompt of the chat template the text
     alone. Raises `UserError` when the model, the step or the layout does not fit.
     """
-    opened = open_model(request.model, world, layout=request.layout, step=request.step, verb="generate")
+    opened = _open(request, world)
     assert request.prompt is not None
     show = write if write and world.is_first else lambda text: None
     options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "seed": request.seed, **request.drawing}
@@ -28,7 +28,7 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
         coming = Chat(opened, request).answer(request.prompt)
     else:
         show(request.prompt)
-        ids = encode_prompt(opened.tokenizer, request.prompt, opened.ends, opened.info.bos_token_ids)
+        ids = opened.prompt(request.prompt)
         coming = pieces(opened.model, opened.tokenizer, ids, opened.ends, stop=request.stop, **options)
     text = []
     for piece in coming:
@@ -41,17 +41,22 @@ def on_rank(request: Mapping[str, Any], world: World) -> str:
     """The text of `generate`, also on standard output unless `request["quiet"]`; empty where there is no one text."""
     asked, quiet = GenerateRequest(**request["generate"]), request["quiet"]
     if asked.prompts is not None:
-        opened = open_model(asked.model, world, layout=asked.layout, step=asked.step, verb="generate")
-        answer_file(opened, asked, world)
+        answer_file(_open(asked, world), asked, world)
         return ""
     if asked.prompt is None:
-        opened = open_model(asked.model, world, layout=asked.layout, step=asked.step, verb="generate")
-        converse(Chat(opened, asked), world, standard_input(request), to_screen)
+        converse(Chat(_open(asked, world), asked), world, standard_input(request), to_screen)
         return ""
     text = generate(asked, world, write=None if quiet else to_screen)
     if world.is_first and not quiet:
         print(flush=True)
     return text
+
+
+def _open(request: GenerateRequest, world: World) -> Opened:
+    converses = request.chat or request.prompt is None  # records of a file may have turns
+    return open_model(
+        request.model, world, layout=request.layout, step=request.step, verb="generate", converses=converses
+    )
 
 
 on_worker = as_worker(on_rank)

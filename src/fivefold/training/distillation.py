@@ -31,7 +31,7 @@ from fivefold.core.units import human_bytes, many
 from fivefold.data.batch import IGNORE, MicroBatch, TeacherTargets
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
-from fivefold.data.tokenizer import read_vocabulary
+from fivefold.data.tokenizer import find_tokenizer, tokenizer_files
 from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
@@ -137,9 +137,9 @@ def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) 
         )  # fmt: skip
     if top_k > own:
         raise UserError(f"objective.top_k is {top_k}, and there are {own} tokens", fix=f"set objective.top_k: {own}")
-    theirs = folder / "tokenizer.json"
-    if theirs.is_file():
-        mine, other = read_vocabulary(data.tokenizer.folder / "tokenizer.json"), read_vocabulary(theirs)
+    if tokenizer_files(folder):
+        theirs = find_tokenizer(str(folder), model="", corpus=(), root=cache_root())
+        mine, other = (each.load().get_vocab(with_added_tokens=True) for each in (data.tokenizer, theirs))
         wrong = next((text for text in sorted(mine, key=mine.__getitem__) if other.get(text) != mine[text]), None)
         if wrong is not None:
             what = "does not have it" if wrong not in other else f"has it as {other[wrong]}"

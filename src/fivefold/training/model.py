@@ -43,7 +43,9 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             own |= {"vocab_size": data.tokenizer.vocab_size, "bos_token_id": None, "pad_token_id": None}
     hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
     vocabulary = hf_config.get_text_config().vocab_size
-    if data.tokenizer.vocab_size > vocabulary:
+    # A tokenizer may name more than the model has (a padding token, often) as long as no text holds it.
+    sides = [side for side in (data.train, data.validation) if side and data.tokenizer.vocab_size > vocabulary]
+    if any(side.largest_token >= vocabulary for side in sides):
         raise UserError(
             f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model's vocabulary {vocabulary}",
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
