@@ -1,7 +1,7 @@
 """Records as people publish them, cut short, and the rows that they are: what is trained stands in double brackets.
 
-Written by hand. The template writes `<role>content</s>`, tools in front, and calls behind the content. `keys`: keys of the
-source in a run file. `left_out`: the columns that a run must name.
+Written by hand. The template writes `<role>content</s>`, tools in front, and calls behind the content. `keys`: keys of
+the source in a run file. `left_out`: the columns that a run must name.
 """
 
 from dataclasses import dataclass, field
@@ -126,7 +126,7 @@ CHAT = [
         f"{QA}<user>R</s><assistant>[[B</s>]]",
         "source",
     ),
-    form("BELLE, MOSS: exchanges", {"conversation": [{"human": "Q", "assistant": "A"}], "category": "c"}, QA, "category"),
+    form("BELLE, MOSS: exchanges", {"conversation": [{"human": "Q", "assistant": "A"}], "kind": "c"}, QA, "kind"),
     form(
         "Magpie: the conversation, of which the others are the first turns",
         {
@@ -145,7 +145,12 @@ CHAT = [
         QA,
         "conversation_hash model turn language",
     ),
-    form("LMSYS-Chat-1M", {"conversation_id": "c", "conversation": turns("Q", "A"), "turn": 1}, QA, "conversation_id turn"),
+    form(
+        "LMSYS-Chat-1M",
+        {"conversation_id": "c", "conversation": turns("Q", "A"), "turn": 1},
+        QA,
+        "conversation_id turn",
+    ),
     form(
         "OpenThoughts: the system text in a column",
         {"system": "S", "conversations": turns("Q", "A", role="from", content="value")},
@@ -510,8 +515,12 @@ PREFERENCES = [
         PAIR,
         "conversation original_response",
     ),
-    form("a text beside a pair", {"text": "x", "prompt": "Q", "chosen": "A", "rejected": "B"}, ["Q[[A</s>]]", "Q[[B</s>]]"],
-         "text"),
+    form(
+        "a text beside a pair",
+        {"text": "x", "prompt": "Q", "chosen": "A", "rejected": "B"},
+        ["Q[[A</s>]]", "Q[[B</s>]]"],
+        "text",
+    ),
     form(
         "a pair with tools",
         {"prompt": "Q", "chosen": "A", "rejected": "B", "tools": [TOOL]},
@@ -546,8 +555,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "no key 'text'; the keys are 'prompt', 'response_0', 'response_1', 'better_response_id'"),
     ("several answers", {"instruction": "Q", "output": "A", "response": "B"}, "sft",
      "these are instruction records ('instruction', 'output', 'response'), and which keys are asked and answered"),
-    ("a call that is none", {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "x"}]},
-     "sft", "turn 2: it calls no tool by name: 'x'"),
+    ("a call that is none", {"conversations": [{"from": "function_call", "value": "x"}]}, "sft",
+     "turn 1: it calls no tool by name: 'x'"),
     ("an image in a column", {"messages": turns("Q", "A"), "images": ["cat.png"]}, "sft",
      "'images' is given, and the model reads text alone"),
     ("an image among the parts", {"messages": [{"role": "user", "content": [{"type": "image"}]}, of_assistant("A")]},

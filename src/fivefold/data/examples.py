@@ -176,48 +176,47 @@ class Text:
         return inside(self.trained or (), ends)
 
 
-def chat(
-    where: str, turns: object, *, history: object = None, system: object = None, tools: object = None,
-    chat_template_kwargs: object = None, train_on: TrainOn = "assistant",
-) -> Example:  # fmt: skip
-    """The example of a list of turns, after those of a history. `system`: the text of a first turn, where there is
-    none. Raises `UserError`."""
-    own = [*_history(history, where), *_turns(turns, where)]
-    return _example(where, [], own, system, tools, chat_template_kwargs, train_on)
+def chat(where: str, turns: object, *, train_on: TrainOn = "assistant", **beside: object) -> Example:
+    """The example of a list of turns. `beside`: `history`, the turns before them; `system`, the text of a first turn,
+    where there is none; `tools` and `chat_template_kwargs`, which the template is given. Raises `UserError`."""
+    return _example(where, [], _turns(turns, where), train_on, **beside)
 
 
 def answered(
-    where: str, asked: object, answers: Sequence[object], *, by_template: bool, history: object = None,
-    system: object = None, tools: object = None, chat_template_kwargs: object = None, train_on: TrainOn = "assistant",
+    where: str, asked: object, answers: Sequence[object], *, by_template: bool, train_on: TrainOn = "assistant",
+    **beside: object,
 ) -> list[Example]:  # fmt: skip
     """The examples of one answer, or of a chosen and a rejected one, to the same: texts or turns. Texts go on where the
-    other ends, unless `by_template`. `asked` None: what both answers begin with, up to a whole turn or a space. Raises
-    `UserError`."""
+    other ends, unless `by_template`. `asked` None: what both answers begin with, up to a whole turn or a space.
+    `beside`: as of `chat`. Raises `UserError`."""
     asked = _turns_or_text(asked)
-    said = [_turns_or_text(answer, calls=bool(tools)) for answer in answers]
+    said = [_turns_or_text(answer, calls=bool(beside.get("tools"))) for answer in answers]
     names = ("the answer",) if len(said) == 1 else ("the chosen answer", "the rejected answer")
     if not by_template and not any(isinstance(each, list) for each in (asked, *said)):
         texts = [_string(answer, where, name) for answer, name in zip(said, names, strict=True)]
-        return [Example(where, pair=each, train_on=train_on) for each in _texts(asked, texts, system, where)]
+        found = _texts(asked, texts, beside.get("system"), where)
+        return [Example(where, pair=each, train_on=train_on) for each in found]
     turns = [_said("assistant", each, f"{where}, {name}") for each, name in zip(said, names, strict=True)]
-    before = [] if asked is None else _said("user", asked, where)
+    before = [] if asked is None or (asked == "" and len(said) == 2) else _said("user", asked, where)
     if len(turns) == 2:
         before, turns = _apart(before, turns)
-    before = [*_history(history, where), *before]
     is_context = len(turns) == 2 or isinstance(asked, list)
     both = [(before, each) if is_context else ([], [*before, *each]) for each in turns]
-    return [_example(where, *each, system, tools, chat_template_kwargs, train_on) for each in both]
+    return [_example(where, context, own, train_on, **beside) for context, own in both]
 
 
 def _example(
-    where: str, context: list[Turn], own: list[Turn], system: object, tools: object, options: object, train_on: TrainOn
-) -> Example:
+    where: str, context: list[Turn], own: list[Turn], train_on: TrainOn, *, history: object = None,
+    system: object = None, tools: object = None, chat_template_kwargs: object = None,
+) -> Example:  # fmt: skip
     if not own:
         raise UserError(f"{where}: a conversation without turns", fix="remove the record")
+    earlier = _turns(history or [], f"{where}, history")
+    context, own = ([*earlier, *context], own) if context else ([], [*earlier, *own])
     told = "" if system is None else _string(system, where, "the system text")
     if told and (context or own)[0]["role"] not in ("system", "developer"):
         context = [{"role": "system", "content": told}, *context]
-    options = _parsed(options) or {}
+    options = _parsed(chat_template_kwargs) or {}
     if not isinstance(options, Mapping):
         raise UserError(f"{where}: chat_template_kwargs are an object, not {kind_of(options)}", fix="{NAME: VALUE}")
     return Example(
@@ -260,16 +259,6 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many of their first elements are equal."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
-
-
-def _history(value: object, where: str) -> list[Turn]:
-    """The turns of what was asked and answered before."""
-    pairs = _parsed(value) or []
-    if not isinstance(pairs, list | tuple) or not all(isinstance(each, list | tuple | Mapping) for each in pairs):
-        raise UserError(
-            f"{where}: the history is no list of pairs", fix='[["what was asked", "what was answered"], ...]'
-        )
-    return _turns(pairs, where)
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from fivefold.core.errors import UserError
 from fivefold.data import examples
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, Preference, Rated
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
+from fivefold.data.spans import words
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -58,6 +59,10 @@ class Form:
     answers: tuple[str, ...] = ()
     is_plain: bool = False
 
+    def fits(self, found: Mapping[str, tuple[str, ...]]) -> bool:
+        """Whether a record with these keys, by part, has what it needs."""
+        return all(found[part] for part in self.needs)
+
 
 # Where several fit, it is the one of whose parts `columns` names most, then the first.
 _FORMS = (
@@ -68,7 +73,7 @@ _FORMS = (
     Form("preference records", ("preference",), (*_PAIR, "asked"), ("task", "asked", "input"), _PAIR),
     Form("preference records", ("preference",), (*_PAIR, "messages"), ("messages",), _PAIR),
     Form("preference records", ("preference",), _PAIR, ("input",), _PAIR, is_plain=True),
-    Form("instruction records", ("completion", "chat", "alpaca"), ("asked", "answered"), ("task", "asked", "input"),
+    Form("instruction records", ("chat", "alpaca", "completion"), ("asked", "answered"), ("task", "asked", "input"),
          ("answered",)),
 )  # fmt: skip
 
@@ -84,28 +89,19 @@ class Records(Format):
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
-        with closing(self._read(path, source)) as read:
+        known: dict[tuple[str, ...], Parts | None] = {}
+        with closing(self.records(path, source)) as records:
             if source.rates:
-                yield from examples.beside_others(answer for each in read for answer in rated_of(*each))
+                answers = (rated_of(record, source, where, _known(record, source, known)) for where, record in records)
+                yield from examples.beside_others(answer for each in answers for answer in each)
                 return
             whole: Parts | None = None  # of the last record that was an example
-            for record, source, where, parts in read:
+            for where, record in records:
+                parts = _known(record, source, known)
                 if parts is None and whole is not None:
                     _check_complete(record, whole, source, where, self.noun)
                 whole = parts or whole
                 yield example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
-
-    def _read(self, path: Path, source: Source) -> Generator[tuple[Mapping[str, object], Source, str, "Parts | None"]]:
-        """Each record, the source, the place, and what makes the document: noted in `source.read`, too."""
-        known: dict[tuple[str, ...], Parts | None] = {}
-        with closing(self.records(path, source)) as records:
-            for where, record in records:
-                names = tuple(record)
-                parts = known[names] if names in known else parts_of(names, source)
-                if names not in known and len(known) < _MOST_FORMS:
-                    known[names] = parts
-                    source.read[names] = parts.keys if parts else (source.text_key,)
-                yield record, source, where, parts
 
     def options(self, source: Source) -> dict[str, str]:
         of_examples = {
@@ -141,6 +137,17 @@ class Parts:
         return tuple(key for key in named if key is not None)
 
 
+def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], Parts | None]) -> Parts | None:
+    """What makes the document of a record, noted for others with the same keys, and in `source.read`."""
+    names = tuple(record)
+    if names in known:
+        return known[names]
+    parts = parts_of(names, source)
+    if len(known) < _MOST_FORMS:
+        known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
+    return parts
+
+
 def parts_of(names: Collection[str], source: Source) -> Parts | None:
     """Which keys make an example of records with these `names`; None where they are texts, or nothing known. Raises
     `UserError` where `source` names a key that is not there."""
@@ -154,8 +161,9 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
                 fix=f"name one of them, or leave {source.label}.columns out",
             )
     found = _found(names, columns)
-    fitting = [form for form in _fitting(found) if (kind or form.kinds[0]) in form.kinds]
-    fitting = [form for form in fitting if "answered" not in form.needs or len(found["answered"]) == 1]
+    several = {"answered"} if len(found["answered"]) > 1 else set()  # which of them is meant?
+    fitting = [form for form in _FORMS if form.fits(found) and (kind or form.kinds[0]) in form.kinds]
+    fitting = [form for form in fitting if several.isdisjoint(form.needs)]
     of_pairs = [form for form in fitting if source.pairs and form.answers == _PAIR]
     if kind is None and not columns and source.text_key in names and not of_pairs:
         return None
@@ -163,6 +171,11 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
     form = max(of_pairs or fitting, key=lambda form: len(named.intersection(form.needs)), default=None)
     if form is None:
         return None
+    if source.train_on != Source.train_on and (source.rates or form.answers == _PAIR):
+        raise UserError(
+            f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
+            fix=f"leave {source.label}.train_on out",
+        )
     is_turns = any(found[part] for part in _BY_TEMPLATE) or kind in ("chat", "alpaca")
     is_plain = kind == "completion" or (form.is_plain and not is_turns)
     return Parts(
@@ -185,18 +198,13 @@ def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[
     names = list(names)
     by_name = {name.lower(): name for name in reversed(names)}
     found = {part: tuple(by_name[name] for name in known if name in by_name) for part, known in _NAMES.items()}
-    lower = [name.lower() for name in found["answered"]]
-    short = [_WORKED.get(name) for name in lower]
+    short = [_WORKED.get(key.lower()) for key in found["answered"]]
     found["answered"] = tuple(key for key in found["answered"] if key.lower() not in short)
     if "prompt" in columns:
         found |= {"task": (), "input": ()}
     for part, key in columns.items():
         found |= {each: (key,) if key in names else () for each in (part, _BROAD.get(part, part))}
     return found
-
-
-def _fitting(found: Mapping[str, tuple[str, ...]]) -> list[Form]:
-    return [form for form in _FORMS if all(found[part] for part in form.needs)]
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -217,14 +225,15 @@ def example_of(
         raise UserError(f"{where}: {media!r} is given, and the model reads text alone", fix="leave such records out")
     beside = {part: record.get(key) for part, key in parts.beside.items()}
     if parts.turns:
-        return examples.chat(where, record[parts.turns], train_on=source.train_on, **beside)
-    if len(parts.answers) == 2 and source.train_on != Source.train_on:
-        raise _answers_alone_are_trained(source)
+        example = examples.chat(where, record[parts.turns], train_on=source.train_on, **beside)
+        if beside.get("system") and words(example.turns[0]) != beside["system"]:  # a turn says another
+            source.read[tuple(record)] = tuple(key for key in parts.keys if key != parts.beside["system"])
+        return example
     found = examples.answered(
         where, _question(record, parts, where), [record[key] for key in parts.answers], by_template=not parts.is_plain,
         train_on=source.train_on, **beside,
     )  # fmt: skip
-    return Preference(*found) if len(found) == 2 else found[0]
+    return Preference(found[0], found[1]) if len(found) == 2 else found[0]
 
 
 def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
@@ -236,10 +245,12 @@ def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
     for value in given:
         if not isinstance(value, str):
             raise UserError(f"{where}: what is asked is {examples.kind_of(value)}, not a string", fix="write a string")
+    if not given and len(parts.answers) == 2 and "" not in map(record.get, parts.asked):
+        return None
     texts = list(dict.fromkeys(map(str, given)))
     if parts.asked and parts.asked[0].lower() == "prompt" and all(text in texts[0] for text in texts[1:]):
         texts = texts[:1] if parts.is_plain else texts[1:] or texts
-    return "\n\n".join(texts) if parts.asked else None
+    return "\n\n".join(texts)
 
 
 def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None) -> Iterator[Rated]:
@@ -259,18 +270,9 @@ def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Pa
             "completion: KEY, label: KEY}",
             more="docs/preferences.md",
         )
-    if source.train_on != Source.train_on:
-        raise _answers_alone_are_trained(source)
     if found.turns and not (parts.answers and isinstance(record[parts.answers[0]], list)):
         found = replace(found, context=len(found.turns) - 1)
     yield Rated(found, desirable)
-
-
-def _answers_alone_are_trained(source: Source) -> UserError:
-    return UserError(
-        f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
-        fix=f"leave {source.label}.train_on out",
-    )
 
 
 def _check_complete(record: Mapping[str, object], whole: Parts, source: Source, where: str, noun: str) -> None:
@@ -304,14 +306,12 @@ def given(value: Any) -> Any:
 # ---- what is said of them --------------------------------------------------------------------------------------------
 
 
-def conversation_of(names: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
-    """Of records of these keys that are chat, preference or instruction data: what they are called, and the keys that
-    say so."""
+def conversation_of(names: Collection[str]) -> tuple[Form, tuple[str, ...]] | None:
+    """The form of records of these keys that are chat, preference or instruction data, and the keys that say so."""
     found = _found(names, {})
-    for form in _fitting(found):
-        keys = {key for part in (*form.needs, *form.asked, *_BESIDE) for key in found[part]}
-        return form.name, tuple(name for name in names if name in keys)
-    return None
+    form = next((form for form in _FORMS if form.fits(found)), None)
+    keys = {key for part in (*form.needs, *form.asked, *_BESIDE) for key in found[part]} if form else ()
+    return (form, tuple(name for name in names if name in keys)) if form else None
 
 
 def columns_read(files: FileList) -> tuple[str, tuple[str, ...]]:
@@ -320,24 +320,17 @@ def columns_read(files: FileList) -> tuple[str, tuple[str, ...]]:
     read, key = files.source.read, files.source.text_key
     used = dict.fromkeys(name for names in read.values() for name in names)
     unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in keys)
-    warnings = {}
-    for names, keys in read.items():
-        conversation = conversation_of(names) if keys == (key,) and key != Source.text_key else None
-        if conversation and key in conversation[1]:
-            others = tuple(name for name in conversation[1] if name != key)
-            warnings[conversation[0], others] = (
-                f"{files.name} holds {conversation[0]}, and {key!r} alone is trained on; "
-                f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
-            )
-    instead = next(
-        (
-            f" ({kind[0]} by format: chat)"
-            for names, keys in read.items()
-            if keys == (key,)
-            if (kind := conversation_of(names))
-        ),
-        "",
-    )
+    warnings, instead = {}, ""
+    for names in (names for names, keys in read.items() if keys == (key,)):
+        if conversation := conversation_of(names):
+            form, keys = conversation
+            others = tuple(name for name in keys if name != key)
+            instead = f" as a text; {_listed(others)} by format: {form.kinds[0]}"
+            if key in keys and key != Source.text_key:
+                warnings[form.name, others] = (
+                    f"{files.name} holds {form.name}, and {key!r} alone is trained on; "
+                    f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
+                )
     line = f"{files.name}: {_listed(used, 99)} read{instead}; left out: {_listed(unused, 99)}" if unused else ""
     return line, tuple(warnings.values())
 
@@ -350,7 +343,7 @@ def no_text(
     if conversation := conversation_of(names):
         # No key is advised: any of them would train on the answers, or the prompts, alone.
         return UserError(
-            f"{where}: these are {conversation[0]} ({_listed(conversation[1])}), and which keys are asked and "
+            f"{where}: these are {conversation[0].name} ({_listed(conversation[1])}), and which keys are asked and "
             "answered is not to be told",
             fix=_columns(source),
             more=_MORE,
