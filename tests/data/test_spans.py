@@ -164,8 +164,8 @@ def test_a_result_that_is_written_within_the_turn_that_called_is_not_trained() -
     inline = (  # as Gemma 4
         "{% for m in messages %}{% if m.role != 'tool' %}{% set before = messages[loop.index0 - 1] %}"
         "{% if loop.first or before.role != 'tool' %}<turn>{{ m.role }}\n{% endif %}{{ m.content }}"
-        "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<result>{% endfor %}{% set n = loop.index0 %}"
-        "{% for r in messages[n + 1:n + 2] %}{% if r.role == 'tool' %}{{ r.content }}</result>{% endif %}{% endfor %}"
+        "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<result>{% endfor %}"
+        "{% set n = loop.index0 %}{% for r in messages[n + 1:n + 2] %}{% if r.role == 'tool' %}{{ r.content }}</result>{% endif %}{% endfor %}"
         "{% if not m.tool_calls %}</turn>\n{% endif %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt and messages[-1].role != 'tool' %}<turn>assistant\n{% endif %}"
     )
