@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +30,8 @@ _LOOP = re.compile(
     r"|\{%[-+]?\s*(?P<word>for|endfor)\b(?:\s+(?P<each>\w+)\s+in\b)?(?P<over>.*?)(?P<close>[-+]?%\})",
     re.DOTALL,
 )
-_FEW = 4  # answers that are each asked for
+_FEW = 4  # answers that are each asked for; of more, one after each kind of turn
+_FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
 
 
 @lru_cache(64)
@@ -68,22 +69,20 @@ def find_spans(
         if encloses and len(enclosed) == len(own):
             return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
         raise UserError(f"{name} does not write turn after turn, and so does not tell whose a text is", fix=_FIX)
-    if not own:
-        return text, {}
-    probe = _Written.of(write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in turns])
-    answers = _Answers(write, turns, name, whole, probe)
+    answers, questions = _Answers(write, turns, name, whole), dict[Any, str | None]()
+    spans: dict[int, list[Span]] = {number: [] for number in own}
+    for number, span in whole.enclosed:
+        spans.setdefault(number, []).append(span)
     for number in own:
-        answers.check_written(number)
-    if encloses:
-        spans = {number: [span for owner, span in whole.enclosed if owner == number] for number in range(len(turns))}
-    else:
-        spans = {number: [(answers.begin(number, asked), answers.end(number))] for number, asked in answers.asked(own)}
-    for number in own:
-        answers.check_said(number, "".join(text[first:last] for first, last in spans[number]))
+        answers.check(number, whole.part(number))
+        if not encloses:
+            before = turns[number - 1] if number else {}
+            kind = number if len(own) <= _FEW else (before.get("role"), *sorted(before))
+            if kind not in questions:
+                questions[kind] = answers.question(number)
+            spans[number] = [(answers.begin(number, questions[kind]), answers.end(number))]
+        answers.check(number, "".join(text[first:last] for first, last in spans[number]))
     return text, spans
-
-
-_FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
 
 
 @dataclass(frozen=True)
@@ -120,26 +119,19 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Answers:
-    """A conversation: `whole`, and with a `probe` in place of each answer."""
+    """A conversation: `whole`, and with a `probe` in place of each answer, written where it is asked for."""
 
     write: Write
     turns: Sequence[Turn]
     name: str
     whole: _Written
-    probe: _Written
 
-    def asked(self, own: Sequence[int]) -> list[tuple[int, str | None]]:
-        """What the template writes to ask for each answer; the same after turns of one kind, where there are many."""
-        found: dict[Any, str | None] = {}
-        for number in own:
-            before = self.turns[number - 1] if number else {}
-            kind = number if len(own) <= _FEW else (before.get("role"), *sorted(before))
-            if kind not in found:
-                found[kind] = self._question(number)
-            found[number] = found[kind]
-        return [(number, found[number]) for number in own]
+    @cached_property
+    def probe(self) -> _Written:
+        """With other words, and other names of tools."""
+        return _Written.of(self.write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns])
 
-    def _question(self, number: int) -> str | None:
+    def question(self, number: int) -> str | None:
         """What it writes behind the turns before an answer to ask for it; None where it does not take them so."""
         before, front = list(self.turns[:number]), self.whole.text[: self.whole.turns[number][0]]
         if all(turn["role"] in ("system", "developer") for turn in before):  # the assistant begins
@@ -182,29 +174,24 @@ class _Answers:
             stop = min(stop, len(until))
         return start + len(self.whole.text[start:stop].rstrip())
 
-    def check_written(self, number: int) -> None:
+    def check(self, number: int, said: str) -> None:
         """Raises `UserError` where the template leaves out what the assistant says: an empty answer would be learnt."""
+        called, says = _called(self.turns[number]), words(self.turns[number]).strip()
+        if not called and says in said:
+            return
         written = self.probe.part(number)
-        for at, called in enumerate(_called(self.turns[number])):
-            if _call(at) not in written:
-                raise UserError(
-                    f"turn {number + 1} calls the tool {called!r}, and {self.name} leaves out tool_calls",
-                    fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
-                )
-        if words(self.turns[number]).strip() and PROBE not in written:
-            raise self._empty(number)
-
-    def check_said(self, number: int, said: str) -> None:
-        """The same of `said`, where the template would write other words."""
-        ending = self.probe.part(number).rpartition(PROBE)[2].strip()
-        if (words(self.turns[number]).strip() or _called(self.turns[number])) and said.strip() in ("", ending):
-            raise self._empty(number)
-
-    def _empty(self, number: int) -> UserError:
-        return UserError(
-            f"{self.name} writes nothing of what the assistant says in turn {number + 1} of {len(self.turns)}",
-            fix="take a tokenizer whose template writes it, or leave such records out",
-        )
+        calls = written.count(_CALL)
+        if calls < len(called):
+            raise UserError(
+                f"turn {number + 1} calls the tool {called[calls]!r}, and {self.name} leaves out tool_calls",
+                fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
+            )
+        is_empty = said.strip() in ("", written.rpartition(PROBE)[2].strip())
+        if (says and PROBE not in written) or is_empty:
+            raise UserError(
+                f"{self.name} writes nothing of what the assistant says in turn {number + 1} of {len(self.turns)}",
+                fix="take a tokenizer whose template writes it, or leave such records out",
+            )
 
     def _untold(self, number: int) -> UserError:
         return UserError(
@@ -224,17 +211,14 @@ def _called(turn: Turn) -> list[str]:
     return [call["function"]["name"] for call in turn.get("tool_calls") or ()]
 
 
-def _call(at: int) -> str:
-    return f"{_CALL}{at}q"
-
-
 def _probe(turn: Turn) -> Turn:
     """The turn with other words, and other names of tools."""
-    said, calls = turn.get("content"), turn.get("tool_calls") or ()
+    probe = dict(turn)
     if words(turn).strip():
-        said = PROBE if isinstance(said, str) else [{"type": "text", "text": PROBE}]
-    named = [{**call, "function": {**call["function"], "name": _call(at)}} for at, call in enumerate(calls)]
-    return {**turn, "content": said, **({"tool_calls": named} if named else {})}
+        probe["content"] = PROBE if isinstance(turn["content"], str) else [{"type": "text", "text": PROBE}]
+    if turn.get("tool_calls"):
+        probe["tool_calls"] = [{**call, "function": {**call["function"], "name": _CALL}} for call in turn["tool_calls"]]
+    return probe
 
 
 def _alike(one: str, other: str) -> int:
