@@ -128,6 +128,11 @@ CHAT = [
     ),
     form("BELLE, MOSS: exchanges", {"conversation": [{"human": "Q", "assistant": "A"}], "kind": "c"}, QA, "kind"),
     form(
+        "XTuner: exchanges, with a system text in the first",
+        {"conversation": [{"system": "S", "input": "Q", "output": "A"}, {"input": "R", "output": "B"}]},
+        f"<system>S</s>{QA}<user>R</s><assistant>[[B</s>]]",
+    ),
+    form(
         "Magpie: the conversation, of which the others are the first turns",
         {
             "uuid": "u", "model": "m", "gen_input_configs": {"temperature": 1.0}, "instruction": "Q", "response": "A",
