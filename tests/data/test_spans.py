@@ -1,4 +1,4 @@
-"""What of a conversation is trained: each answer with what ends it, by the constructs of templates as they are published.
+"""What of a conversation is trained: each answer with what ends it, by the constructs of published templates.
 
 Trained text stands in [[ ]], spelled out by hand.
 """
@@ -106,8 +106,8 @@ def test_every_answer_is_trained_with_its_end(name: str) -> None:
 def test_what_is_thought_is_asked_for_as_it_was_before_the_next_question() -> None:
     """As Qwen3: thoughts of the turns since the last question are written, so a later question changes what was."""
     source = (
-        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-        "{% endif %}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
         "{% if loop.index0 > ns.last and m.thought %}<think>{{ m.thought }}</think>{% endif %}{{ m.content }}<end>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
@@ -145,8 +145,8 @@ QWEN = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>\n{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<result>{{ m.content }}</result><|im_end|>\n"
     "{% else %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -162,10 +162,10 @@ def test_the_ordinary_record_of_a_call() -> None:
 
 def test_a_result_that_is_written_within_the_turn_that_called_is_not_trained() -> None:
     inline = (  # as Gemma 4
-        "{% for m in messages %}{% if m.role != 'tool' %}{% if not loop.first and messages[loop.index0 - 1].role == 'tool' "
-        "%}{% else %}<turn>{{ m.role }}\n{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "<call>{{ call.function.name }}<result>{% endfor %}{% set n = loop.index0 %}"
-        "{% for r in messages[n + 1:n + 2] %}{% if r.role == 'tool' %}{{ r.content }}</result>{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role != 'tool' %}{% set before = messages[loop.index0 - 1] %}"
+        "{% if loop.first or before.role != 'tool' %}<turn>{{ m.role }}\n{% endif %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}<result>{% endfor %}"
+        "{% set n = loop.index0 %}{% for r in messages[n + 1:n + 2] %}{% if r.role == 'tool' %}{{ r.content }}</result>{% endif %}{% endfor %}"
         "{% if not m.tool_calls %}</turn>\n{% endif %}{% endif %}{% endfor %}"
         "{% if add_generation_prompt and messages[-1].role != 'tool' %}<turn>assistant\n{% endif %}"
     )
@@ -208,8 +208,8 @@ def test_what_is_not_told_is_refused(subtests: pytest.Subtests) -> None:
 
 def test_what_a_template_encloses_is_trained_also_in_several_parts() -> None:
     phi = (
-        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>\n"
-        "{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|end|>\n{% endgeneration %}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
         "{%- if not add_generation_prompt -%}{%- generation -%}{{ eos_token }}{%- endgeneration -%}{%- endif -%}"
     )
     assert read(phi, TWO) == (
@@ -234,9 +234,13 @@ def test_what_templates_for_training_enclose_is_what_trl_trains(subtests: pytest
             try:
                 text, answers = template.answers(turns, tools=tools)
             except UserError as refused:  # calls, of templates that have no place for them
-                assert turns is CALLS and re.search("leaves out tool_calls|does not take the conversation", refused.what)
+                assert turns is CALLS and re.search(
+                    "leaves out tool_calls|does not take the conversation", refused.what
+                )
                 continue
-            is_by_parts = "content'][0]['type']" in template.text() or "message['content'] | selectattr" in template.text()
+            is_by_parts = (
+                "content'][0]['type']" in template.text() or "message['content'] | selectattr" in template.text()
+            )
             theirs = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
             texts, enclosed = render_jinja_template(
                 conversations=[theirs if is_by_parts else turns], tools=tools, chat_template=template.text(),
@@ -248,7 +252,10 @@ def test_what_templates_for_training_enclose_is_what_trl_trains(subtests: pytest
 
 
 # What is trained of TWO, and of CALLS (None: the template has no place for calls), read by hand in the templates.
-_THINK, _XML = "\n</think>\n\n", "<tool_call>\n<function=get>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+_THINK, _XML = (
+    "\n</think>\n\n",
+    "<tool_call>\n<function=get>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+)
 _JSON = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
 BY_HAND: dict[str, tuple[str, str, str | None, str]] = {
     "cohere": ("a1<|END_OF_TURN_TOKEN|>", "<b>a2<|END_OF_TURN_TOKEN|>", None, ""),
@@ -259,11 +266,14 @@ BY_HAND: dict[str, tuple[str, str, str | None, str]] = {
     "gemma4": ("a1<turn|>", "<b>a2<turn|>", "<|tool_call>call:get{a:1}<tool_call|><|tool_response>", "ok<turn|>"),
     "gptoss": (
         "<|channel|>final<|message|>a1<|end|>", "<|channel|>final<|message|><b>a2<|return|>",
-        ' to=functions.get<|channel|>commentary json<|message|>{"a": 1}<|call|>', "<|channel|>final<|message|>ok<|return|>",
+        ' to=functions.get<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        "<|channel|>final<|message|>ok<|return|>",
     ),
     "idefics3": (" a1<end_of_utterance>", " <b>a2<end_of_utterance>", None, ""),
     "llama3": ("a1<|eot_id|>", "<b>a2<|eot_id|>", None, ""),
-    "llama3_1": ("a1<|eot_id|>", "<b>a2<|eot_id|>", '{"name": "get", "parameters": {"a": 1}}<|eot_id|>', "ok<|eot_id|>"),
+    "llama3_1": (
+        "a1<|eot_id|>", "<b>a2<|eot_id|>", '{"name": "get", "parameters": {"a": 1}}<|eot_id|>', "ok<|eot_id|>",
+    ),
     "llava_next": (" a1</s>", " <b>a2</s>", None, ""),
     "nemotron_3_nano": (
         "</think>a1<|im_end|>", "</think><b>a2<|im_end|>", f"</think>\n{_XML}\n<|im_end|>", "</think>ok<|im_end|>",
@@ -290,17 +300,20 @@ def test_published_templates_read_by_hand(subtests: pytest.Subtests) -> None:
             text, answers = template.answers(TWO)
             assert tuple("".join(text[slice(*span)] for span in answers[number]) for number in (1, 3)) == trained[:2]
             if trained[2] is None:
-                with pytest.raises(UserError, match="leaves out tool_calls|does not take the conversation"):
+                with pytest.raises(UserError, match=r"leaves out tool_calls|does not take the conversation"):
                     template.answers(CALLS, tools=[TOOL])
             else:
                 text, answers = template.answers(CALLS, tools=[TOOL])
-                assert tuple("".join(text[slice(*span)] for span in answers[number]) for number in (1, 3)) == trained[2:]
+                assert (
+                    tuple("".join(text[slice(*span)] for span in answers[number]) for number in (1, 3)) == trained[2:]
+                )
 
 
 # ---- contents, and what else a template is given ---------------------------------------------------------------------
 
 IN_PARTS = (  # as SmolVLM
-    "{% for m in messages %}{{ m['role'] | capitalize }}{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for m in messages %}{{ m['role'] | capitalize }}"
+    "{% if m['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
     "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
     "<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
@@ -328,12 +341,14 @@ def test_contents_are_what_the_template_takes() -> None:
 
 def test_what_else_a_record_gives_the_template() -> None:
     source = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n' + ('<no>' if thinks == 0 else '') }}{% endif")
-    source = source.replace("message['content']", "('<no>' if thinks == 0 and message.role[0] == 'a' else '') + message.content")
+    source = source.replace(
+        "message['content']", "('<no>' if thinks == 0 and message.role[0] == 'a' else '') + message.content"
+    )
     assert read(source, TWO[:2]) == "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[a1<|im_end|>]]\n"
     assert read(source, TWO[:2], chat_template_kwargs={"thinks": 0}) == (
         "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n<no>[[a1<|im_end|>]]\n"
     )
-    with pytest.raises(UserError, match="does not take the conversation: .*multiple values"):
+    with pytest.raises(UserError, match=r"does not take the conversation: .*multiple values"):
         read(source, TWO, chat_template_kwargs={"chat_template": "x"})
 
 

@@ -304,3 +304,16 @@ def made(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True)
     FOLDERS[name](folder)
     return folder
+
+
+def sentencepiece(folder: Path, kind: str, name: str, model: str, **values: Any) -> None:
+    """A tokenizer.model (kind: bpe or unigram) without a tokenizer.json."""
+    import sentencepiece  # type: ignore[import-not-found, unused-ignore]
+
+    folder.mkdir(parents=True)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(_CORPUS), model_prefix=str(folder / "tokenizer"), vocab_size=400, model_type=kind,
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2, user_defined_symbols=["<tool>"],
+    )  # fmt: skip
+    config(folder, name, **values)
+    put(folder, "config.json", {"model_type": model})

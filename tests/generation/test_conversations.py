@@ -144,9 +144,19 @@ BARE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+PHI = (  # EOS behind all
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
+)
+OLMO = (  # the last answer ends otherwise than those before
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ '</s>' if loop.last else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
-@pytest.mark.parametrize(("source", "ending"), [(CHATML, "<|im_end|>"), (LLAMA, "<|eot_id|>"), (BARE, "")])
+@pytest.mark.parametrize(
+    ("source", "ending"), [(CHATML, "<|im_end|>"), (LLAMA, "<|eot_id|>"), (BARE, ""), (PHI, "<|end|>"), (OLMO, "</s>")]
+)
 def test_a_template_says_how_a_turn_ends(source: str, ending: str) -> None:
     assert end_of_turn(ChatTemplate(source, {"bos_token": "<s>"})) == ending
 

@@ -2,7 +2,7 @@
 
 One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
 machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, told by
-the launcher), `skipped`, and `note`. It is for people and for `fivefold report`; a run reads nothing from it but the day
+the launcher), `skipped`, and `note`. It is for people and for `fivefold report`. A run reads one thing of it: the day
 of its first start, which a chat template may write. No torch.
 """
 

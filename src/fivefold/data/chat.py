@@ -48,8 +48,9 @@ class ChatTemplate:
         from transformers import PreTrainedTokenizerBase
 
         read: Any = SimpleNamespace(chat_template=self.source)
+        given: Any = tools
         try:
-            return PreTrainedTokenizerBase.get_chat_template(read, tools=tools)  # type: ignore[arg-type]
+            return str(PreTrainedTokenizerBase.get_chat_template(read, tools=given))
         except ValueError as error:
             raise UserError(f"{self.name}: {error}", fix="name one of them `default`") from error
 

@@ -281,7 +281,7 @@ def _open(
             validation_asked=bool(plan.held) or plan.fraction > 0,
             repeated=counts["repeated"],
             fraction=plan.fraction,
-            bos=_bos_line(tokenizer),
+            bos=_bos_line(tokenizer, (*plan.stores, *plan.held)),
             tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
@@ -290,8 +290,11 @@ def _open(
     )
 
 
-def _bos_line(tokenizer: TokenizerInfo) -> str:
+def _bos_line(tokenizer: TokenizerInfo, stores: Stores) -> str:
     """What to say of BOS; nothing where neither the run nor the tokenizer has any."""
     if tokenizer.bos_token_ids:
-        return f"BOS {tokenizer.bos} in front of each document"
+        converses = any(store.meta.trained is not None for store in stores)
+        return f"BOS {tokenizer.bos} in front of each document" + (
+            " that the chat template does not write" if converses else ""
+        )
     return f"no BOS (data.bos: false), though the tokenizer puts {tokenizer.bos}" if tokenizer.template_ids else ""

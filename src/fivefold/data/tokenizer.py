@@ -61,8 +61,10 @@ class TokenizerInfo:
 
     `template_ids` are what the tokenizer itself puts in front of a text, `bos_token_id` is the BOS that its files name,
     `bos_token_ids` is what this run puts in front of each document: see `data.bos`. `bos` is how that is written.
-    `file`: what is loaded. `splits_special`: special tokens in a text are cut as other text is. `template`: how it
-    writes conversations. `overruled_by`: the class that reads the folder otherwise than its tokenizer.json says.
+    `saved`: the folder that is loaded, and is copied to where a model is saved whose own tokenizer it is not: it names
+    its class, which else the model beside it decides. `splits_special`: special tokens in a text are cut as other text
+    is. `template`: how it writes conversations. `kind`: the class that reads the folder; `overrules`: otherwise than
+    its tokenizer.json says.
     """
 
     folder: Path
@@ -73,26 +75,26 @@ class TokenizerInfo:
     bos_token_id: int | None = None
     bos_token_ids: tuple[int, ...] = ()
     bos: str = ""
-    file: Path = Path()
+    saved: Path = Path()
     splits_special: bool = False
     template: ChatTemplate = field(default_factory=ChatTemplate)
-    overruled_by: str = ""
+    kind: str = "TokenizersBackend"
+    overrules: bool = False
 
     def load(self) -> "Tokenizer":
         """The tokenizer, which then neither cuts nor pads."""
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(self.file))
+        tokenizer = Tokenizer.from_file(str(self.saved / _FILE))
         tokenizer.encode_special_tokens = self.splits_special
         return tokenizer
 
     def remarks(self, *, converses: bool) -> tuple[str, ...]:
         """What a user may not expect of it; `converses`: where it writes conversations."""
         found = []
-        if self.overruled_by:
+        if self.overrules:
             found.append(
-                f"{self.overruled_by}, by which AutoTokenizer reads {self.folder}: its tokenizer.json alone makes "
-                "other tokens"
+                f"{self.kind}, by which AutoTokenizer reads {self.folder}: its tokenizer.json alone makes other tokens"
             )
         if converses and self.template.name == BUILT_IN:
             found.append(f"it has no chat template: conversations are written in {BUILT_IN}")
@@ -164,7 +166,8 @@ def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path
         if damage and (folder / _CHECKSUMS).exists():  # earlier versions wrote none
             say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damage}; it is made again")
         build(beside)
-        checksums = {path.name: file_checksum(path) for path in sorted(beside.iterdir())}
+        files = [path for path in sorted(beside.rglob("*")) if path.is_file()]
+        checksums = {str(path.relative_to(beside)): file_checksum(path) for path in files}
         (beside / _CHECKSUMS).write_text(signed(checksums), encoding="utf-8")
 
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
@@ -244,12 +247,13 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
         template_ids=tuple(facts["template_ids"]),
         bos_token_id=facts["bos_token_id"],
         bos=facts["bos"] if facts["bos"].isprintable() else repr(facts["bos"]),
-        file=read / _FILE,
+        saved=read,
         splits_special=facts["splits_special"],
         template=ChatTemplate(special=facts["special"])
         if templates is None
         else ChatTemplate(templates, facts["special"], f"the chat template of {folder}"),
-        overruled_by=facts["class"] if facts["overrules"] else "",
+        kind=facts["class"],
+        overrules=facts["overrules"],
     )
 
 
@@ -290,12 +294,12 @@ def _not_a_tokenizer(path: Path, why: object) -> UserError:
 
 def _ours(folder: Path, root: Path) -> TokenizerInfo:
     """What is known of a folder that `_save` wrote: `AutoTokenizer` takes it as it is."""
-    info = TokenizerInfo(folder, digest="", vocab_size=0, eos_token_id=0, file=folder / _FILE)
+    info = TokenizerInfo(folder, digest="", vocab_size=0, eos_token_id=0, saved=folder)
     tokenizer = info.load()
-    eos = tokenizer.token_to_id(EOS)
+    eos = tokenizer.get_vocab(with_added_tokens=True)[EOS]
     return replace(
         info,
-        digest=key_of(file_digest(info.file, root), eos),
+        digest=key_of(file_digest(folder / _FILE, root), eos),
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_id=eos,
         template=ChatTemplate(special={"eos_token": EOS}),

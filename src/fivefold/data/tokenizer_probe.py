@@ -1,7 +1,7 @@
 """Reads a tokenizer's folder as `AutoTokenizer` does, in a process of its own with little memory.
 
-Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES`. Writes the tokenizer that
-`transformers` makes of the folder (OUT/tokenizer.json) and what else is known of it (OUT/facts.json). A small file may
+Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES`. Saves the tokenizer that
+`transformers` makes of the folder in OUT, and beside it what else is known of it (OUT/facts.json). A small file may
 ask for any amount of memory (thirty `Replace` normalizers double a text thirty times), and the Rust library answers
 some damage with a panic, which `except Exception` does not catch. Prints what is wrong; prints nothing where all is
 well.
@@ -15,13 +15,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-TOKENIZER, FACTS = "tokenizer.json", "facts.json"
+TOKENIZER, FACTS, _CONFIG = "tokenizer.json", "facts.json", "tokenizer_config.json"
 MOST_TOKENS_A_CHARACTER = 100  # bytes of the longest characters, and a template's special tokens, are far below
 _SAMPLE = "".join(map(chr, range(32, 127))) + "\n\t é漢字🙂  Ａ ﬁ\r\n 12345 don't "
 
 
 def read(folder: str, out: str) -> str | None:
-    """Write what `AutoTokenizer` makes of `folder` to the folder `out`; what is wrong with it."""
+    """Save what `AutoTokenizer` makes of `folder` in the folder `out`; what is wrong with it."""
     from transformers import AutoTokenizer
 
     read = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -59,9 +59,19 @@ def read(folder: str, out: str) -> str | None:
         "special": read.special_tokens_map,
         "chat_template": templates,
     }
-    Path(out, TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
+    read.save_pretrained(out)
+    _restore_settings(Path(folder, _CONFIG), Path(out, _CONFIG))
     Path(out, FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return None
+
+
+def _restore_settings(original: Path, saved: Path) -> None:
+    """Put back what `save_pretrained` leaves out of a class's own settings, such as `legacy` of Llama's."""
+    if not original.is_file():
+        return
+    given, kept = (json.loads(path.read_text(encoding="utf-8")) for path in (original, saved))
+    lost = {key: value for key, value in given.items() if key not in kept and isinstance(value, bool | int)}
+    saved.write_text(json.dumps(lost | kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def template_ids(tokenizer: Any) -> tuple[int, ...]:

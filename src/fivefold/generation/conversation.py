@@ -28,14 +28,15 @@ def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None
 
 
 def end_of_turn(template: ChatTemplate) -> str:
-    """What a template writes behind an answer, such as `<|im_end|>`; empty where that is not to be told."""
-    turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+    """What a template writes behind an answer, such as `<|im_end|>`; empty where that is not to be told. What it writes
+    behind the last of all answers is no more of it, where it begins as that of the others (Phi-3)."""
+    turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}] * 2
     try:
         text, spans = template.answers(turns)
     except UserError:
         return ""
-    first, last = spans[1][0][0], spans[1][-1][1]
-    return text[first:last].rpartition(_PROBE)[2].strip()
+    early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition(_PROBE)[2].strip() for at in (1, 3))
+    return early if early and last.startswith(early) else last
 
 
 def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:

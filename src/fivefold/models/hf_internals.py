@@ -468,3 +468,13 @@ HEAD_COUNTS = {
     "num_key_value_heads": "kv", "num_kv_heads": "kv",
 }  # fmt: skip
 FEATURE_COUNTS = ("split_size", "embed_dim", "hidden_size")  # features of all query heads
+
+
+def forced_tokenizer_class(model_type: str) -> str | None:
+    """The class by which `AutoTokenizer` reads any tokenizer beside a model of this type, whatever its files name; None
+    where they decide."""
+    from transformers.models.auto import tokenization_auto
+
+    forced = model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    name = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(model_type) if forced else None
+    return None if name == "TokenizersBackend" else name
