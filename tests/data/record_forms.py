@@ -128,6 +128,11 @@ CHAT = [
     ),
     form("BELLE, MOSS: exchanges", {"conversation": [{"human": "Q", "assistant": "A"}], "kind": "c"}, QA, "kind"),
     form(
+        "XTuner: exchanges, with a system text in the first",
+        {"conversation": [{"system": "S", "input": "Q", "output": "A"}, {"input": "R", "output": "B"}]},
+        f"<system>S</s>{QA}<user>R</s><assistant>[[B</s>]]",
+    ),
+    form(
         "Magpie: the conversation, of which the others are the first turns",
         {
             "uuid": "u", "model": "m", "gen_input_configs": {"temperature": 1.0}, "instruction": "Q", "response": "A",
@@ -266,7 +271,7 @@ TOOLS = [
 ]  # fmt: skip
 
 INSTRUCTIONS = [
-    form("Alpaca", {"instruction": "Do:", "input": "it", "output": "A"}, "<user>Do:\n\nit</s><assistant>[[A</s>]]"),
+    form("Alpaca", {"instruction": "Do:", "input": "it", "output": "A"}, "<user>Do:\nit</s><assistant>[[A</s>]]"),
     form("Alpaca without input", {"instruction": "Q", "input": "", "output": "A"}, QA),
     form(
         "Alpaca with a rendered text",
@@ -291,12 +296,12 @@ INSTRUCTIONS = [
     form(
         "LLaMA-Factory's Alpaca: system and history",
         {"instruction": "Do:", "input": "it", "output": "A", "system": "S", "history": [["q", "a"]]},
-        "<system>S</s><user>q</s><assistant>[[a</s>]]<user>Do:\n\nit</s><assistant>[[A</s>]]",
+        "<system>S</s><user>q</s><assistant>[[a</s>]]<user>Do:\nit</s><assistant>[[A</s>]]",
     ),
     form(
         "Dolly",
         {"instruction": "Q", "context": "C", "response": "A", "category": "closed_qa"},
-        "<user>Q\n\nC</s><assistant>[[A</s>]]",
+        "<user>Q\nC</s><assistant>[[A</s>]]",
         "category",
     ),
     form(
@@ -308,7 +313,7 @@ INSTRUCTIONS = [
     form(
         "Orca mini",
         {"system": "S", "instruction": "Do:", "input": "it", "output": "A"},
-        "<system>S</s><user>Do:\n\nit</s><assistant>[[A</s>]]",
+        "<system>S</s><user>Do:\nit</s><assistant>[[A</s>]]",
     ),
     form(
         "MetaMathQA",
@@ -332,9 +337,19 @@ INSTRUCTIONS = [
     form("MathInstruct", {"source": "data/CoT/x.json", "output": "A", "instruction": "Q"}, QA, "source"),
     form("Code Alpaca", {"prompt": "Q", "completion": "A"}, "Q[[A</s>]]"),
     form(
-        "Python code instructions: a prompt that was put together of the others",
+        "Python code instructions: a prompt that was put together of the others and the answer",
         {"instruction": "Do:", "input": "it", "output": "A", "prompt": "Below: Do: Input: it Output: A"},
-        "<user>Do:\n\nit</s><assistant>[[A</s>]]",
+        "<user>Do:\nit</s><assistant>[[A</s>]]",
+    ),
+    form(
+        "a prompt that was put together of the others",
+        {"prompt": "Below: Do: it", "instruction": "Do:", "input": "it", "response": "A"},
+        "<user>Below: Do: it</s><assistant>[[A</s>]]",
+    ),
+    form(
+        "a prompt that is empty",
+        {"prompt": None, "instruction": "Do it", "input": "it", "output": "A"},
+        "<user>Do it\nit</s><assistant>[[A</s>]]",
     ),
     form(
         "Magicoder",
@@ -347,13 +362,13 @@ INSTRUCTIONS = [
     form(
         "Natural instructions",
         {"task_name": "task1", "id": "1", "definition": "Do:", "inputs": "it", "targets": "A"},
-        "<user>Do:\n\nit</s><assistant>[[A</s>]]",
+        "<user>Do:\nit</s><assistant>[[A</s>]]",
         "task_name id",
     ),
     form("Aya", {"inputs": "Q", "targets": "A", "language": "Frisian", "user_id": "u"}, QA, "language user_id"),
     form("Firefly", {"kind": "NLI", "input": "Q", "target": "A"}, QA, "kind"),
     form("SQL with its schema", {"question": "Q", "context": "C", "answer": "A"},
-         "<user>Q\n\nC</s><assistant>[[A</s>]]"),
+         "<user>Q\nC</s><assistant>[[A</s>]]"),
     form("capital letters", {"Question": "Q", "Answer": "A"}, QA),
     form(
         "Nemotron: what is asked as turns",
@@ -372,7 +387,7 @@ INSTRUCTIONS = [
     form(
         "keys of other names, an input and a history, as turns",
         {"Frage": "Q", "Kontext": "C", "Antwort": "A", "Davor": [["q", "a"]]},
-        "<user>q</s><assistant>[[a</s>]]<user>Q\n\nC</s><assistant>[[A</s>]]",
+        "<user>q</s><assistant>[[a</s>]]<user>Q\nC</s><assistant>[[A</s>]]",
         keys={
             "format": "chat",
             "columns": {"prompt": "Frage", "input": "Kontext", "completion": "Antwort", "history": "Davor"},
@@ -482,7 +497,7 @@ PREFERENCES = [
     form(
         "Alpaca",
         {"instruction": "Do:", "input": "it", "chosen": "A", "rejected": "B"},
-        [f"<user>Do:\n\nit</s><assistant>[[{each}</s>]]" for each in "AB"],
+        [f"<user>Do:\nit</s><assistant>[[{each}</s>]]" for each in "AB"],
     ),
     form(
         "StackExchange paired",

@@ -175,7 +175,7 @@ def test_what_is_trained_can_be_chosen(tmp_path: Path, folder: Any, train_on: st
 def test_other_forms_of_a_conversation(subtests: pytest.Subtests, tmp_path: Path, folder: Any) -> None:
     cases = [
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "q|a"),
-        ({"instruction": "do", "input": "it", "output": "a"}, "do\n\nit|a"),
+        ({"instruction": "do", "input": "it", "output": "a"}, "do\nit|a"),
         ({"instruction": "do", "input": "", "output": "a", "system": "s"}, "s|do|a"),
         ({"question": "q", "answer": "a", "id": 3}, "q|a"),
         ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "x|y|q|a"),
@@ -308,7 +308,7 @@ def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
         ({"messages": [{"role": "system", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
         ({"messages": [{"role": "user", "content": [{"text": "q"}, {"text": "r"}]}, ROUND[1]]}, "qr|a", ["a"]),
         ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
-        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
+        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\ni\nc|a", ["a"]),
         ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
     ]
     for record, said, trained in cases:

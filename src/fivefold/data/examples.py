@@ -32,6 +32,7 @@ ANSWERED = (
     "targets", "reply", "generation", "demonstration", "assistant", "gpt", "bot",
 )  # fmt: skip
 
+_SAYS = (("system", ("system",)), ("user", ASKED), ("assistant", ANSWERED))
 _CALL = "call"  # a turn of the assistant whose content is a call of a tool
 # What roles are called elsewhere -> what templates call them.
 _ROLES = {
@@ -266,8 +267,9 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _turns(value: object, where: str) -> list[Turn]:
     turns = _parsed(value)
-    if isinstance(turns, Mapping) and all(isinstance(each, list) for each in turns.values()):
-        turns = [dict(zip(turns, each, strict=False)) for each in zip(*turns.values(), strict=False)]
+    lists = list(turns.values()) if isinstance(turns, Mapping) else []  # one for each key, as `datasets` gives them
+    if lists and all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+        turns = [dict(zip(turns, each, strict=True)) for each in zip(*lists, strict=True)]
     if not isinstance(turns, list | tuple):
         raise UserError(
             f"{where}: turns are a list, not {kind_of(turns)}",
@@ -285,11 +287,15 @@ def _exchange(turn: object, role: str) -> list[object]:
     """The turns of a pair, or of an object with a question and an answer; of a text, which `role` says; or a turn."""
     if isinstance(turn, str):
         return [{"role": role, "content": turn}]
-    both = turn if isinstance(turn, list | tuple) else ()
+    said: list[tuple[str, object]] = []
+    if isinstance(turn, list | tuple) and len(turn) == 2:
+        said = [("user", turn[0]), ("assistant", turn[1])]
     if isinstance(turn, Mapping) and "role" not in turn and "from" not in turn:
-        both = [each for names in (ASKED, ANSWERED) for name, each in turn.items() if name.lower() in names]
-    said = zip(("user", "assistant"), both, strict=False)
-    return [{"role": role, "content": each} for role, each in said] if len(both) == 2 else [turn]
+        given = {name.lower(): each for name, each in turn.items() if each is not None}
+        said = [(role, given.pop(name)) for role, names in _SAYS for name in names if name in given]
+        said = [] if given else said  # what else is said?
+    is_exchange = [role for role, _ in said][-2:] == ["user", "assistant"]
+    return [{"role": role, "content": each} for role, each in said] if is_exchange else [turn]
 
 
 def _turn(value: object, where: str) -> Turn:

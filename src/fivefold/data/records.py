@@ -237,8 +237,8 @@ def example_of(
 
 
 def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
-    """What is asked, each text once, one below the other. A `prompt` in which all of the others stand is one that was
-    put together of them. None where nothing is."""
+    """What is asked, each text once, one below the other. A `prompt` in which all the others stand says it alone,
+    unless it ends with the answer. None where nothing is asked."""
     given = [record[key] for key in parts.asked if record[key] not in (None, "")]
     if len(given) == 1 and isinstance(given[0], str | list | tuple | Mapping):
         return given[0]
@@ -248,9 +248,12 @@ def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
     if not given and len(parts.answers) == 2 and "" not in map(record.get, parts.asked):
         return None
     texts = list(dict.fromkeys(map(str, given)))
-    if parts.asked and parts.asked[0].lower() == "prompt" and all(text in texts[0] for text in texts[1:]):
-        texts = texts[:1] if parts.is_plain else texts[1:] or texts
-    return "\n\n".join(texts)
+    whole = record[parts.asked[0]] if parts.asked and parts.asked[0].lower() == "prompt" else None
+    if isinstance(whole, str) and len(texts) > 1 and all(text in whole for text in texts):
+        answer = str(record[parts.answers[0]]).strip()
+        has_answer = bool(answer) and not parts.is_plain and whole.rstrip().endswith(answer)
+        texts = texts[1:] if has_answer else [whole]
+    return "\n".join(texts)
 
 
 def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None) -> Iterator[Rated]:
