@@ -14,7 +14,6 @@ from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
-from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.config import RunConfig
 from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
@@ -22,25 +21,28 @@ from fivefold.core.hub import is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
+from fivefold.generation.settings import end_tokens, stop_texts
 from fivefold.launch.world import World
+from fivefold.models import hf_internals
 from fivefold.models.adapter import Layered
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
-from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.data import PRECISION_OF
 
 
 @dataclass(frozen=True)
 class Opened:
-    """`folder`: of config and tokenizer. `ends`: tokens that end a text. `run`: the keys of the run that the model is
-    of; empty where it is of none."""
+    """`folder`: of config and tokenizer. `ends`, `stop`: tokens and texts that end a text. `run`: the keys of the run
+    that the model is of; empty where it is of none."""
 
     folder: Path
     model: Any
     tokenizer: Tokenizer
     info: TokenizerInfo
     ends: tuple[int, ...]
+    stop: tuple[str, ...]
     run: dict[str, Any]
 
 
@@ -48,29 +50,33 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     """`name`: a run folder or the address of its copy, a Hugging Face folder, or a hub id. `layout` is a text; without
     a precision in it, the model computes in the type its weights are stored in. `step`: a run's checkpoint, None the
     newest. `verb`: for messages. Raises `UserError` when the model, the step or the layout does not fit."""
-    folder, open_source = _locate(name, step, verb)
+    folder, weights, open_source = _locate(name, step, verb)
     run = _run_of(folder)
     has_adapter = (run.get("adapter") or {}).get("name", "none") != "none"
     trained = RunConfig.model_validate(run) if has_adapter else None
     info = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(run))
     config = without_dropout(load_model_config(folder))
     resolved = _layout(layout, config.dtype).resolve(world.size)
-    model = build_meta(config)
+    model = build_meta(config, weights=weights)
     source = open_source(model)
     if trained is not None:
         source = Layered(source, base_source(trained, model))
         check_base(trained, Checkpoint.open(folder.parent).agreement, str(folder.parent))
     lora = trained.adapter.lora if trained else None
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
-    return Opened(folder, model, info.load(), info, eos_token_ids(folder) or (info.eos_token_id,), run)
+    model.generation_config = hf_internals.generation_config(folder)
+    ends = end_tokens(model) or (info.eos_token_id,)
+    return Opened(folder, model, info.load(), info, ends, stop_texts(model), run)
 
 
-def _locate(name: str, step: int | None, verb: str) -> tuple[Path, Callable[[PreTrainedModel], TensorSource]]:
-    """The folder of config and tokenizer, and what opens the weights."""
+def _locate(
+    name: str, step: int | None, verb: str
+) -> tuple[Path, Path | None, Callable[[PreTrainedModel], TensorSource]]:
+    """The folder of config and tokenizer, that of the weights if it is one, and what opens them."""
     path, more = Path(name), f"fivefold {verb} --help"
     if is_remote(name) or (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
         checkpoint = find_checkpoint(name, step)
-        return checkpoint.model_folder, lambda _: checkpoint.source()
+        return checkpoint.model_folder, None, lambda _: checkpoint.source()
     if step is not None:
         raise UserError(f"{path} is not a run folder, so it has no step {step}", fix="leave --step out", more=more)
     if not path.exists() and not is_hub_id(name):
@@ -86,7 +92,7 @@ def _locate(name: str, step: int | None, verb: str) -> tuple[Path, Callable[[Pre
             more="docs/adapters.md",
         )
     folder = weights_folder(name)
-    return folder, lambda model: SafetensorsFolder(folder, model)
+    return folder, folder, lambda model: open_weights(folder, model)
 
 
 def _run_of(folder: Path) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def _prompt(opened: Opened, request: GenerateRequest, record: dict[str, Any], wh
     if isinstance(said, str) and not request.chat:
         text = examples.encodable(said, where)
         ids_1T = encode_prompt(opened.tokenizer, text, opened.ends, opened.info.bos_token_ids)
-        return Prompt(ids_1T[0].tolist(), record, opened.ends, request.stop)
+        return Prompt(ids_1T[0].tolist(), record, opened.ends, (*request.stop, *opened.stop))
     turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
     example = examples.chat(where, turns, system=record.get("system", request.system), tools=record.get("tools"))
     if example.turns[-1]["role"] == "assistant":
