@@ -135,8 +135,8 @@ def dequantised_model(folder: Path, method: str) -> PreTrainedModel | None:
     if method not in _DEQUANTISES:
         return None
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=_DEQUANTISES[method](dequantize=True), dtype="auto", device_map="cpu",
-        local_files_only=True, use_safetensors=True, trust_remote_code=False,
+        folder, quantization_config=_DEQUANTISES[method](dequantize=True), dtype="auto", local_files_only=True,
+        use_safetensors=True, trust_remote_code=False,
     )  # fmt: skip
     return base_first(loaded)
 
