@@ -124,3 +124,17 @@ def test_stop_strings_of_the_folder_end_a_text_that_does_not_have_them(asking: P
     assert wanted.endswith(stop)
     request = GenerateRequest(model=str(tmp_path / "stops"), prompt=PROMPT, max_new_tokens=TOKENS, temperature=0.0)
     assert start(request, quiet=True) == wanted.removesuffix(stop)
+
+
+def test_an_adapter_in_the_folder_of_its_base_is_part_of_the_model(folder: Path, expected: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    both = tmp_path / "both"
+    shutil.copytree(folder, both)
+    torch.manual_seed(5)
+    lora = peft.LoraConfig(r=3, lora_alpha=40, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(both)
+    wanted = of_transformers(both, PROMPT)
+    assert wanted != expected
+    for layout in ("single", "tp2"):
+        request = GenerateRequest(model=str(both), prompt=PROMPT, max_new_tokens=TOKENS, temperature=0.0, layout=layout)
+        assert start(request, quiet=True) == wanted

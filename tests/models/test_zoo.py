@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fivefold.checkpoint.model_folder import CONFIG, model_files
 from fivefold.core.errors import UserError
-from fivefold.models.build import build_meta, load_model_config, without_dropout
+from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import SafetensorsFolder, open_weights
 from tests.models.zoo import CONFIGS, SIZES, YARN, config_json, model_folder
@@ -258,11 +258,13 @@ def test_a_number_that_is_none_is_named_with_its_file(tmp_path: Path, how: dict[
 
 
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
-    """`transformers` applies it (where `peft` is installed): the base alone is another model."""
+    """`transformers` applies it (where `peft` is installed): the base alone is another model. `generate` and `evaluate`
+    read both (`tests/generation/test_run.py`)."""
     folder = model_folder(tmp_path, LLAMA)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     with pytest.raises(UserError, match=r"holds an adapter \(adapter_config\.json\) beside the model's weights"):
-        stored(folder)
+        weights_folder(folder)
+    assert weights_folder(folder, reads_adapter=True) == folder
 
 
 # Quantised ------------------------------------------------------------------------------------------------------------

@@ -25,8 +25,11 @@ from fivefold.generation.settings import end_tokens, stop_texts
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
 from fivefold.models.adapter import Layered
+from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
+from fivefold.models.discover import facts_of
 from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
+from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.data import PRECISION_OF
@@ -59,10 +62,13 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     resolved = _layout(layout, config.dtype).resolve(world.size)
     model = build_meta(config, weights=weights)
     source = open_source(model)
+    lora = trained.adapter.lora if trained else None
     if trained is not None:
         source = Layered(source, base_source(trained, model))
         check_base(trained, Checkpoint.open(folder.parent).agreement, str(folder.parent))
-    lora = trained.adapter.lora if trained else None
+    elif weights and (weights / PEFT_CONFIG).is_file():  # beside its base: transformers loads both
+        lora = lora_of(weights)
+        source = Layered(PeftFolder(weights, lora, targets_of(facts_of(model), lora)), source)
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     model.generation_config = hf_internals.generation_config(folder)
     ends = end_tokens(model) or (info.eos_token_id,)
@@ -91,7 +97,7 @@ def _locate(
             fix=f"name the run, or the folder of fivefold export RUN {path}-merged --merge",
             more="docs/adapters.md",
         )
-    folder = weights_folder(name)
+    folder = weights_folder(name, reads_adapter=True)
     return folder, folder, lambda model: open_weights(folder, model)
 
 

@@ -24,6 +24,7 @@ from fivefold.models import hf_internals
 from fivefold.models.forwards import check_documents, has_rope_limits
 from fivefold.models.sources import own_heads
 
+ADAPTER = "adapter_config.json"
 MOST_PARAMETERS = 10**14
 MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
 
@@ -210,8 +211,24 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def weights_folder(name_or_path: str | Path) -> Path:
-    """The local folder of a model's weights: itself, or the files of a hub id, safetensors and JSON only."""
+def weights_folder(name_or_path: str | Path, *, reads_adapter: bool = False) -> Path:
+    """The local folder of a model's weights: itself, or the files of a hub id, safetensors and JSON only.
+
+    `reads_adapter`: the caller reads an adapter that lies beside the weights, which `transformers` takes for a part of
+    the model. Raises `UserError` where it does not, and for a name that is no folder of weights.
+    """
+    folder = _weights_folder(name_or_path)
+    if not reads_adapter and (folder / ADAPTER).is_file() and (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} holds an adapter ({ADAPTER}) beside the model's weights: transformers (with peft) loads both",
+            fix="merge it (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)); or move its files "
+            "to a folder of their own, which adapter.path may name",
+            more="docs/adapters.md",
+        )
+    return folder
+
+
+def _weights_folder(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
     if path.is_dir():
         return path

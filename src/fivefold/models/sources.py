@@ -26,7 +26,6 @@ from fivefold.models.experts import router_buffers
 from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_ADAPTER = "adapter_config.json"
 _SAMPLE = 1024
 _COMPARED = 2**22  # values of a tensor that are read at once
 # Buffers that old exports saved and every model computes for itself.
@@ -243,14 +242,6 @@ def _are_equal(*tensors: tuple[Path, str]) -> bool:
 
 def _locate(folder: Path) -> dict[str, Path]:
     """{tensor name: the file that holds it}; one file goes before an index, as in `transformers`."""
-    if (folder / _ADAPTER).is_file() and any((folder / name).is_file() for name in (_SINGLE, _INDEX)):
-        raise UserError(
-            f"{folder} holds an adapter ({_ADAPTER}) beside the model's weights, and both are read as one model by "
-            "transformers (with peft)",
-            fix="merge it (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)), or move it to a "
-            "folder of its own, which adapter.path names; without it, remove its files",
-            more="docs/adapters.md",
-        )
     if (folder / _SINGLE).is_file():
         path = _inside(folder, _SINGLE)
         return dict.fromkeys(_header(path), path)
