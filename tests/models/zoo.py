@@ -59,7 +59,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"model_type": "mistral", "sliding_window": 7, "rope_theta": 1e4},
     "mistral, no window": {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
-    "mistral with layer types": {"model_type": "mistral", "layer_types": TYPES, "sliding_window": 7},
+    "mistral with layer types": {
+        "model_type": "mistral", "layer_types": TYPES, "sliding_window": 7, "head_dim": 8
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "rope_theta": 1e6},
     "gemma": {"model_type": "gemma", "head_dim": 8, "hidden_act": "gelu", "hidden_activation": None},
     "gemma 2": {
@@ -87,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "full_attention": {**YARN, "rope_theta": 5e5},
         },
     },
-    "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+    "phi": {"model_type": "phi", "partial_rotary_factor": 0.25, "num_key_value_heads": 4},
     "phi 3": {"model_type": "phi3", "rope_scaling": None, "sliding_window": 7, "pad_token_id": 0},
     "phi 3.5": {
         "model_type": "phi3", "original_max_position_embeddings": 64, "pad_token_id": 0,

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from fivefold.generation.sampling import Sampling
+from fivefold.models import hf_internals
 
 # Honoured by processors of `transformers`, or as an end of the text.
 _USED = {
@@ -45,10 +46,7 @@ def stop_texts(model: Any) -> tuple[str, ...]:
 def not_used(settings: GenerationConfig, sampling: Sampling, max_new_tokens: int) -> Mapping[str, Any]:
     """What a generation config asks for and `fivefold generate` does not do: what is not built, such as beams, and what
     the options of the command say otherwise."""
-    plain = settings._get_default_generation_params()
     options = {**sampling.options, "max_new_tokens": max_new_tokens}
     used = _USED | _WITHOUT_EFFECT | (_USED_TO_DRAW if sampling.temperature else set())
-    return {
-        key: value for key, value in settings.to_diff_dict().items()
-        if key not in used and not key.startswith("_") and value not in (None, plain.get(key), options.get(key))
-    }  # fmt: skip
+    said = hf_internals.generation_values(settings)
+    return {key: value for key, value in said.items() if key not in used and value != options.get(key)}

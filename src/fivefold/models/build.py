@@ -287,7 +287,7 @@ def _with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 def _replaced(values: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json, or of a section of it, with others in their place; rotary settings come later."""
-    names = config.attribute_map
+    names = {**config.attribute_map, **_NOW}
     own = {names.get(key, key): value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
     kept = {key: value for key, value in values.items() if names.get(key, key) not in own or key in own}
     layers = getattr(config, "num_hidden_layers", None)
@@ -379,8 +379,9 @@ def _one_rope(old: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any
 
 def _check_taken(config: Any, overrides: Mapping[str, Any], inside: str = "") -> None:
     """An override that the config class dropped or changed would train another model than the one asked for."""
-    asked = {key: value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
-    if hasattr(config, "rope_parameters") and (rope := _rope_asked(overrides)):
+    asked = dict(overrides)
+    if isinstance(config, PreTrainedConfig) and (rope := _rope_asked(overrides)):
+        asked = {key: value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
         asked["rope_parameters"] = rope
     for key, value in asked.items():
         taken = config.get(key) if isinstance(config, Mapping) else getattr(config, _NOW.get(key, key), None)

@@ -411,6 +411,13 @@ def generation_config(folder: Path) -> GenerationConfig:
     return given
 
 
+def generation_values(settings: GenerationConfig) -> dict[str, Any]:
+    """What a generation config says otherwise than `generate` does anyway."""
+    plain = settings._get_default_generation_params()
+    said = {key: value for key, value in settings.to_diff_dict().items() if not key.startswith("_")}
+    return {key: value for key, value in said.items() if value not in (None, plain.get(key))}
+
+
 def logits_processors(
     model: Any, ids_1T: torch.Tensor, max_new_tokens: int, options: Mapping[str, Any]
 ) -> LogitsProcessorList:
