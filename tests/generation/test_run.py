@@ -72,7 +72,7 @@ def asking(folder: Path) -> Path:
     """The same model, whose generation config asks for more: what is honoured, and what is not."""
     asking = folder.parent / "asking"
     shutil.copytree(folder, asking)
-    settings = {"eos_token_id": [256, 255], "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4,
+    settings = {"eos_token_id": 256, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4,
                 "suppress_tokens": [101], "num_beams": 3, "temperature": 0.6, "do_sample": True}  # fmt: skip
     (asking / "generation_config.json").write_text(json.dumps(settings))
     return asking
