@@ -45,8 +45,8 @@ class Opened:
     tokenizer: Tokenizer
     info: TokenizerInfo
     ends: tuple[int, ...]
-    stop: tuple[str, ...]
     run: dict[str, Any]
+    stop: tuple[str, ...] = ()
 
 
 def open_model(name: str, world: World, *, layout: str, step: int | None, verb: str) -> Opened:
@@ -72,7 +72,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     model.generation_config = hf_internals.generation_config(folder)
     ends = end_tokens(model) or (info.eos_token_id,)
-    return Opened(folder, model, info.load(), info, ends, stop_texts(model), run)
+    return Opened(folder, model, info.load(), info, ends, run, stop_texts(model))
 
 
 def _locate(
