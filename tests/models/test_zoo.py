@@ -43,9 +43,9 @@ def ours(folder: Path) -> Any:
     return model.eval()
 
 
-def theirs(folder: Path) -> Any:
-    """Made fp32 behind `from_pretrained`, which does not make all weights so that it dequantises."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").float().eval()
+def theirs(folder: Path, dtype: Any = torch.float32) -> Any:
+    """`dtype`: that of loading; then all is in fp32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").float().eval()
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def same(folder: Path) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    assert loss(ours(folder)) == pytest.approx(loss(theirs(folder)), abs=1e-6)
+    assert loss(ours(folder)) == pytest.approx(loss(theirs(folder, "auto")), abs=1e-6)
 
 
 def test_weights_are_read_to_the_bit(subtests: pytest.Subtests, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import count
@@ -211,13 +211,15 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def weights_folder(name_or_path: str | Path, *, reads_adapter: bool = False) -> Path:
-    """The local folder of a model's weights: itself, or the files of a hub id, safetensors and JSON only.
+def weights_folder(
+    name_or_path: str | Path, *, reads_adapter: bool = False, files: Sequence[str] = ("*.safetensors", "*.json")
+) -> Path:
+    """The local folder of a model's weights: itself, or the `files` of a hub id, no others than safetensors and JSON.
 
     `reads_adapter`: the caller reads an adapter that lies beside the weights, which `transformers` takes for a part of
     the model. Raises `UserError` where it does not, and for a name that is no folder of weights.
     """
-    folder = _weights_folder(name_or_path)
+    folder = _weights_folder(name_or_path, files)
     if not reads_adapter and (folder / ADAPTER).is_file() and (folder / "config.json").is_file():
         raise UserError(
             f"{folder} holds an adapter ({ADAPTER}) beside the model's weights: transformers (with peft) loads both",
@@ -228,7 +230,7 @@ def weights_folder(name_or_path: str | Path, *, reads_adapter: bool = False) -> 
     return folder
 
 
-def _weights_folder(name_or_path: str | Path) -> Path:
+def _weights_folder(name_or_path: str | Path, files: Sequence[str]) -> Path:
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -237,7 +239,7 @@ def _weights_folder(name_or_path: str | Path) -> Path:
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
     _check_hub_id(str(name_or_path))
-    return snapshot(str(name_or_path), ["*.safetensors", "*.json"], key=MODEL)
+    return snapshot(str(name_or_path), files, key=MODEL)
 
 
 def _read(name_or_path: str | Path) -> dict[str, Any]:

@@ -280,6 +280,17 @@ def no_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of `transformers`, about settings that are not used: those are named by us."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+
+
 def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
     """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
     serves = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._supports_sdpa
@@ -403,9 +414,10 @@ def generation_config(folder: Path) -> GenerationConfig:
     name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
     try:
         strict_json.read_config(folder / name)
-        given: GenerationConfig = GenerationConfig.from_pretrained(
-            folder, config_file_name=name, local_files_only=True, _from_model_config=name == "config.json"
-        )
+        with _without_warnings():
+            given: GenerationConfig = GenerationConfig.from_pretrained(
+                folder, config_file_name=name, local_files_only=True, _from_model_config=name == "config.json"
+            )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / name} cannot be read: {first_line(error)}") from error
     return given
@@ -423,7 +435,8 @@ def logits_processors(
 ) -> LogitsProcessorList:
     """What `generate` does to the logits behind a text, by `options` and by the model's generation config; not what
     runs the model once more for it (`guidance_scale`)."""
-    settings, _ = GenerationMixin._prepare_generation_config(model, GenerationConfig(**options))
+    with _without_warnings():
+        settings, _ = GenerationMixin._prepare_generation_config(model, GenerationConfig(**options))
     settings.max_length, settings.guidance_scale = ids_1T.shape[1] + max_new_tokens, None
     GenerationMixin._prepare_special_tokens(model, settings, True, device=ids_1T.device)
     made: LogitsProcessorList = GenerationMixin._get_logits_processor(

@@ -221,7 +221,7 @@ def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, 
 def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
     """Tensors of a folder that `model` ties to another one, and that have other values there."""
     tied = hf_internals.tied_parameters(model)
-    if not tied:
+    if not tied or not any(folder.glob("*.safetensors")):
         return []
     located = _locate(folder)
     stored, _ = _names(model, located)

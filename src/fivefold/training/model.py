@@ -52,10 +52,13 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
         )
     check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
     check_lengths(hf_config, config.data.seq_length)
-    folder = weights_folder(config.model.name_or_path) if config.model.init == "pretrained" else None
+    if config.model.init == "random":
+        return build_meta(hf_config)
+    # A run that goes on does not read the first weights, but for those that may be tied.
+    needed = ("*.safetensors", "*.json") if getattr(hf_config, "tie_word_embeddings", True) else ("*.json",)
+    folder = weights_folder(config.model.name_or_path, files=needed)
     model = build_meta(hf_config, weights=folder)
-    if folder is not None:
-        model.generation_config = hf_internals.generation_config(folder)
+    model.generation_config = hf_internals.generation_config(folder)
     return model
 
 
