@@ -29,18 +29,18 @@ def model_files(
     model_class: str,
     dtype: str,
     tokenizer: Path | None,
-    origin: Path | None = None,
+    generation: Any = None,
     came_in: str | None = None,
 ) -> dict[str, bytes]:
     """The files of the folder by their paths in it, for a model of class `model_class` whose `transformers` config is
     `config`.
 
-    `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder. `origin`, the folder of a pretrained
-    model, lends its generation settings; `came_in` is the dtype that the starting model's config names.
+    `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder; `generation` the model's generation
+    config; `came_in` is the dtype that the starting model's config names.
     """
     values = json.loads(config.to_json_string())
     values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
-    lent = read_json(origin / GENERATION) if origin and (origin / GENERATION).is_file() else {}
+    lent = json.loads(generation.to_json_string()) if generation is not None else {}
     own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files = {CONFIG: json_text(values), GENERATION: json_text(own | lent), ORIGIN: json_text({"dtype": came_in})}
     copied = tokenizer_files(tokenizer) if tokenizer is not None else []
@@ -68,15 +68,6 @@ def beside(out: Path) -> Iterator[Path]:
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Tokens that end a text for the model in `folder`: its generation config's, else its config's."""
-    for name in (GENERATION, CONFIG):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
 
 
 def came_in(folder: Path) -> str | None:

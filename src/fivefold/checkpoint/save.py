@@ -436,7 +436,7 @@ def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
         model_class=state_of(model).plan.anatomy.model_class,
         dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
-        origin=Path(about.config.model.name_or_path) if about.config else None,
+        generation=getattr(model, "generation_config", None),
         came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}

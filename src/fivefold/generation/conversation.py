@@ -44,8 +44,8 @@ def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
     ending = end_of_turn(opened.info.template)
     ids = opened.tokenizer.encode(ending, add_special_tokens=False).ids if ending else []
     if len(ids) == 1:
-        return (*opened.ends, ids[0]), ()
-    return opened.ends, (ending,) if ending else ()
+        return (*opened.ends, ids[0]), opened.stop
+    return opened.ends, (*opened.stop, ending) if ending else opened.stop
 
 
 class Chat:

@@ -166,7 +166,7 @@ def _prompt(opened: Opened, request: GenerateRequest, record: dict[str, Any], wh
     if isinstance(said, str) and not request.chat:
         text = examples.encodable(said, where)
         with _at(where):
-            return Prompt(opened.prompt(text)[0].tolist(), record, opened.ends, request.stop)
+            return Prompt(opened.prompt(text)[0].tolist(), record, opened.ends, (*request.stop, *opened.stop))
     turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
     example = examples.chat(where, turns, system=record.get("system", request.system), tools=record.get("tools"))
     if example.turns[-1]["role"] == "assistant":

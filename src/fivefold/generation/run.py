@@ -4,23 +4,31 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fivefold.core.cache import say_aloud
 from fivefold.core.terminal import shown
+from fivefold.core.text import listed
 from fivefold.generation import GenerateRequest
 from fivefold.generation.conversation import Chat, converse
 from fivefold.generation.opened import Opened, open_model
 from fivefold.generation.prompts import answer_file
+from fivefold.generation.sampling import Sampling
+from fivefold.generation.settings import not_used
 from fivefold.generation.text import pieces
 from fivefold.launch.once import as_worker, standard_input
 from fivefold.launch.world import World
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
-    """Continue the prompt over a joined world; every rank calls it, and returns the new text.
+    """Open the model and continue the prompt over a joined world; every rank calls it, and returns the new text. Raises
+    `UserError` when the model, the step or the layout does not fit."""
+    return continued(_open(request, world), request, world, write=write)
 
-    Rank 0 passes the prompt and then the text, piece by piece, to `write`; of a prompt of the chat template the text
-    alone. Raises `UserError` when the model, the step or the layout does not fit.
-    """
-    opened = _open(request, world)
+
+def continued(
+    opened: Opened, request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None
+) -> str:
+    """The text that continues the prompt. Rank 0 passes the prompt and then the text, piece by piece, to `write`; of a
+    prompt of the chat template the text alone."""
     assert request.prompt is not None
     show = write if write and world.is_first else lambda text: None
     options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "seed": request.seed, **request.drawing}
@@ -29,7 +37,8 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
     else:
         show(request.prompt)
         ids = opened.prompt(request.prompt)
-        coming = pieces(opened.model, opened.tokenizer, ids, opened.ends, stop=request.stop, **options)
+        stop = (*request.stop, *opened.stop)
+        coming = pieces(opened.model, opened.tokenizer, ids, opened.ends, stop=stop, **options)
     text = []
     for piece in coming:
         show(piece)
@@ -40,13 +49,16 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 def on_rank(request: Mapping[str, Any], world: World) -> str:
     """The text of `generate`, also on standard output unless `request["quiet"]`; empty where there is no one text."""
     asked, quiet = GenerateRequest(**request["generate"]), request["quiet"]
+    opened = _open(asked, world)
+    if world.is_first and not quiet:
+        say_not_used(opened, asked)
     if asked.prompts is not None:
-        answer_file(_open(asked, world), asked, world)
+        answer_file(opened, asked, world)
         return ""
     if asked.prompt is None:
-        converse(Chat(_open(asked, world), asked), world, standard_input(request), to_screen)
+        converse(Chat(opened, asked), world, standard_input(request), to_screen)
         return ""
-    text = generate(asked, world, write=None if quiet else to_screen)
+    text = continued(opened, asked, world, write=None if quiet else to_screen)
     if world.is_first and not quiet:
         print(flush=True)
     return text
@@ -60,6 +72,14 @@ def _open(request: GenerateRequest, world: World) -> Opened:
 
 
 on_worker = as_worker(on_rank)
+
+
+def say_not_used(opened: Opened, request: GenerateRequest) -> None:
+    """Name what the model's generation config asks for in vain, beside what standard output is for."""
+    found = not_used(opened.model.generation_config, Sampling(**request.drawing), request.max_new_tokens)
+    if found:
+        said = listed([f"{key} {value}" for key, value in sorted(found.items())], 12)
+        say_aloud(f"not used of the model's generation_config.json: {said} (docs/generate.md)")
 
 
 def to_screen(text: str) -> None:

@@ -36,14 +36,14 @@ from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.forwards import check_lengths
-from fivefold.models.sources import SafetensorsFolder
+from fivefold.models.sources import open_weights
 from fivefold.parallel import passes, plain
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.reference import digest_of_weights
 
-_VERSION = 1  # raise when the numbers change
+_VERSION = 2  # raise when the numbers change
 _TOKENS, _LOG_PROBS, _LOCK = "tokens.npy", "log_probs.npy", "lock"
 _MORE = "docs/distillation.md"
 
@@ -117,7 +117,9 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
             size = human_bytes(shape[0] * shape[1] * (4 + dtype.itemsize))
             print(f"asking the teacher, {told}: {size} in the cache ...", flush=True)
         with _scratch(root, shape, dtype, world) as (beside, tokens, log_probs):
-            _ask(config, data, world, build_meta(hf_config), folder, vocabulary, made(tokens, log_probs))
+            _ask(
+                config, data, world, build_meta(hf_config, weights=folder), folder, vocabulary, made(tokens, log_probs)
+            )
             _keep(beside, place, read, world)
     tokens, log_probs = read(place)
     held = _probability(log_probs)
@@ -165,7 +167,7 @@ def _ask(
     layout = config.layout.resolve(world.size)
     with _of_teacher(config.objective.teacher):
         parallelize(
-            model, layout, device=world.device, source=SafetensorsFolder(folder, model), seed=config.train.seed,
+            model, layout, device=world.device, source=open_weights(folder, model), seed=config.train.seed,
             loss_chunks=config.memory.chunks,
         )  # fmt: skip
     top_k, plan = found.tokens.shape[1], state_of(model).plan
