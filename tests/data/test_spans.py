@@ -175,6 +175,13 @@ def test_a_result_that_is_written_within_the_turn_that_called_is_not_trained() -
     )
 
 
+def test_arguments_are_what_the_template_takes() -> None:
+    as_text = QWEN.replace("call.function | tojson", "call.function.name + call.function.arguments")
+    assert '[[<call>get{"a": 1}</call><|im_end|>]]' in read(as_text, CALLS)
+    given = [{**CALLS[1], "tool_calls": [{**CALL, "function": {"name": "get", "arguments": '{"a": 1}'}}]}]
+    assert read(as_text, [CALLS[0], *given, *CALLS[2:]]) == read(as_text, CALLS)
+
+
 def test_an_answer_that_is_not_written_is_no_empty_answer(subtests: pytest.Subtests) -> None:
     named_elsewhere = QWEN.replace("<call>{{ call.function | tojson }}</call>", "")
     drops = CHATML.replace("message['content']", "(message['content'] if message['role'] == 'user' else '')")
@@ -262,6 +269,12 @@ BY_HAND: dict[str, tuple[str, str, str | None, str]] = {
     "cohere": ("a1<|END_OF_TURN_TOKEN|>", "<b>a2<|END_OF_TURN_TOKEN|>", None, ""),
     "cohere2": ("a1<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "<b>a2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", None, ""),
     "deepseek_r1_distill": ("a1<｜end▁of▁sentence｜>", "<b>a2<｜end▁of▁sentence｜>", None, ""),
+    "deepseekv3": (
+        "a1<｜end▁of▁sentence｜>", "<b>a2<｜end▁of▁sentence｜>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function'
+        '<｜tool▁sep｜>get\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>", "ok<｜end▁of▁sentence｜>",
+    ),
     "gemma": ("a1<end_of_turn>", "<b>a2<end_of_turn>", None, ""),
     "gemma3": ("a1<end_of_turn>", "<b>a2<end_of_turn>", None, ""),
     "gemma4": ("a1<turn|>", "<b>a2<turn|>", "<|tool_call>call:get{a:1}<tool_call|><|tool_response>", "ok<turn|>"),

@@ -10,6 +10,7 @@ Example, ChatML. Turns (user "2+2?", assistant "4") become
 of which `4<|im_end|>` is the assistant's: what it answers, and that it ends there.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,12 +85,31 @@ class ChatTemplate:
         return find_spans(write, self._in_form(turns), name=self.name, encloses=encloses)
 
     def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns with contents in a form that the template takes: texts, or lists of parts."""
-        return [
+        """The turns in a form that the template takes: contents as texts, or as lists of parts, and arguments of calls
+        as they are, or as JSON."""
+        found = [
             turn if turn.get("content") is None or isinstance(turn["content"], self._forms) else
             {**turn, "content": words(turn) if str in self._forms else [{"type": "text", "text": turn["content"]}]}
             for turn in turns
         ]  # fmt: skip
+        calls = any(turn.get("tool_calls") for turn in turns)
+        return [_with_json(turn) for turn in found] if calls and self._takes_json else found
+
+    @cached_property
+    def _takes_json(self) -> bool:
+        """Whether it takes arguments of calls as JSON alone (DeepSeek-V3), which others would write as a string."""
+        call = {"id": "0" * 9, "type": "function", "function": {"name": PROBE, "arguments": {}}}
+        turns: list[Turn] = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        for form in (turns, [_with_json(turn) for turn in turns]):
+            try:
+                self._write(form)
+            except UserError:
+                continue
+            return form is not turns
+        return False
 
     @cached_property
     def _forms(self) -> tuple[type, ...]:
@@ -133,3 +153,13 @@ class ChatTemplate:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
         return texts[0], [(first, last) for first, last in (enclosed[0] if enclosed else [])]
+
+
+def _with_json(turn: Turn) -> Turn:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        if isinstance(arguments := call["function"].get("arguments"), Mapping)
+        else call
+        for call in turn.get("tool_calls") or ()
+    ]
+    return {**turn, "tool_calls": calls} if calls else turn

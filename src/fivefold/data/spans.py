@@ -154,6 +154,9 @@ class _Answers:
         if question is not None and said.startswith(question):
             return start + len(question)
         lead, is_there, _ = self.probe.part(number).partition(PROBE)
+        if not is_there:  # calls alone: as words would begin in their place
+            words_alone = [*self.turns[:number], {"role": "assistant", "content": PROBE}]
+            lead, is_there, _ = _Written.of(self.write, words_alone).part(number).partition(PROBE)
         lead = lead[: _alike(lead, said)]
         if question and question in lead:  # of the first turn, behind what a text begins with
             return start + lead.index(question) + len(question)
