@@ -13,9 +13,12 @@ from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
 from fivefold.checkpoint.export import cast, export_dtype
 from fivefold.core.errors import UserError
+from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
+from tests.data import tokenizers_zoo as zoo
+from tests.data.test_tokenizer_zoo import same
 from tests.parity import Case
 from tests.pool import run_ranks
 
@@ -55,8 +58,14 @@ def test_the_export_is_the_model(tmp_path: Path, case: Case) -> None:
 
 @pytest.mark.full
 def test_tokenizer_and_stop_tokens_travel_along(tmp_path: Path) -> None:
-    folder, run = make_run(tmp_path, Case("single+fp32", overrides=OVERRIDES))
+    case, run = Case("single+fp32", overrides=OVERRIDES), tmp_path / "runs" / "one"
+    folder = hf_folder(case, tmp_path / "hf")
+    zoo.chat_files(folder)
+    zoo.put(folder, "special_tokens_map.json", {"bos_token": "<s>", "additional_special_tokens": ["<tool>"]})
+    run_ranks(case.parsed.world, save_run, case.layout, folder, run, 12)
     out = export(run, tmp_path / "out").path
+    same(AutoTokenizer.from_pretrained(folder), find_tokenizer(str(out), model="", corpus=(), root=tmp_path / "cache"))
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
     generation = GenerationConfig.from_pretrained(out)
     assert generation.eos_token_id == [256, 255] and generation.temperature == 0.6
     text = "naïve façade"

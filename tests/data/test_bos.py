@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from fivefold.checkpoint import agreement, check_agreement
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, prepare
+from fivefold.data.chat import CHATML
 from fivefold.data.tokenizer import find_tokenizer
+from fivefold.generation.conversation import asked_ids
 from fivefold.generation.opened import _bos_of, _run_of
 from fivefold.generation.text import encode_prompt
 from tests.data.helpers import SEQ, config_for, pieces, prepare_texts, random_texts, segments, whole, write_jsonl
@@ -96,6 +99,39 @@ def test_a_text_that_begins_with_bos_gets_no_second_one_and_an_empty_one_none(tm
     data = prepared(tmp_path, ["<s>ab", "", "ab"])
     assert read(data) == [[BOS, 97, 98, EOS]] * 2
     assert data.counts.train.without_target == 1  # the empty text: BOS and EOS alone would teach that texts end at once
+
+
+@pytest.mark.parametrize("front", ["", "{{ bos_token }}"])
+def test_a_conversation_has_the_tokens_of_apply_chat_template_in_training_and_in_talking(
+    tmp_path: Path, front: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(tmp_path, template=True)
+    file, turns = (
+        folder / "tokenizer_config.json",
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+    )
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": front + CHATML}))
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    data = prepare(config_for(tmp_path / "talk.jsonl", tokenizer=folder, seq_length=256), cache=tmp_path / "cache")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert read(data) == [[*theirs.apply_chat_template(turns)["input_ids"], EOS]]
+    assert read(data)[0].count(BOS) == bool(front)
+    assert "BOS <s> in front of each document that the chat template does not write" in data.counts.lines()[0]
+    loaded = data.tokenizer.load()
+    opened: Any = SimpleNamespace(
+        info=data.tokenizer, encode=lambda text: loaded.encode(text, add_special_tokens=False).ids
+    )
+    asked = theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]
+    assert asked_ids(opened, turns[:1]) == asked
+
+
+def test_a_text_that_ends_with_eos_gets_no_second_one(tmp_path: Path) -> None:
+    data = prepared(tmp_path, ["ab<|endoftext|>", "ab", "ab<|endoftext|>\n"])
+    assert read(data) == [[BOS, 97, 98, EOS], [BOS, 97, 98, EOS], [BOS, 97, 98, EOS, 10, EOS]]
+    twice = prepared(tmp_path, ["ab<|endoftext|>" + "<|endoftext|>"])
+    assert read(twice) == [[BOS, 97, 98, EOS, EOS]]  # which says so itself
 
 
 def test_a_tokenizer_without_bos_says_so(tmp_path: Path) -> None:

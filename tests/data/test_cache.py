@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from fivefold.core import cache, integrity
 from fivefold.core.errors import UserError
 from fivefold.data import PreparedData, cache_root, prepare, tokenizer
+from tests.data import tokenizers_zoo
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole, write_jsonl
 
 
@@ -69,7 +70,7 @@ def test_the_key_is_the_content_not_the_name(tmp_path: Path) -> None:
 
 DAMAGE = ["stores/*/tokens.bin", "stores/*/offsets.npy", "stores/*/blocks.npy", "stores/*/meta.json"]
 DAMAGE += ["rows/*/counts.json", "rows/*/train/start.npy", "rows/*/train/offsets.npy", "rows/*/validation/length.npy"]
-DAMAGE += ["tokenizers/info-*.json"]
+DAMAGE += ["tokenizers/read-*/facts.json", "tokenizers/read-*/tokenizer.json", "tokenizers/read-*/checksums.json"]
 
 
 def test_a_damaged_entry_is_made_anew(subtests: pytest.Subtests, tmp_path: Path) -> None:
@@ -78,18 +79,20 @@ def test_a_damaged_entry_is_made_anew(subtests: pytest.Subtests, tmp_path: Path)
         ("tokenizers/*/tokenizer_config.json", "gone"),
     ]
     texts = random_texts(0)
+    folder = tokenizers_zoo.made("class: Llama 2, its class", tmp_path / "tokenizer")
     for number, (file, how) in enumerate(cases):
         with subtests.test(msg=f"{file}, {how}"):
             place = tmp_path / str(number)
             place.mkdir()
-            before = prepare_texts(place, texts, validation=0.1)
+            named = folder if "read-" in file else "byte"
+            before = prepare_texts(place, texts, validation=0.1, tokenizer=named)
             expected = rows(before)  # now: what is mapped must not be read once it is cut
             (path,) = (place / "cache").glob(file)
             if how == "gone":
                 path.unlink()
             else:
                 os.truncate(path, path.stat().st_size - 1 if how == "cut" else 0)
-            after = prepare_texts(place, texts, validation=0.1)
+            after = prepare_texts(place, texts, validation=0.1, tokenizer=named)
             assert rows(after) == expected and after.counts == before.counts
             assert path.exists()
 

@@ -4,9 +4,9 @@ What is trained is read back as text: the targets of a piece that are not -100.
 """
 
 import json
-import re
+import shutil
 import signal
-from itertools import product
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from tokenizers.decoders import ByteLevel
 
 from fivefold import cli
 from fivefold.core.errors import UserError
-from fivefold.data import IGNORE, PreparedData, chat, prepare, spans
+from fivefold.data import IGNORE, PreparedData, chat, prepare, store
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.examples import Example
 from fivefold.data.records import Records, example_of
@@ -127,18 +127,19 @@ def test_a_template_that_leaves_out_what_was_thought(tmp_path: Path, folder: Any
 
 
 def test_a_template_that_takes_away_space_and_what_was_thought() -> None:
-    """The mark is put in front of the space, and behind it: once more without."""
     template = ChatTemplate(THINKS.replace("lstrip('\n')", "strip()"))
     assert "split('</think>')[-1].strip()" in template.source
     said = zip(("user", "assistant") * 2, ("a", " b ", "c", "d"), strict=True)
     turns = [{"role": role, "content": content} for role, content in said]
     text, answers = template.answers(turns)
-    assert [text[slice(*answers[number])] for number in (1, 3)] == ["b<|im_end|>", "d<|im_end|>"]
+    assert [text[slice(*answers[number][0])] for number in (1, 3)] == ["b<|im_end|>", "d<|im_end|>"]
 
 
 def test_a_template_that_does_not_tell_is_refused(tmp_path: Path, folder: Any) -> None:
     hides = "{% for message in messages %}{{ message.content | length }}{{ loop.length }}{% endfor %}"
-    with pytest.raises(UserError, match=r"records\.jsonl:1: .*does not tell where the assistant's turn 3 of 5 begins"):
+    with pytest.raises(
+        UserError, match=r"records\.jsonl:1: .*writes nothing of what the assistant says in turn 3 of 5"
+    ):
         read(tmp_path, [{"messages": TALK}], folder(hides))
 
 
@@ -146,82 +147,6 @@ def test_the_assistant_may_begin_where_a_template_looks_at_the_first_turn(tmp_pa
     looks = "{% if messages[0].role == 'system' %}!{% endif %}" + CHATML
     _, trained = texts(read(tmp_path, [{"messages": [TALK[2], TALK[1], TALK[2]]}], folder(looks)))
     assert trained.count("4\n\n  yes<|im_end|>") == 2 and "2+2" not in trained
-
-
-# A question for an answer that says more than a turn begins with, as DeepSeek-R1's; turns that say who they are of.
-OPENS = (
-    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '</s>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant><think>\n' }}{% endif %}"
-)
-TOOLS = (
-    "{% for message in messages %}{{ '<' + message.role + '>' }}{% if message.tool_calls %}{{ message.tool_calls }}"
-    "{% endif %}{{ message.content }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\n<assistant>' }}{% endif %}"
-)
-TOUCHES = (  # the answers of every fifth turn are told apart by nothing but their number
-    "{% for message in messages %}{{ message.role[0] + ':' + ('~' if loop.index % 10 == 6 else '') + message.content "
-    "+ ';' }}{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
-)
-
-
-def conversation(count: int, answers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """So many turns; the answers by turns, with a tool's among them."""
-    turns: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}]
-    for number in range(count):
-        said = answers[number % len(answers)]
-        turns.append({"role": "user", "content": f"question {number}"})
-        if number % 7 == 3:
-            turns.append({"role": "assistant", "content": "", "tool_calls": f"[call {number}]"})
-            turns.append({"role": "tool", "content": f"result {number}"})
-        turns.append({"role": "assistant", "content": said})
-    return turns
-
-
-ANSWERS = ("yes", " spaced ", "yes", "<think>\nno", "two\nlines\n", "x")
-
-
-def test_the_spans_of_many_turns_are_those_of_each(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
-    templates = {
-        "CHATML": CHATML, "LLAMA": LLAMA, "THINKS": THINKS, "OPENS": OPENS, "TOOLS": TOOLS, "TOUCHES": TOUCHES,
-    }  # fmt: skip
-    some = [ANSWERS, ("a",), ("<think>\nhm</think>yes", "no")]
-    for name, answers in product(templates, some):
-        with subtests.test(msg=name, answers=answers):
-            template, turns = ChatTemplate(templates[name], {"bos_token": "<s>"}), conversation(23, answers)
-            try:
-                with monkeypatch.context() as patch:
-                    patch.setattr(spans, "_FEW", len(turns))
-                    expected = template.answers(turns)
-            except UserError as error:
-                with pytest.raises(UserError, match=re.escape(error.what)):
-                    template.answers(turns)
-            else:
-                assert template.answers(turns) == expected
-
-
-@pytest.mark.parametrize("source", [CHATML, LLAMA, OPENS])
-def test_a_long_conversation_is_written_a_few_times(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-    render = ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda *given, **named: written.append(1) or render(*given, **named))
-    counts = []
-    for length in (50, 500):
-        written.clear()
-        _, found = ChatTemplate(source, {"bos_token": "<s>"}).answers(
-            [{"role": role, "content": f"{role} {n}"} for n in range(length) for role in ("user", "assistant")]
-        )
-        assert len(found) == length
-        counts.append(len(written))
-    assert counts[0] == counts[1] < 30
-
-
-def test_many_spans_and_many_tokens() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        edges = np.sort(rng.integers(0, 60, 8)).reshape(-1, 2)
-        some = [(int(first), int(last)) for first, last in rng.permutation(edges)]
-        ends = rng.integers(0, 64, 40).tolist()
-        assert spans.inside(some, ends) == [any(first < end <= last for first, last in some) for end in ends]
 
 
 def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +175,7 @@ def test_what_is_trained_can_be_chosen(tmp_path: Path, folder: Any, train_on: st
 def test_other_forms_of_a_conversation(subtests: pytest.Subtests, tmp_path: Path, folder: Any) -> None:
     cases = [
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "q|a"),
-        ({"instruction": "do", "input": "it", "output": "a"}, "do\n\nit|a"),
+        ({"instruction": "do", "input": "it", "output": "a"}, "do\nit|a"),
         ({"instruction": "do", "input": "", "output": "a", "system": "s"}, "s|do|a"),
         ({"question": "q", "answer": "a", "id": 3}, "q|a"),
         ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, "x|y|q|a"),
@@ -349,8 +274,8 @@ def test_what_is_no_example_is_refused_by_its_place(subtests: pytest.Subtests, t
         ({"messages": [{"role": "user", "content": 3}]}, {}, "turn 1: its content is a int, not a string"),
         ({"messages": "hello"}, {}, "turns are a list, not a str"),
         ({"prompt": "p", "completion": None}, {}, "the answer is null, not a string"),
-        ({"instruction": "q", "output": "a", "history": "x"}, {}, "records.jsonl:1: the history is no list of pairs"),
-        ({"instruction": "q", "output": "a", "history": [1]}, {}, "records.jsonl:1: the history is no list of pairs"),
+        ({"instruction": "q", "output": "a", "history": "x"}, {}, "records.jsonl:1, history: turns are a list, not a"),
+        ({"instruction": "q", "output": "a", "history": [1]}, {}, "records.jsonl:1, history, turn 1: a int, not an"),
         ({"messages": TALK, "system": 3}, {}, "records.jsonl:1: the system text is a int, not a string"),
         ({"messages": [{**TALK[2], "weight": "0"}]}, {}, "records.jsonl:1, turn 1: its weight is '0'"),
         ({"messages": TALK[:2]}, {}, "no document has a trained token (1 example)"),
@@ -373,7 +298,7 @@ def test_what_is_no_example_is_refused_by_its_place(subtests: pytest.Subtests, t
 
 
 ROUND = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-TOLD = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
+TOLD = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + CHATML
 
 
 def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
@@ -383,7 +308,7 @@ def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
         ({"messages": [{"role": "system", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
         ({"messages": [{"role": "user", "content": [{"text": "q"}, {"text": "r"}]}, ROUND[1]]}, "qr|a", ["a"]),
         ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
-        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\n\ni\n\nc|a", ["a"]),
+        ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\ni\nc|a", ["a"]),
         ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
     ]
     for record, said, trained in cases:
@@ -400,13 +325,11 @@ def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
             assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
 
 
-def test_a_folder_says_which_template_it_has(tmp_path: Path) -> None:
-    """A file of its own stands above the configuration; of several with names it is the default one."""
-    named = [{"name": "tool_use", "template": "TOOLS"}, {"name": "default", "template": "OWN"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "bos_token": {"content": "B"}}))
-    assert ChatTemplate.of(tmp_path).source == "OWN" and ChatTemplate.of(tmp_path).special == {"bos_token": "B"}
-    (tmp_path / "chat_template.jinja").write_text("FILE")
-    assert ChatTemplate.of(tmp_path).source == "FILE"
+def test_of_several_templates_the_tools_decide() -> None:
+    template = ChatTemplate({"tool_use": "TOOLS", "default": "OWN", "rag": "RAG"})
+    assert template.render(TALK) == "OWN" and template.render(TALK, tools=[{}]) == "TOOLS"
+    with pytest.raises(UserError, match="multiple chat templates with no default specified"):
+        ChatTemplate({"rag": "RAG"}).render(TALK)
 
 
 def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> None:
@@ -418,14 +341,53 @@ def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> N
     assert all(one != other for at, one in enumerate(options) for other in options[:at])
 
 
+def test_rows_of_before_a_repair_do_not_survive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained is part of what names rows: in the cache, and for a checkpoint that goes on."""
+
+    def whole(text: str, answers: dict[int, list[Any]]) -> tuple[str, dict[int, list[Any]]]:
+        return text, {number: [(0, len(text))] for number in answers}
+
+    records, answers = [{"messages": TALK}], ChatTemplate.answers
+    with monkeypatch.context() as patch:  # an earlier version
+        patch.setattr(store, "_READING", 2)
+        patch.setattr(ChatTemplate, "answers", lambda *given, **more: whole(*answers(*given, **more)))
+        before = read(tmp_path, records)
+    now = read(tmp_path, records)
+    assert len(texts(before)[1]) > len(texts(now)[1]) == len("4\n\n  yes<|im_end|>Yés.<|im_end|>\n<|endoftext|>")
+    assert before.fingerprint != now.fingerprint
+    assert before.train.counts.targets != now.train.counts.targets == sum(now.train.row_targets)
+
+
+def test_a_run_keeps_the_day_of_its_first_start(tmp_path: Path, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = folder("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+
+    def written(started: str | None) -> tuple[str, str]:
+        run = tmp_path / "runs" / "demo"
+        run.mkdir(parents=True, exist_ok=True)
+        if started:
+            starts = (0, started), (5, "2030-01-01")
+            lines = ({"event": "start", "step": step, "time": f"{day}T23:59:59+01:00"} for step, day in starts)
+            (run / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        data = read(tmp_path, [{"messages": TALK}], tokenizer)
+        return texts(data)[0].partition("\n")[0], data.fingerprint
+
+    assert written(None)[0] == f"{date.today():%d %b %Y}"
+    first = written("2024-02-29")
+    assert first[0] == "29 Feb 2024"
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    assert written("2024-02-29") == first != written("2024-03-01")
+
+
 @pytest.mark.parametrize("key", ["messages", "tools"])
 def test_json_in_a_string_that_is_nested_too_deep_is_no_list(tmp_path: Path, key: str) -> None:
     with pytest.raises(UserError, match=r"records.jsonl:1: t\w+ are a list, not a str"):
         read(tmp_path, [{"messages": TALK} | {key: "[" * 100_000}])
 
 
-def test_a_template_that_is_no_text_is_none(tmp_path: Path, folder: Any) -> None:
-    assert read(tmp_path, [{"messages": TALK}], folder(5)).fingerprint
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path, folder: Any) -> None:
+    with pytest.raises(UserError, match="its chat template is no text"):
+        read(tmp_path, [{"messages": TALK}], folder(5))
 
 
 @pytest.mark.parametrize("hostile", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ '\\ud800' }}"])

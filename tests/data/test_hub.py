@@ -114,7 +114,7 @@ def test_the_commit_the_part_and_the_column_are_what_is_cached(tmp_path: Path, h
     }
     assert len(differing) == 3
     parts = [("org/name", None, "a" * 40), ("org/name", None, "b" * 40)]
-    assert hub.loaded == [*parts, *[("org/name", "a b+c", "a" * 40)] * 2]  # once for the names of its columns
+    assert hub.loaded == [*parts, ("org/name", "a b+c", "a" * 40)]
 
 
 def test_a_commit_that_is_named_is_not_asked_for(tmp_path: Path, hub: Hub) -> None:

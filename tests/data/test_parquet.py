@@ -40,7 +40,9 @@ def test_the_documents_are_those_of_the_column(tmp_path: Path, kind: pa.DataType
     )
     data = prepare(config_for([{"path": str(path), "text_key": "body"}]), cache=tmp_path / "cache")
     expected = prepare_texts(tmp_path, TEXTS)
-    assert data.counts.lines() == expected.counts.lines()
+    lines = data.counts.lines()
+    assert f"columns     {path}: 'body' read; left out: 'id', 'text'" in lines
+    assert [line for line in lines if not line.startswith("columns")] == expected.counts.lines()
     for batch, other in zip(whole(data.train), whole(expected.train), strict=True):
         assert batch.input_ids.tolist() == other.input_ids.tolist()
 

@@ -13,6 +13,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.data import PreparedData, prepare, tokenizer
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
+READ_APART = tokenizer._read_apart  # before `tests/conftest.py` reads them here
 TEXT = "def f(x):\n\treturn 'caf\xe9 \U0001f600'  # \x00 \r\n  <|endoftext|x\n"
 
 
@@ -102,7 +103,7 @@ def test_a_hugging_face_folder_neither_cuts_nor_pads(tmp_path: Path, folder: Pat
 @pytest.mark.parametrize(
     ("tokenizer_config", "config", "expected"),
     [
-        ({"eos_token": {"content": "<|endoftext|>"}}, {"eos_token_id": 5}, 0),
+        ({"eos_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}, {"eos_token_id": 5}, 0),
         ({"eos_token": None}, {"eos_token_id": 5}, 5),
         ({}, {"eos_token_id": [7, 5]}, 7),
     ],
@@ -146,6 +147,7 @@ def test_a_probe_that_someone_ended_says_nothing_of_the_file(
 ) -> None:
     ended = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")  # none that was tried before
+    monkeypatch.setattr(tokenizer, "_read_apart", READ_APART)
     monkeypatch.setattr(tokenizer.subprocess, "run", lambda *_, **__: ended)
     with pytest.raises(RunFailed, match="ended by SIGKILL") as caught:
         prepare_texts(tmp_path, ["text"], tokenizer=folder)

@@ -1,12 +1,14 @@
 """Decoding with a cache says what the unmodified model says, under any layout, and leaves training as it was."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fivefold.core.errors import UserError
 from fivefold.generation.decode import Seen, decode
-from fivefold.generation.sampling import Sampling
+from fivefold.generation.sampling import Choice, Sampling
 from tests.generation.ranks import (
     PROMPT,
     cache_error,
@@ -18,6 +20,7 @@ from tests.generation.ranks import (
     talkative,
     train_with_samples,
 )
+from tests.models import tiny
 from tests.parity import Case
 from tests.pool import run_ranks
 from tests.tiers import every, put_off
@@ -99,30 +102,37 @@ def test_samples_see_the_weights_of_their_step() -> None:
     assert len(set(texts)) == 1 and texts[0]
 
 
-def test_choices_follow_the_distribution() -> None:
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """A model whose generation config asks for nothing."""
+    return tiny.filled(tiny.llama())
+
+
+def chosen(model: Any, logits_V: torch.Tensor, sampling: Sampling, times: int = 1) -> list[int]:
+    choice = Choice(model, PROMPT, sampling, seed=0, max_new_tokens=1)
+    return [choice.choose(logits_V) for _ in range(times)]
+
+
+def test_choices_follow_the_distribution(plain: Any) -> None:
     logits_V = torch.tensor([0.0, 1.0, -1.0, 2.0, 1.5])
-    generator = torch.Generator().manual_seed(0)
-    sampling = Sampling(temperature=0.7, top_k=3)
-    drawn = torch.tensor([sampling.choose(logits_V, generator) for _ in range(20_000)])
+    drawn = torch.tensor(chosen(plain, logits_V, Sampling(temperature=0.7, top_k=3), 20_000))
     found = torch.bincount(drawn, minlength=5) / len(drawn)
     expected = (logits_V.masked_fill(torch.tensor([True, False, True, False, False]), -torch.inf) / 0.7).softmax(-1)
     assert found[0] == found[2] == 0
     assert (found - expected).abs().max() < 0.012  # three standard deviations of 20,000 draws
 
 
-def test_the_likeliest_needs_no_chance() -> None:
+def test_the_likeliest_needs_no_chance(plain: Any) -> None:
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(1))
     likeliest = int(logits_V.argmax())
     for sampling in (Sampling(), Sampling(temperature=1.3, top_k=1), Sampling(temperature=1.3, top_p=1e-9)):
-        assert sampling.choose(logits_V, torch.Generator()) == likeliest
+        assert chosen(plain, logits_V, sampling) == [likeliest]
 
 
-def test_top_p_keeps_the_smallest_set_that_is_likely_enough() -> None:
+def test_top_p_keeps_the_smallest_set_that_is_likely_enough(plain: Any) -> None:
     logits_V = torch.tensor([0.1, 0.4, 0.05, 0.2, 0.25]).log()
-    generator = torch.Generator().manual_seed(0)
     for top_p, kept in ((0.3, {1}), (0.5, {1, 4}), (0.64, {1, 4}), (0.66, {1, 4, 3}), (0.9, {1, 4, 3, 0})):
-        sampling = Sampling(temperature=1.0, top_p=top_p)
-        assert {sampling.choose(logits_V, generator) for _ in range(400)} == kept
+        assert set(chosen(plain, logits_V, Sampling(temperature=1.0, top_p=top_p), 400)) == kept
 
 
 # ---- several texts at once, and a text that goes on ------------------------------------------------------------------

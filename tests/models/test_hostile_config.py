@@ -141,8 +141,13 @@ TOKENIZERS: dict[str, Harm] = {
 }
 
 
+READ_APART = tokenizer._read_apart  # before `tests/conftest.py` reads them here
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("harm", TOKENIZERS)
-def test_a_tokenizer_is_refused(tmp_path: Path, harm: str) -> None:
+def test_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    monkeypatch.setattr(tokenizer, "_read_apart", READ_APART)
     TOKENIZERS[harm](tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     before, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -277,8 +277,9 @@ def rewrite(folder, change):
 
 
 def test_keys_that_models_compute_for_themselves_and_a_tied_head_may_be_there(saved):
-    _, folder = saved(tiny.qwen3())
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": torch.ones(101, 48)}
+    model, folder = saved(tiny.qwen3())
+    head = model.get_input_embeddings().weight.detach().clone()
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": head}
     rewrite(folder, lambda tensors: tensors.update(extra))
     assert "lm_head.weight" not in SafetensorsFolder(folder, build_meta(tiny.qwen3())).names()
 

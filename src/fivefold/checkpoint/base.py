@@ -7,7 +7,7 @@ from fivefold.checkpoint.agreement import WEIGHTS, check_weights
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.models.build import weights_folder
-from fivefold.models.sources import RandomInit, SafetensorsFolder, TensorSource, weights_digest
+from fivefold.models.sources import RandomInit, TensorSource, open_weights, weights_digest
 
 
 def base_source(config: RunConfig, model: Any) -> TensorSource:
@@ -15,7 +15,7 @@ def base_source(config: RunConfig, model: Any) -> TensorSource:
     if config.model.init == "random":
         return RandomInit(model, config.train.seed)
     try:
-        return SafetensorsFolder(weights_folder(config.model.name_or_path), model)
+        return open_weights(weights_folder(config.model.name_or_path), model)
     except UserError as error:
         if config.adapter.lora is None:
             raise

@@ -77,7 +77,7 @@ def export(
     if beside is not None:
         _check_free(out, force)
         source, check = beside.merged(target, room)
-    files = {path.name: path.read_bytes() for path in sorted(checkpoint.model_folder.iterdir())}
+    files = model_folder.contents(checkpoint.model_folder)
     files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)
     size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)
@@ -177,6 +177,7 @@ def _publish_into(temporary: Path, out: Path) -> None:
 def _write_model_files(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype) -> None:
     """Config, generation config, tokenizer and card; the config names the type of the weights beside it."""
     for name in files.keys() - {model_folder.ORIGIN}:
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(files[name])
     config = model_folder.read_json(folder / model_folder.CONFIG) | {"dtype": _name(dtype)}
     (folder / model_folder.CONFIG).write_bytes(model_folder.json_text(config))

@@ -111,8 +111,7 @@ def export_live(
 
 def _files(model: Any) -> Mapping[str, bytes]:
     """config.json and generation_config.json."""
-    files = model_folder.model_files(
-        model.config, model_class=state_of(model).plan.anatomy.model_class, dtype="", tokenizer=None
-    )
-    settings = getattr(model, "generation_config", None)
-    return files | ({model_folder.GENERATION: settings.to_json_string().encode()} if settings is not None else {})
+    return model_folder.model_files(
+        model.config, model_class=state_of(model).plan.anatomy.model_class, dtype="", tokenizer=None,
+        generation=getattr(model, "generation_config", None),
+    )  # fmt: skip

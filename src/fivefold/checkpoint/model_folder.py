@@ -16,14 +16,11 @@ from safetensors import SafetensorError
 from fivefold.core import strict_json
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.data.tokenizer import tokenizer_files
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ORIGIN = "origin.json"  # of a checkpoint alone: the dtype that the starting model's config names
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 def model_files(
@@ -32,23 +29,27 @@ def model_files(
     model_class: str,
     dtype: str,
     tokenizer: Path | None,
-    origin: Path | None = None,
+    generation: Any = None,
     came_in: str | None = None,
 ) -> dict[str, bytes]:
-    """The files of the folder by name, for a model of class `model_class` whose `transformers` config is `config`.
+    """The files of the folder by their paths in it, for a model of class `model_class` whose `transformers` config is
+    `config`.
 
-    `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder. `origin`, the folder of a pretrained
-    model, lends its generation settings; `came_in` is the dtype that the starting model's config names.
+    `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder; `generation` the model's generation
+    config; `came_in` is the dtype that the starting model's config names.
     """
     values = json.loads(config.to_json_string())
     values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
-    lent = read_json(origin / GENERATION) if origin and (origin / GENERATION).is_file() else {}
+    lent = json.loads(generation.to_json_string()) if generation is not None else {}
     own = {key: values.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     files = {CONFIG: json_text(values), GENERATION: json_text(own | lent), ORIGIN: json_text({"dtype": came_in})}
-    for name in _TOKENIZER_FILES:
-        if tokenizer is not None and (tokenizer / name).is_file():
-            files[name] = (tokenizer / name).read_bytes()
-    return files
+    copied = tokenizer_files(tokenizer) if tokenizer is not None else []
+    return files | {str(path.relative_to(tokenizer or path)): path.read_bytes() for path in copied}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What `model_files` gave, of the folder of a checkpoint."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @contextmanager
@@ -67,15 +68,6 @@ def beside(out: Path) -> Iterator[Path]:
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Tokens that end a text for the model in `folder`: its generation config's, else its config's."""
-    for name in (GENERATION, CONFIG):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
 
 
 def came_in(folder: Path) -> str | None:

@@ -436,7 +436,7 @@ def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
         model_class=state_of(model).plan.anatomy.model_class,
         dtype=str(dtype_name(next(model.parameters()).dtype)),
         tokenizer=about.tokenizer_dir,
-        origin=Path(about.config.model.name_or_path) if about.config else None,
+        generation=getattr(model, "generation_config", None),
         came_in=dtype_name(getattr(model.config, "dtype", None)),
     )
     return texts | {f"{model_folder.FOLDER}/{name}": content for name, content in model_files.items()}
@@ -448,11 +448,13 @@ def dtype_name(dtype: torch.dtype | str | None) -> str | None:
 
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
-    files.make_folder(folder / model_folder.FOLDER)
-    records = {}
+    records, folders = {}, sorted({(folder / name).parent for name in texts} - {folder})
+    for each in folders:
+        files.make_folder(each)
     for name, content in texts.items():
         records[name] = FileRecord(files.write(folder / name, [content]), shard.checksum(content))
-    files.sync_folder(folder / model_folder.FOLDER)
+    for each in reversed(folders):
+        files.sync_folder(each)
     return records
 
 

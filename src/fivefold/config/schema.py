@@ -152,15 +152,19 @@ class DataSource(Section):
     path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
     format: str = Field(
         default="auto",
-        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat, "
-        "completion, preference",
+        description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat (or "
+        "sharegpt), alpaca, completion, preference",
     )
     text_key: str = Field(default="text", description="key that holds the text of a record")
     columns: dict[
-        Literal["messages", "prompt", "completion", "system", "tools", "chosen", "rejected", "label"], str
+        Literal[
+            "messages", "prompt", "input", "completion", "system", "history", "tools", "chosen", "rejected", "label"
+        ],
+        str,
     ] = Field(
         default={},
-        description="keys of a record's parts: messages, prompt, completion, system, tools, chosen, rejected, label",
+        description="keys of a record's parts: messages, prompt, input, completion, system, history, tools, chosen, "
+        "rejected, label",
     )
     train_on: Literal["assistant", "all", "last"] = Field(
         default="assistant", description="what of an example is trained: every answer, all of it, the last answer"

@@ -2,14 +2,15 @@
 
 One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
 machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, told by
-the launcher), `skipped`, and `note`. It is for people and for `fivefold report`; no run depends on it. No torch.
+the launcher), `skipped`, and `note`. It is for people and for `fivefold report`. A run reads one thing of it: the day
+of its first start, which a chat template may write. No torch.
 """
 
 import platform
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,13 @@ def load(run: Path) -> History:
                 starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how="a worker died")
             events.append(Event(step, kind, str(row.get("what", "")), number))
     return History(starts, events, [str(each) for each in lines.damaged])
+
+
+def first_day(run: Path) -> date | None:
+    """The day on which the run in this folder first started; None where it has not, or does not say."""
+    starts = load(run).starts
+    began = _moment(starts[0].time) if starts else None
+    return began.date() if began else None
 
 
 class Log:

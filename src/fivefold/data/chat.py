@@ -10,85 +10,138 @@ Example, ChatML. Turns (user "2+2?", assistant "4") become
 of which `4<|im_end|>` is the assistant's: what it answers, and that it ends there.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
-from fivefold.core import strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import TooLong, within
-from fivefold.data.spans import Span, Turn, find_spans
+from fivefold.data.spans import PROBE, Span, Turn, find_spans, numbered, words
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-_MOST_BYTES = 2**20  # of a template; the longest known has some 10 kB
+BUILT_IN = "the built-in ChatML"
 MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
+_ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON writes it
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source`: the Jinja text. `special`: names of special tokens -> how they are written. `name`: for messages."""
+    """`source`: the Jinja text, or several by name. `special`: names of special tokens -> how they are written.
+    `name`: for messages."""
 
-    source: str = CHATML
+    source: str | Mapping[str, str] = CHATML
     special: Mapping[str, str] = field(default_factory=dict)
-    name: str = "the built-in ChatML"
+    name: str = BUILT_IN
 
-    @classmethod
-    def of(cls, folder: Path) -> "ChatTemplate":
-        """That of a tokenizer's folder, or ChatML where it has none. Raises `UserError` for one that cannot be read."""
-        config = tokenizer_json(folder / "tokenizer_config.json")
-        special = {name: text for name in _SPECIAL if (text := token_text(config.get(name)))}
-        found = _read(folder / "chat_template.jinja") or _default(config.get("chat_template"))
-        if found is None:
-            return cls(special=special)
-        return cls(found, special, f"the chat template of {folder}")
+    def text(self, tools: Sequence[Any] | None = None) -> str:
+        """The Jinja text for a conversation with these tools. Raises `UserError` where none of several is for it."""
+        from transformers import PreTrainedTokenizerBase
+
+        read: Any = SimpleNamespace(chat_template=self.source)
+        given: Any = tools
+        try:
+            return str(PreTrainedTokenizerBase.get_chat_template(read, tools=given))
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}", fix="name one of them `default`") from error
 
     @property
     def digest(self) -> str:
         """What identifies it."""
         return key_of(self.source, sorted(self.special.items()))
 
-    def render(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False) -> str:
-        """The text of a conversation; with `answer`, up to where the assistant begins. Raises `UserError`."""
-        return self._rendered(turns, tools, add_generation_prompt=answer)[0]
+    def on(self, day: date) -> "ChatTemplate":
+        """What it is on that day, if it writes the day."""
+        several = {"": self.source} if isinstance(self.source, str) else self.source
+        dated = {name: _TODAY.sub(lambda now: repr(day.strftime(now[2])), text) for name, text in several.items()}
+        return replace(self, source=dated[""] if isinstance(self.source, str) else dated)
 
-    def answers(self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None) -> tuple[str, dict[int, Span]]:
+    def render(
+        self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
+        """The text of a conversation; with `answer`, up to where the assistant begins. `chat_template_kwargs`: what the
+        template is given beside. Raises `UserError`."""
+        return self._write(self._in_form(turns), tools, chat_template_kwargs, answer=answer)[0]
+
+    def answers(
+        self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, dict[int, list[Span]]]:  # fmt: skip
         """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
-        end its turn.
+        end its turn: see `spans`. Raises `UserError` where that is not to be told."""
+        write = partial(self._write, tools=tools, given=chat_template_kwargs)
+        encloses = _ENCLOSES.search(self.text(tools)) is not None
+        return find_spans(write, self._in_form(turns), name=self.name, encloses=encloses)
 
-        A template may mark them itself (`{% generation %}`). Else they begin where a question for an answer ends, and
-        end where the conversation up to there ends. A template that renders an early turn otherwise once there are
-        later ones (Qwen3 leaves out what was thought) is asked where it puts a mark at the ends of the content.
-        Raises `UserError` where that is not to be told.
-        """
-        own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if _MARKS_ANSWERS.search(self.source):
-            text, marked = self._rendered(turns, tools, return_assistant_tokens_mask=True)
-            if len(marked) != len(own):
-                raise UserError(f"{self.name} marks {len(marked)} answers in a conversation of {len(own)}")
-            return text, dict(zip(own, marked, strict=True))
-        return find_spans(partial(self.render, tools=tools), turns, own, name=self.name)
+    def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The turns in a form that the template takes: contents as texts, or as lists of parts, and arguments of calls
+        as they are, or as JSON."""
+        found = [
+            turn if turn.get("content") is None or isinstance(turn["content"], self._forms) else
+            {**turn, "content": words(turn) if str in self._forms else [{"type": "text", "text": turn["content"]}]}
+            for turn in turns
+        ]  # fmt: skip
+        calls = any(turn.get("tool_calls") for turn in turns)
+        return [_with_json(turn) for turn in found] if calls and self._takes_json else found
 
-    def _rendered(
-        self, turns: Sequence[Turn], tools: Sequence[Any] | None, **options: Any
-    ) -> tuple[str, list[tuple[int, int]]]:
+    @cached_property
+    def _takes_json(self) -> bool:
+        """Whether it takes arguments of calls as JSON alone (DeepSeek-V3), which others would write as a string."""
+        call = {"id": "0" * 9, "type": "function", "function": {"name": PROBE, "arguments": {}}}
+        turns: list[Turn] = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        for form in (turns, [_with_json(turn) for turn in turns]):
+            try:
+                self._write(form)
+            except UserError:
+                continue
+            return form is not turns
+        return False
+
+    @cached_property
+    def _forms(self) -> tuple[type, ...]:
+        """What contents may be: a template writes nothing of the others, or how Python writes them."""
+        forms: dict[type, Any] = {str: PROBE, list: [{"type": "text", "text": f"{PROBE}{n}"} for n in range(2)]}
+        taken = []
+        for form, content in forms.items():
+            try:
+                text = self._write([{"role": "user", "content": content}])[0]
+            except UserError:
+                continue
+            if PROBE in text if form is str else text.count(PROBE) > 1 and not _QUOTED.search(text):
+                taken.append(form)
+        return tuple(taken) or (str,)
+
+    def _write(
+        self, turns: Sequence[Turn], tools: Sequence[Any] | None = None, given: Mapping[str, Any] | None = None, *,
+        answer: bool = False, is_numbered: bool = False,
+    ) -> tuple[str, list[Span]]:  # fmt: skip
+        """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        source = self.text(tools)
         try:
             with within(MOST_SECONDS):
-                texts, marked = render_jinja_template(
-                    conversations=[[dict(turn) for turn in turns]],
+                texts, enclosed = render_jinja_template(
+                    conversations=[[{key: each for key, each in turn.items() if each is not None} for turn in turns]],
                     tools=None if tools is None else list(tools),
-                    chat_template=self.source,
-                    **{**self.special, **options},
+                    chat_template=numbered(source) if is_numbered else source,
+                    add_generation_prompt=answer,
+                    return_assistant_tokens_mask=_ENCLOSES.search(source) is not None,
+                    **{**self.special, **(given or {})},
                 )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
         except TooLong as error:
@@ -99,46 +152,14 @@ class ChatTemplate:
         except Exception as error:  # of Jinja, of the template itself
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
-        return texts[0], [(first, last) for first, last in (marked[0] if marked else [])]
+        return texts[0], [(first, last) for first, last in (enclosed[0] if enclosed else [])]
 
 
-def _read(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    if path.stat().st_size > _MOST_BYTES:
-        raise UserError(f"{path}: more than {_MOST_BYTES >> 20} MiB", fix="copy the file from its origin again")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable: {error}", fix="copy the file from its origin again") from error
-
-
-def tokenizer_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a tokenizer's folder; empty where there is none. Raises `UserError` for a file that
-    cannot be read."""
-    try:
-        tree = strict_json.read_config(path)
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not JSON: {error}", fix="copy the file from its origin again") from error
-    return tree if isinstance(tree, dict) else {}
-
-
-def token_text(token: Any) -> str | None:
-    """How a special token is written, by what such a file says of it: a text, or an object with one."""
-    content = token.get("content") if isinstance(token, Mapping) else token
-    return content if isinstance(content, str) else None
-
-
-def _is_default(template: Any) -> bool:
-    return isinstance(template, Mapping) and template.get("name") == "default"
-
-
-def _default(template: Any) -> str | None:
-    """A folder may have several, with names."""
-    if isinstance(template, str):
-        return template
-    several = template if isinstance(template, list) else []
-    found = next((each.get("template") for each in several if _is_default(each)), None)
-    return found if isinstance(found, str) else None
+def _with_json(turn: Turn) -> Turn:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+        if isinstance(arguments := call["function"].get("arguments"), Mapping)
+        else call
+        for call in turn.get("tool_calls") or ()
+    ]
+    return {**turn, "tool_calls": calls} if calls else turn

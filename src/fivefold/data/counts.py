@@ -62,7 +62,7 @@ class DataCounts:
     """Everything that was read, what was left out, and the rows of both sides.
 
     `fraction` is the part that was asked to be held out, 0 for none or a list. `bos` says what stands in front of the
-    documents. `answers_alone`: see `StoreMeta`.
+    documents. `columns`, `answers_alone`: see `StoreMeta`. `tokenizer`: what a user may not expect of it.
     """
 
     files: int
@@ -77,7 +77,9 @@ class DataCounts:
     repeated: int  # validation blocks (16,384 tokens) that stand in the training text too
     fraction: float = 0.0
     bos: str = ""
+    columns: tuple[str, ...] = ()
     answers_alone: tuple[str, ...] = ()
+    tokenizer: tuple[str, ...] = ()
 
     @property
     def held_out(self) -> float:
@@ -95,6 +97,8 @@ class DataCounts:
             *trained,
             f"validation  {self._validation()}",
             *self._by_source(),
+            *(f"tokenizer   {line}" for line in self.tokenizer),
+            *(f"columns     {line}" for line in dict.fromkeys(self.columns)),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))

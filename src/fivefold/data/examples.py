@@ -1,13 +1,12 @@
 """Records of conversations, and of prompts with their answers, as examples: a text, and which of it is trained.
 
-| keys of a record | the text |
+| a record has | the text |
 |---|---|
-| `messages`, `conversations` (role and content, or from and value) | the tokenizer's chat template |
-| `instruction` and `output`, with `input`, `system`; `question` and `answer` | the same, as two turns |
-| `prompt` and `completion`, both texts | one after the other |
-| `prompt` and `completion`, both lists of turns | the chat template; the answers of the completion are trained |
-| `chosen` and `rejected`, texts or lists of turns, with or without `prompt` | a pair of the above with one beginning |
-| any with an answer, and `label`, where the objective rates answers (kto) | it, and its prompt with another's answer |
+| a list of turns: role and content, from and value, or pairs, or texts by turns | the tokenizer's chat template |
+| what is asked, as a text, and an answer | the same, as two turns; or one after the other, where both are plain |
+| a list of turns, and an answer | the chat template; the answer is trained |
+| two answers, one of them chosen | a pair of the above with one beginning |
+| an answer and whether it is desirable, for kto | it, and its prompt with another's answer |
 
 An example is trained on what the assistant says. It is never cut over rows: what is longer than a row loses its end. A
 pair of a chosen and a rejected answer is in one row as a whole; one that is longer than a row is left out.
@@ -15,44 +14,59 @@ pair of a chosen and a rejected answer is in one row as a whole; one that is lon
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Span, Turn, inside
+from fivefold.data.spans import Span, Turn, inside, words
 
 TrainOn = Literal["assistant", "all", "last"]
 
+# What is asked and what is answered, in a record and in an exchange of a conversation.
+ASKED = (
+    "prompt", "instruction", "instructions", "question", "query", "problem", "input", "inputs", "user", "human",
+)  # fmt: skip
+ANSWERED = (
+    "completion", "output", "outputs", "response", "answer", "answers", "solution", "generated_solution", "target",
+    "targets", "reply", "generation", "demonstration", "assistant", "gpt", "bot",
+)  # fmt: skip
+
+_SAYS = (("system", ("system",)), ("user", ASKED), ("assistant", ANSWERED))
+_CALL = "call"  # a turn of the assistant whose content is a call of a tool
 # What roles are called elsewhere -> what templates call them.
 _ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
-    "function_call": "assistant", "observation": "tool", "function": "tool", "function_response": "tool",
+    **dict.fromkeys(("human", "prompter"), "user"), **dict.fromkeys(("function_call", "tool_call"), _CALL),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", "chatbot", "bing", "bard", "claude"), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response", "tool_response"), "tool"),
 }  # fmt: skip
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
+_FUNCTION = '{"name": ..., "arguments": {...}}'
+_TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
 
 
 @dataclass(frozen=True)
 class Example:
     """A record that is not rendered yet: `turns`, or `pair`, a prompt and its answer as plain texts. `where`: its
-    place, for messages. `context`: so many turns at the front are trained under no circumstances."""
+    place, for messages. `context`: so many turns at the front are trained under no circumstances. `tools`,
+    `chat_template_kwargs`: what the template is given beside the turns."""
 
     where: str
     turns: tuple[Turn, ...] = ()
     pair: tuple[str, str] | None = None
     context: int = 0
     tools: tuple[Any, ...] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
 
     def __len__(self) -> int:
         """Characters, roughly."""
-        texts = self.pair or [str(turn.get("content") or "") for turn in self.turns]
-        return sum(map(len, texts))
+        return sum(map(len, self.pair or map(words, self.turns)))
 
     @property
     def plain(self) -> str:
         """All that is said in it, for a tokenizer to learn from."""
-        return "\n".join(self.pair or [str(turn.get("content") or "") for turn in self.turns])
+        return "\n".join(self.pair or map(words, self.turns))
 
     def rendered(self, template: ChatTemplate, eos: str) -> "Text":
         """Its text. `eos`: how the tokenizer writes the end of a document. Raises `UserError`."""
@@ -64,43 +78,25 @@ class Example:
         if self.train_on == "all":
             spans = [(0, len(text))]
         body = text.rstrip()
-        if body.endswith(eos):
-            return Text(text, tuple(spans), ends=False)
+        ends = not body.endswith(eos)
         # An EOS will follow. Where it is trained, so is what stands between it and the answer: else nothing would teach
         # the model to get there.
-        if spans and spans[-1][1] >= len(body):
+        if ends and spans and spans[-1][1] >= len(body):
             spans[-1] = spans[-1][0], len(text)
-        return Text(text, tuple(spans), ends=True)
+        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None)
 
     def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
+        given: dict[str, Any] = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
         try:
-            if self.train_on == "all":
-                text, answers = template.render(self.turns, tools=self.tools), dict[int, Span]()
-            else:
-                text, answers = template.answers(self.turns, tools=self.tools)
-            _check_calls(self.turns, text, template.name)
+            text, answers = template.answers(self.turns, **given)
         except UserError as error:
             raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/data.md") from error
-        spans = [
-            span
-            for number, span in answers.items()
+        trained = [
+            spans
+            for number, spans in sorted(answers.items())
             if number >= self.context and self.turns[number].get("weight", 1) != 0
         ]
-        return text, spans[-1:] if self.train_on == "last" else spans
-
-
-def _check_calls(turns: Sequence[Turn], text: str, template: str) -> None:
-    """Raises `UserError` where a turn calls a tool that the text does not name: an empty answer would be learnt."""
-    for number, turn in enumerate(turns, start=1):
-        calls = turn.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            function: object = call.get("function", call) if isinstance(call, Mapping) else None
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and name not in text:
-                raise UserError(
-                    f"turn {number} calls the tool {name!r}, and {template} leaves out tool_calls",
-                    fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
-                )
+        return text, [span for spans in (trained[-1:] if self.train_on == "last" else trained) for span in spans]
 
 
 @dataclass(frozen=True)
@@ -167,12 +163,13 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
 
 @dataclass(frozen=True)
 class Text:
-    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, and is
-    trained where the last character is."""
+    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, if it
+    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too."""
 
     text: str
     trained: tuple[Span, ...] | None = None
     ends: bool = True
+    by_template: bool = False
 
     def is_trained(self, ends: Sequence[int]) -> list[bool]:
         """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
@@ -180,60 +177,83 @@ class Text:
         return inside(self.trained or (), ends)
 
 
-def chat(
-    where: str, turns: object, *, context: object = None, system: object = None, tools: object = None,
-    train_on: TrainOn = "assistant",
+def chat(where: str, turns: object, *, train_on: TrainOn = "assistant", **beside: object) -> Example:
+    """The example of a list of turns. `beside`: `history`, the turns before them; `system`, the text of a first turn,
+    where there is none; `tools` and `chat_template_kwargs`, which the template is given. Raises `UserError`."""
+    return _example(where, [], _turns(turns, where), train_on, **beside)
+
+
+def answered(
+    where: str, asked: object, answers: Sequence[object], *, by_template: bool, train_on: TrainOn = "assistant",
+    **beside: object,
+) -> list[Example]:  # fmt: skip
+    """The examples of one answer, or of a chosen and a rejected one, to the same: texts or turns. Texts go on where the
+    other ends, unless `by_template`. `asked` None: what both answers begin with, up to a whole turn or a space.
+    `beside`: as of `chat`. Raises `UserError`."""
+    asked = _turns_or_text(asked)
+    said = [_turns_or_text(answer, calls=bool(beside.get("tools"))) for answer in answers]
+    names = ("the answer",) if len(said) == 1 else ("the chosen answer", "the rejected answer")
+    if not by_template and not any(isinstance(each, list) for each in (asked, *said)):
+        texts = [_string(answer, where, name) for answer, name in zip(said, names, strict=True)]
+        found = _texts(asked, texts, beside.get("system"), where)
+        return [Example(where, pair=each, train_on=train_on) for each in found]
+    turns = [_said("assistant", each, f"{where}, {name}") for each, name in zip(said, names, strict=True)]
+    before = [] if asked is None or (asked == "" and len(said) == 2) else _said("user", asked, where)
+    if len(turns) == 2:
+        before, turns = _apart(before, turns)
+    is_context = len(turns) == 2 or isinstance(asked, list)
+    both = [(before, each) if is_context else ([], [*before, *each]) for each in turns]
+    return [_example(where, context, own, train_on, **beside) for context, own in both]
+
+
+def _example(
+    where: str, context: list[Turn], own: list[Turn], train_on: TrainOn, *, history: object = None,
+    system: object = None, tools: object = None, chat_template_kwargs: object = None,
 ) -> Example:  # fmt: skip
-    """The example of a list of turns. `context`: turns before them that are not trained. `system`: the text of a first
-    turn, where there is none. Raises `UserError`."""
-    first, own = _turns(context, where) if context is not None else [], _turns(turns, where)
     if not own:
         raise UserError(f"{where}: a conversation without turns", fix="remove the record")
+    earlier = _turns(history or [], f"{where}, history")
+    context, own = ([*earlier, *context], own) if context else ([], [*earlier, *own])
     told = "" if system is None else _string(system, where, "the system text")
-    if told and (first or own)[0]["role"] not in ("system", "developer"):
-        first = [{"role": "system", "content": told}, *first]
-    return Example(where, (*first, *own), context=len(first), tools=_tools(tools, where), train_on=train_on)
+    if told and (context or own)[0]["role"] not in ("system", "developer"):
+        context = [{"role": "system", "content": told}, *context]
+    options = _parsed(chat_template_kwargs) or {}
+    if not isinstance(options, Mapping):
+        raise UserError(f"{where}: chat_template_kwargs are an object, not {kind_of(options)}", fix="{NAME: VALUE}")
+    return Example(
+        where, (*context, *own), context=len(context), tools=_tools(tools, where), chat_template_kwargs=options,
+        train_on=train_on,
+    )  # fmt: skip
 
 
-def pair(where: str, prompt: object, answer: object, *, train_on: TrainOn = "assistant") -> Example:
-    """The example of two texts, one of which goes on where the other ends. Raises `UserError`."""
-    texts = _string(prompt, where, "the prompt"), _string(answer, where, "the answer")
-    return Example(where, pair=texts, train_on=train_on)
-
-
-def preference(
-    where: str, chosen: object, rejected: object, *, prompt: object = None, system: object = None, tools: object = None,
-    by_template: bool = False,
-) -> Preference:  # fmt: skip
-    """The pair of two answers, texts or lists of turns. Without a `prompt`, or where both lists repeat it, what both
-    begin with is the prompt, up to a whole turn or a space. `by_template`: texts are turns too. Raises `UserError`."""
-    answers = {"chosen": _turns_or_text(chosen), "rejected": _turns_or_text(rejected)}
-    asked = _turns_or_text(prompt)
-    if by_template or any(isinstance(each, list | tuple) for each in (asked, *answers.values())):
-        said = {name: _said(answer, f"{where}, {name}") for name, answer in answers.items()}
-        before: object = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        least = max(0, min(map(len, said.values())) - 1)  # an answer has a turn, whatever it says
-        both = said["chosen"][: min(_shared(said["chosen"], said["rejected"]), least)]
-        if asked is None or (both and all(turn in both for turn in _turns(before, where))):
-            before, said = both, {name: turns[len(both) :] for name, turns in said.items()}
-        first, second = (chat(where, turns, context=before, system=system, tools=tools) for turns in said.values())
-        return Preference(first, second)
-    texts = [_string(answer, where, f"the {name} answer") for name, answer in answers.items()]
+def _texts(asked: object, answers: list[str], system: object, where: str) -> list[tuple[str, str]]:
+    """A prompt with each of the answers."""
     if asked is None:
-        shared = _shared(*texts)
-        shared -= texts[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
-        asked, texts = texts[0][:shared], [text[shared:] for text in texts]
+        shared = _shared(*answers)
+        shared -= answers[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
+        asked, answers = answers[0][:shared], [text[shared:] for text in answers]
     told = "" if system is None else _string(system, where, "the system text")
-    first, second = (
-        pair(where, "\n\n".join(filter(None, (told, _string(asked, where, "the prompt")))), text) for text in texts
-    )
-    return Preference(first, second)
+    prompt = "\n\n".join(filter(None, (told, _string(asked, where, "the prompt"))))
+    return [(prompt, answer) for answer in answers]
 
 
-def _said(answer: object, where: str) -> list[Turn]:
-    if isinstance(answer, list | tuple):
-        return _turns(answer, where)
-    return [{"role": "assistant", "content": _string(answer, where, "the answer")}]
+def _apart(before: list[Turn], said: list[list[Turn]]) -> tuple[list[Turn], list[list[Turn]]]:
+    """The turns before two answers, and the answers. Where both lists repeat what is before them, or nothing is, what
+    both begin with is before them."""
+    least = max(0, min(map(len, said)) - 1)  # an answer has a turn, whatever it says
+    both = said[0][: min(_shared(*said), least)]
+    repeats = before[: len(both)] == both or all(turn in both for turn in before)
+    if both and before and not repeats:
+        common = max((n for n in range(len(both) + 1) if n and before[-n:] == both[:n]), default=0)
+        return [*before, *both[common:]], [turns[len(both) :] for turns in said]
+    if both:
+        return both, [turns[len(both) :] for turns in said]
+    return before[: -len(said[0])] if before[-len(said[0]) :] == said[0] else before, said
+
+
+def _said(role: str, what: object, where: str) -> list[Turn]:
+    """Turns, of a list of them or of a text."""
+    return _turns(what if isinstance(what, list) else [{"role": role, "content": what}], where)
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -242,50 +262,112 @@ def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next(differ, min(len(one), len(other)))
 
 
-def history(value: object, where: str) -> list[Turn]:
-    """The turns of pairs of what was asked and answered before. Raises `UserError`."""
-    pairs = _parsed(value) or []
-    if not isinstance(pairs, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
-    ):
-        raise UserError(
-            f"{where}: the history is no list of pairs", fix='[["what was asked", "what was answered"], ...]'
-        )
-    return [
-        {"role": role, "content": said}
-        for each in pairs
-        for role, said in zip(("user", "assistant"), each, strict=True)
-    ]
+# ---- turns -----------------------------------------------------------------------------------------------------------
 
 
 def _turns(value: object, where: str) -> list[Turn]:
     turns = _parsed(value)
+    lists = list(turns.values()) if isinstance(turns, Mapping) else []  # one for each key, as `datasets` gives them
+    if lists and all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
+        turns = [dict(zip(turns, each, strict=True)) for each in zip(*lists, strict=True)]
     if not isinstance(turns, list | tuple):
-        raise UserError(f"{where}: turns are a list, not {kind_of(turns)}", fix='[{"role": ..., "content": ...}]')
-    return [_turn(each, f"{where}, turn {number}") for number, each in enumerate(turns, start=1)]
+        raise UserError(
+            f"{where}: turns are a list, not {kind_of(turns)}",
+            fix='write [{"role": ..., "content": ...}]; a column of texts is named by text_key',
+        )
+    places = [(each, f"{where}, turn {number}") for number, each in enumerate(turns, start=1)]
+    return [
+        _turn(each, place)
+        for number, (turn, place) in enumerate(places)
+        for each in _exchange(turn, "assistant" if number % 2 else "user")
+    ]
+
+
+def _exchange(turn: object, role: str) -> list[object]:
+    """The turns of a pair, or of an object with a question and an answer; of a text, which `role` says; or a turn."""
+    if isinstance(turn, str):
+        return [{"role": role, "content": turn}]
+    said: list[tuple[str, object]] = []
+    if isinstance(turn, list | tuple) and len(turn) == 2:
+        said = [("user", turn[0]), ("assistant", turn[1])]
+    if isinstance(turn, Mapping) and "role" not in turn and "from" not in turn:
+        given = {name.lower(): each for name, each in turn.items() if each is not None}
+        said = [(role, given.pop(name)) for role, names in _SAYS for name in names if name in given]
+        said = [] if given else said  # what else is said?
+    is_exchange = [role for role, _ in said][-2:] == ["user", "assistant"]
+    return [{"role": role, "content": each} for role, each in said] if is_exchange else [turn]
 
 
 def _turn(value: object, where: str) -> Turn:
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: {kind_of(value)}, not an object", fix='{"role": ..., "content": ...}')
-    said = value.get("role", value.get("from"))
+    said = value.get("role") or value.get("from")
     role = _ROLES.get(str(said).lower(), str(said).lower())
+    content = value["content"] if value.get("content") is not None else value.get("value")
+    calls = value.get("tool_calls") or value.get("function_call")
+    if role == _CALL:
+        role, content, calls = "assistant", "", content
     if role not in _KNOWN:
         raise UserError(f"{where}: there is no role {said!r}", fix=f"one of {', '.join(_KNOWN)}")
-    content = value.get("content", value.get("value"))
-    if isinstance(content, list):  # parts, as models of several senses take them
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise UserError(f"{where}: not all of its parts are text", fix="leave such records out")
-        content = "".join(part["text"] for part in content)
-    if content is None and role == "assistant" and value.get("tool_calls"):
+    if content is None and role == "assistant" and calls:
         content = ""
-    content = _string(content, where, "its content")
     if value.get("weight", 1) not in (0, 1, None):
         raise UserError(f"{where}: its weight is {value['weight']!r}", fix="1 trains the turn, 0 does not")
-    more = {
-        key: each for key, each in value.items() if key not in ("role", "from", "content", "value") and each is not None
-    }
-    return {"role": role, "content": content, **more}
+    more = {key: each for key, each in value.items() if key not in _TURN_KEYS and each is not None}
+    called = {"tool_calls": _calls(calls, where)} if calls else {}
+    return {"role": role, "content": _content(content, where), **called, **more}
+
+
+def _content(content: object, where: str) -> object:
+    """A text, or parts of one, as models of several senses take them."""
+    if not isinstance(content, list):
+        return _string(content, where, "its content")
+    for part in content:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
+            raise UserError(f"{where}: a part of its content is {kind!r}, not text", fix="leave such records out")
+    return [{"type": "text", "text": _string(part["text"], where, "its content")} for part in content]
+
+
+def _calls(value: object, where: str) -> list[Any]:
+    """Calls of tools as templates take them, of one or several, with or without what is around them."""
+    calls = _parsed(value)
+    found = [_call(each) for each in (calls if isinstance(calls, list | tuple) else [calls])]
+    if not all(found):
+        raise UserError(f"{where}: it calls no tool by name: {str(value)[:80]!r}", fix=f"write {_FUNCTION}")
+    return found
+
+
+def _call(value: object) -> dict[str, Any] | None:
+    call = _wrapped(value) or {}
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    written = {"arguments": _parsed(function["arguments"])} if "arguments" in function else {}
+    return {**call, "function": {**function, **written}}
+
+
+def _wrapped(value: object) -> dict[str, Any] | None:
+    """A call or a tool as `{"type": "function", "function": ...}`, which is how templates take both."""
+    if not isinstance(value, Mapping):
+        return None
+    if "name" not in value:
+        return {**({"type": "function"} if "function" in value else {}), **value}
+    around = {"type": "function", **{key: each for key, each in value.items() if key in ("id", "index")}}
+    return {**around, "function": {key: each for key, each in value.items() if key not in around}}
+
+
+def _tools(value: object, where: str) -> tuple[Any, ...] | None:
+    tools = _parsed(value)
+    if tools in (None, "", []):
+        return None
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    if not isinstance(tools, list | tuple):
+        raise UserError(f"{where}: tools are a list, not {kind_of(tools)}", fix="write their JSON schemas in a list")
+    return tuple(_wrapped(_parsed(tool)) or tool for tool in tools)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def _string(value: object, where: str, what: str) -> str:
@@ -311,25 +393,22 @@ def kind_of(value: object) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-def _tools(value: object, where: str) -> tuple[Any, ...] | None:
-    tools = _parsed(value)
-    if tools in (None, "", []):
-        return None
-    if not isinstance(tools, list | tuple):
-        raise UserError(f"{where}: tools are a list, not {kind_of(tools)}", fix="write their JSON schemas in a list")
-    return tuple(tools)
-
-
-def _turns_or_text(value: object) -> object:
-    """`value`, or the turns that a string of it writes as JSON; a text such as [1, 2] is a text."""
+def _turns_or_text(value: object, *, calls: bool = False) -> object:
+    """`value`, or the turns that it is, or that a string of it writes as JSON; a text such as [1, 2] is a text.
+    `calls`: or calls of tools, which are a turn too."""
     found = _parsed(value)
-    is_turns = isinstance(found, list) and bool(found) and all(isinstance(each, dict) for each in found)
-    return found if is_turns else value
+    found = [found] if isinstance(found, Mapping) else found
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Mapping) for each in found):
+        return value
+    if calls and all({"name", "arguments"} <= each.keys() for each in found):
+        return [{"role": "function_call", "content": list(found)}]
+    is_turns = not isinstance(value, str) or all("role" in each or "from" in each for each in found)
+    return list(found) if is_turns else value
 
 
-def _parsed(value: object) -> object:
+def _parsed(value: object) -> Any:
     """What is written as JSON inside a string (a cell of CSV, of Parquet)."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
         return json.loads(value)

@@ -4,7 +4,8 @@ Called before the process group exists, and again by every worker: what was done
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date
 from fractions import Fraction
 from functools import reduce
 from operator import add
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.config import DataSource, RunConfig
+from fivefold.config import DataSource, ObjectiveSection, RunConfig
+from fivefold.core import history
 from fivefold.core.cache import Progress, cache_root, entry, key_of, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
@@ -58,6 +60,7 @@ def prepare(
         config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress,
         bos=config.data.bos,
     )  # fmt: skip
+    tokenizer = replace(tokenizer, template=tokenizer.template.on(history.first_day(config.run_dir) or date.today()))
     stores = tuple(store_for(one, tokenizer, root, progress, say) for one in train)
     held = tuple(store_for(one, tokenizer, root, progress, say) for one in validation)
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
@@ -74,12 +77,12 @@ def prepare(
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:
-    formats, rates = discover(), config.objective.name == "kto"
+    formats, objective = discover(), config.objective
     held = config.data.validation
     lists = {"data.train": config.data.train, "data.validation": held if isinstance(held, tuple) else ()}
     train, validation = (
         [
-            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]", rates=rates), formats, root)
+            resolve(_source(one, name if len(sources) == 1 else f"{name}[{i}]", objective), formats, root)
             for i, one in enumerate(sources)
         ]
         for name, sources in lists.items()
@@ -114,13 +117,16 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
             )
 
 
-def _source(given: DataSource, label: str, *, rates: bool) -> Source:
+def _source(given: DataSource, label: str, objective: ObjectiveSection) -> Source:
     if given.weight != 1.0 and label.startswith("data.validation"):
         raise UserError(
             f"{label}.weight: {given.weight:g}: evaluation reads every row of a validation list once",
             fix=f"leave {label}.weight out",
         )
-    return Source(given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on, rates)
+    return Source(
+        given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on,
+        pairs=objective.has_answers, rates=objective.name == "kto",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,15 +281,20 @@ def _open(
             validation_asked=bool(plan.held) or plan.fraction > 0,
             repeated=counts["repeated"],
             fraction=plan.fraction,
-            bos=_bos_line(tokenizer),
+            bos=_bos_line(tokenizer, (*plan.stores, *plan.held)),
+            tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
+            columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,
     )
 
 
-def _bos_line(tokenizer: TokenizerInfo) -> str:
+def _bos_line(tokenizer: TokenizerInfo, stores: Stores) -> str:
     """What to say of BOS; nothing where neither the run nor the tokenizer has any."""
     if tokenizer.bos_token_ids:
-        return f"BOS {tokenizer.bos} in front of each document"
+        converses = any(store.meta.trained is not None for store in stores)
+        return f"BOS {tokenizer.bos} in front of each document" + (
+            " that the chat template does not write" if converses else ""
+        )
     return f"no BOS (data.bos: false), though the tokenizer puts {tokenizer.bos}" if tokenizer.template_ids else ""

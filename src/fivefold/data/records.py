@@ -1,41 +1,81 @@
 """The document of a record, a JSON object or a row of a table: a text, or an example of a conversation, or of a prompt
-with its answer."""
+with its answer.
+
+`_NAMES` says by its name what a column means, and `_FORMS` which columns make an example. A column that is neither the
+text nor part of the example is named where a run shows its data.
+"""
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.data import examples
-from fivefold.data.examples import Document, Example, Preference, Rated
+from fivefold.data.examples import ANSWERED, ASKED, Document, Example, Preference, Rated
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
+from fivefold.data.spans import words
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
-
-# Chat: a list of turns under one of these. ShareGPT has `conversations` with from/value, OpenAI's form is `messages`.
-_TURNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "turns")
-# What is asked, and what is answered: Alpaca, Dolly, prompt/completion, question/answer, FLAN.
-_ASKED = (
-    "prompt", "instruction", "instructions", "question", "query", "problem", "input", "inputs", "user", "human",
-)  # fmt: skip
-_ANSWERED = (
-    "completion", "output", "outputs", "response", "answer", "answers", "solution", "target", "targets", "reply",
-    "generation", "demonstration", "assistant",
-)  # fmt: skip
-_PREFERRED = ("chosen", "rejected")
-_LABELS = ("label", "kto_tag", "desirable")  # whether an answer is desirable
-_YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_ALSO_ASKED = (*_ASKED, "system", "context", "history")
-
-# Standard names of the parts of an example -> what they are called.
-_PARTS = {
-    "messages": _TURNS, "prompt": ("prompt",), "completion": ("completion",), "system": ("system",),
-    "tools": ("tools",), "chosen": ("chosen",), "rejected": ("rejected",), "label": _LABELS,
-}  # fmt: skip
-
+_MOST_FORMS = 256  # sets of keys in one source of which is remembered what they mean
 _MORE = "docs/data.md, 'Conversations and instructions'"
+_YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+# A part of an example -> the columns of published sets that hold it, in small letters, the first to be taken first.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "trajectory", "data"),
+    "prompt": ("prompt",),
+    "completion": ("completion",),
+    "chosen": ("chosen", "chosen_response", "preferred", "preferred_output", "response_j"),
+    "rejected": ("rejected", "rejected_response", "dispreferred", "non_preferred_output", "response_k"),
+    "task": ("definition",),  # in front of what is asked
+    "asked": ASKED,
+    "input": ("input", "context"),  # behind what is asked
+    "answered": ANSWERED,
+    "system": ("system", "system_prompt", "system_message"),
+    "tools": ("tools", "functions"),
+    "history": ("history",),
+    "chat_template_kwargs": ("chat_template_kwargs",),
+    "label": ("label", "kto_tag", "desirable"),  # whether an answer is desirable
+    "media": ("image", "images", "video", "videos", "audio", "audios"),
+}
+_BY_TEMPLATE = ("tools", "history", "chat_template_kwargs")  # parts that only a template has a place for
+_BESIDE = ("system", *_BY_TEMPLATE)
+_PAIR = ("chosen", "rejected")
+_WORKED = {"solution": "answer"}  # two answers: the one with its working is trained
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of records: it is theirs if they have the parts `needs`. `kinds`: what `format` calls it. `asked`: the
+    parts of the question, one below the other. `is_plain`: the answer goes on where that text ends, in no template."""
+
+    name: str
+    kinds: tuple[str, ...]
+    needs: tuple[str, ...]
+    asked: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+    is_plain: bool = False
+
+    def fits(self, found: Mapping[str, tuple[str, ...]]) -> bool:
+        """Whether a record with these keys, by part, has what it needs."""
+        return all(found[part] for part in self.needs)
+
+
+# Where several fit, it is the one of whose parts `columns` names most, then the first.
+_FORMS = (
+    Form("chat records", ("chat", "sharegpt"), ("messages",)),
+    Form("instruction records", ("completion", "chat"), ("prompt", "completion"), ("prompt", "input"), ("completion",),
+         is_plain=True),
+    Form("preference records", ("preference",), (*_PAIR, "prompt"), ("prompt", "input"), _PAIR, is_plain=True),
+    Form("preference records", ("preference",), (*_PAIR, "asked"), ("task", "asked", "input"), _PAIR),
+    Form("preference records", ("preference",), (*_PAIR, "messages"), ("messages",), _PAIR),
+    Form("preference records", ("preference",), _PAIR, ("input",), _PAIR, is_plain=True),
+    Form("instruction records", ("chat", "alpaca", "completion"), ("asked", "answered"), ("task", "asked", "input"),
+         ("answered",)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,24 +89,19 @@ class Records(Format):
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
+        known: dict[tuple[str, ...], Parts | None] = {}
         with closing(self.records(path, source)) as records:
             if source.rates:
-                yield from examples.beside_others(
-                    each for where, record in records for each in rated_of(record, source, where)
-                )
+                answers = (rated_of(record, source, where, _known(record, source, known)) for where, record in records)
+                yield from examples.beside_others(answer for each in answers for answer in each)
                 return
-            whole: Mapping[str, object] | None = None  # the last record that was an example
+            whole: Parts | None = None  # of the last record that was an example
             for where, record in records:
-                found = example_of(record, source, where)
-                if found is None and whole is not None:
+                parts = _known(record, source, known)
+                if parts is None and whole is not None:
                     _check_complete(record, whole, source, where, self.noun)
-                whole = record if found else whole
-                yield found or text_of(record, source, where, self.noun)
-
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        """The keys of the first record of a file."""
-        with closing(self.records(path, source)) as records:
-            return tuple(next(records)[1])
+                whole = parts or whole
+                yield example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
 
     def options(self, source: Source) -> dict[str, str]:
         of_examples = {
@@ -74,156 +109,163 @@ class Records(Format):
             "columns": "".join(f"{name}={key};" for name, key in sorted(source.columns.items())),
             "train_on": source.train_on if source.train_on != Source.train_on else "",
             "rates": "1" if source.rates else "",
+            "pairs": "1" if source.pairs else "",
         }
         return {"text_key": source.text_key, **{name: value for name, value in of_examples.items() if value}}
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """What records of prompts and answers are called, and which of their keys say so."""
-
-    name: str
-    keys: tuple[str, ...]
-
-
-def conversation_of(names: Collection[str]) -> Conversation | None:
-    """Whether records of these keys are chat, preference or instruction data rather than texts."""
-    turns, asked, answered, preferred = (
-        tuple(name for name in names if name.lower() in keys) for keys in (_TURNS, _ALSO_ASKED, _ANSWERED, _PREFERRED)
-    )
-    if turns:
-        return Conversation("chat records", turns)
-    if len(preferred) == len(_PREFERRED):
-        return Conversation("preference records", (*asked, *preferred))
-    if answered and _asks(asked):
-        return Conversation("instruction records", (*asked, *answered))
-    return None
+# ---- what the columns mean -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The keys of a record that make an example. `turns`: a list of turns; `asked`, `answered`: what is asked, in the
-    order in which it is put together, and the answer. `is_plain`: the two are one text, and no template is used.
-    `preferred`: the keys of a chosen and of a rejected answer, in place of one answer. `label`: whether an answer is
-    desirable, where that is asked for."""
+    """The keys of a record that make an example of `form`. `beside`: keys of a system text, tools and their like."""
 
+    form: Form
     turns: str | None = None
     asked: tuple[str, ...] = ()
-    answered: str | None = None
+    answers: tuple[str, ...] = ()
     is_plain: bool = False
-    system: str | None = None
-    tools: str | None = None
-    history: str | None = None
-    preferred: tuple[str, ...] = ()
+    beside: Mapping[str, str] = field(default_factory=dict)
     label: str | None = None
+    media: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All of them."""
-        named = (
-            self.turns,
-            *self.asked,
-            self.answered,
-            *self.preferred,
-            self.system,
-            self.tools,
-            self.history,
-            self.label,
-        )
+        named = (self.turns, *self.asked, *self.answers, *self.beside.values(), self.label, *self.media)
         return tuple(key for key in named if key is not None)
+
+
+def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], Parts | None]) -> Parts | None:
+    """What makes the document of a record, noted for others with the same keys, and in `source.read`."""
+    names = tuple(record)
+    if names in known:
+        return known[names]
+    parts = parts_of(names, source)
+    if len(known) < _MOST_FORMS:
+        known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
+    return parts
 
 
 def parts_of(names: Collection[str], source: Source) -> Parts | None:
     """Which keys make an example of records with these `names`; None where they are texts, or nothing known. Raises
     `UserError` where `source` names a key that is not there."""
-    parts = _parts_of(names, source)
-    if parts is None or not source.rates:
-        return parts
-    return replace(parts, label=source.columns.get("label") or _first(names, _LABELS))
-
-
-def _parts_of(names: Collection[str], source: Source) -> Parts | None:
     columns, kind = source.columns, source.format if source.format in RECORD_KINDS else None
-    if kind is None and not columns and source.text_key in names:
+    if kind is None and not columns and source.text_key in names and not source.pairs:
         return None
-    for name, key in columns.items():
-        if key not in names and name not in ("system", "tools"):  # which a record may be without
+    for part, key in columns.items():
+        if key not in names and part not in (*_BESIDE, "input"):  # which a record may be without
             raise UserError(
-                f"{source.label}.columns.{name}: no record has {key!r}; they have {_listed(names)}",
+                f"{source.label}.columns.{part}: no record has {key!r}; they have {_listed(names)}",
                 fix=f"name one of them, or leave {source.label}.columns out",
             )
-    named = {part: columns.get(part) or _first(names, known) for part, known in _PARTS.items()}
-    system, tools, prompt, answer = (named[part] for part in ("system", "tools", "prompt", "completion"))
-    if preferred := _preferred(named, columns, kind):
-        first = [prompt] if prompt else [found for name in _ASKED if (found := _first(names, (name,)))][:1]
-        return Parts(asked=tuple(first), preferred=preferred, is_plain=bool(prompt), system=system, tools=tools)
-    if kind == "preference":
+    found = _found(names, columns)
+    several = {"answered"} if len(found["answered"]) > 1 else set()  # which of them is meant?
+    fitting = [form for form in _FORMS if form.fits(found) and (kind or form.kinds[0]) in form.kinds]
+    fitting = [form for form in fitting if several.isdisjoint(form.needs)]
+    of_pairs = [form for form in fitting if source.pairs and form.answers == _PAIR]
+    if kind is None and not columns and source.text_key in names and not of_pairs:
         return None
-    if named["messages"] and kind != "completion" and "prompt" not in columns:
-        return Parts(turns=named["messages"], system=system, tools=tools)
-    if prompt and answer:
-        return Parts(asked=(prompt,), answered=answer, is_plain=kind != "chat", system=system, tools=tools)
-    asked = tuple(found for name in (*_ASKED, "context") if (found := _first(names, (name,))))
-    answered = [found for name in _ANSWERED if (found := _first(names, (name,)))]
-    if not _asks(asked) or len(answered) != 1 or all(_first(names, (name,)) for name in _PREFERRED):
+    named = {*columns, *(_BROAD[part] for part in columns if part in _BROAD)}
+    form = max(of_pairs or fitting, key=lambda form: len(named.intersection(form.needs)), default=None)
+    if form is None:
         return None
+    if source.train_on != Source.train_on and (source.rates or form.answers == _PAIR):
+        raise UserError(
+            f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
+            fix=f"leave {source.label}.train_on out",
+        )
+    is_turns = any(found[part] for part in _BY_TEMPLATE) or kind in ("chat", "alpaca")
+    is_plain = kind == "completion" or (form.is_plain and not is_turns)
     return Parts(
-        asked=asked, answered=answered[0], is_plain=kind == "completion", system=system, tools=tools,
-        history=_first(names, ("history",)),
-    )  # fmt: skip
+        form,
+        turns=None if form.answers else found["messages"][0],
+        asked=tuple(dict.fromkeys(key for part in form.asked for key in found[part])),
+        answers=tuple(found[part][0] for part in form.answers),
+        is_plain=is_plain,
+        beside={part: found[part][0] for part in _BESIDE if found[part] and not (is_plain and part in _BY_TEMPLATE)},
+        label=found["label"][0] if source.rates and found["label"] else None,
+        media=found["media"],
+    )
 
 
-def _preferred(named: Mapping[str, str | None], columns: Mapping[str, str], kind: str | None) -> tuple[str, ...]:
-    """The keys of a chosen and of a rejected answer, where records are such pairs: by `kind`, by `columns`, or because
-    they have both keys, and nothing says that they are something else."""
-    chosen, rejected = named["chosen"], named["rejected"]
-    if not chosen or not rejected:
-        return ()
-    is_asked = kind == "preference" or not set(_PREFERRED).isdisjoint(columns)
-    is_other = kind is not None or named["messages"] or named["completion"]
-    return (chosen, rejected) if is_asked or not is_other else ()
+_BROAD = {"prompt": "asked", "completion": "answered"}  # what `columns` names takes the place of all that is like it
 
 
-def _first(names: Iterable[str], known: Collection[str]) -> str | None:
-    return next((name for name in names if name.lower() in known), None)
+def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Each part -> its keys: by `columns`, else by their names."""
+    names = list(names)
+    by_name = {name.lower(): name for name in reversed(names)}
+    found = {part: tuple(by_name[name] for name in known if name in by_name) for part, known in _NAMES.items()}
+    short = [_WORKED.get(key.lower()) for key in found["answered"]]
+    found["answered"] = tuple(key for key in found["answered"] if key.lower() not in short)
+    if "prompt" in columns:
+        found |= {"task": (), "input": ()}
+    for part, key in columns.items():
+        found |= {each: (key,) if key in names else () for each in (part, _BROAD.get(part, part))}
+    return found
 
 
-def example_of(record: Mapping[str, object], source: Source, where: str) -> Example | Preference | None:
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def example_of(
+    record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None
+) -> Example | Preference | None:
     """The example, or the pair of two, that a record is; None for a text. Raises `UserError`, naming the place."""
-    parts = parts_of(record, source)
+    parts = parts or parts_of(record, source)
     if parts is None:
         if source.format in RECORD_KINDS:
             raise UserError(
-                f"{where}: no {source.format} record; the keys are {_listed(record)}",
-                fix=_columns(source),
-                more=_MORE,
+                f"{where}: no {source.format} record; the keys are {_listed(record)}", fix=_columns(source), more=_MORE
             )
         return None
-    system, tools = (record.get(key) if key else None for key in (parts.system, parts.tools))
+    if media := next((key for key in parts.media if record[key]), None):
+        raise UserError(f"{where}: {media!r} is given, and the model reads text alone", fix="leave such records out")
+    beside = {part: record.get(key) for part, key in parts.beside.items()}
     if parts.turns:
-        return examples.chat(where, record[parts.turns], system=system, tools=tools, train_on=source.train_on)
-    if parts.preferred:
-        return _pair(record, parts, source, where, system=system, tools=tools)
-    asked, answer = [record[key] for key in parts.asked], record[str(parts.answered)]
-    if isinstance(answer, list):
-        return examples.chat(where, answer, context=asked[0], system=system, tools=tools, train_on=source.train_on)
-    if parts.is_plain:
-        return examples.pair(where, "\n\n".join(_strings(asked, where)), answer, train_on=source.train_on)
-    turns = [{"role": "user", "content": "\n\n".join(_strings(asked, where))}, {"role": "assistant", "content": answer}]
-    before = examples.history(record[parts.history], where) if parts.history else []
-    return examples.chat(where, [*before, *turns], system=system, tools=tools, train_on=source.train_on)
+        example = examples.chat(where, record[parts.turns], train_on=source.train_on, **beside)
+        if beside.get("system") and words(example.turns[0]) != beside["system"]:  # a turn says another
+            source.read[tuple(record)] = tuple(key for key in parts.keys if key != parts.beside["system"])
+        return example
+    found = examples.answered(
+        where, _question(record, parts, where), [record[key] for key in parts.answers], by_template=not parts.is_plain,
+        train_on=source.train_on, **beside,
+    )  # fmt: skip
+    return Preference(found[0], found[1]) if len(found) == 2 else found[0]
 
 
-def rated_of(record: Mapping[str, object], source: Source, where: str) -> Iterator[Rated]:
+def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
+    """What is asked, each text once, one below the other. A `prompt` in which all the others stand says it alone,
+    unless it ends with the answer. None where nothing is asked."""
+    given = [record[key] for key in parts.asked if record[key] not in (None, "")]
+    if len(given) == 1 and isinstance(given[0], str | list | tuple | Mapping):
+        return given[0]
+    for value in given:
+        if not isinstance(value, str):
+            raise UserError(f"{where}: what is asked is {examples.kind_of(value)}, not a string", fix="write a string")
+    if not given and len(parts.answers) == 2 and "" not in map(record.get, parts.asked):
+        return None
+    texts = list(dict.fromkeys(map(str, given)))
+    whole = record[parts.asked[0]] if parts.asked and parts.asked[0].lower() == "prompt" else None
+    if isinstance(whole, str) and len(texts) > 1 and all(text in whole for text in texts):
+        answer = str(record[parts.answers[0]]).strip()
+        has_answer = bool(answer) and not parts.is_plain and whole.rstrip().endswith(answer)
+        texts = texts[1:] if has_answer else [whole]
+    return "\n".join(texts)
+
+
+def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None) -> Iterator[Rated]:
     """The rated answer that a record is, or the two of a pair. Raises `UserError`, naming the place."""
-    parts, found = parts_of(record, source), example_of(record, source, where)
+    found = example_of(record, source, where, parts)
     if isinstance(found, Preference):
         yield from (Rated(found.first, desirable=True), Rated(found.second, desirable=False))
         return
-    rating = None if parts is None or parts.label is None else record[parts.label]
+    key = parts.label if parts else None
+    rating = record[key] if key else None
     desirable = rating if isinstance(rating, bool) else _YES_OR_NO.get(str(rating).lower())
     if parts is None or found is None or desirable is None:
-        key = parts.label if parts else None
         said = f"{key!r} is {rating!r}, not true or false" if key else "no rated answer"
         raise UserError(
             f"{where}: {said}; the keys are {_listed(record)}",
@@ -231,68 +273,14 @@ def rated_of(record: Mapping[str, object], source: Source, where: str) -> Iterat
             "completion: KEY, label: KEY}",
             more="docs/preferences.md",
         )
-    if source.train_on != Source.train_on:
-        raise _answers_alone_are_trained(source)
-    is_list = parts.answered is not None and isinstance(record[parts.answered], list)
-    if found.turns and not is_list:
+    if found.turns and not (parts.answers and isinstance(record[parts.answers[0]], list)):
         found = replace(found, context=len(found.turns) - 1)
     yield Rated(found, desirable)
 
 
-def _answers_alone_are_trained(source: Source) -> UserError:
-    return UserError(
-        f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
-        fix=f"leave {source.label}.train_on out",
-    )
-
-
-def _pair(
-    record: Mapping[str, object], parts: Parts, source: Source, where: str, *, system: object, tools: object
-) -> Preference:
-    if source.train_on != Source.train_on:
-        raise _answers_alone_are_trained(source)
-    chosen, rejected = (record[key] for key in parts.preferred)
-    asked = record[parts.asked[0]] if parts.asked else None
-    return examples.preference(
-        where, chosen, rejected, prompt=asked, system=system, tools=tools,
-        by_template=bool(parts.asked) and not parts.is_plain,
-    )  # fmt: skip
-
-
-def _strings(values: Iterable[object], where: str) -> list[str]:
-    """The texts that are not empty. Raises `UserError` for what is none."""
-    found = [value for value in values if value is not None and value != ""]
-    for value in found:
-        if not isinstance(value, str):
-            raise UserError(f"{where}: what is asked is {examples.kind_of(value)}, not a string", fix="write a string")
-    return [str(value) for value in found]
-
-
-def _asks(names: Iterable[str]) -> bool:
-    return any(name.lower() in _ASKED for name in names)
-
-
-def answers_alone(files: FileList) -> tuple[str, ...]:
-    """What to say where `text_key` picks one side of a conversation: a line for each kind of record in the files."""
-    key = files.source.text_key
-    found = {}
-    for path, form in files.files if key != Source.text_key else ():
-        conversation = conversation_of(form.columns(path, files.source)) if isinstance(form, Records) else None
-        if conversation and key in conversation.keys:
-            others = tuple(name for name in conversation.keys if name != key)
-            found[conversation.name, others] = (
-                f"{files.name} holds {conversation.name}, and {key!r} alone is trained on; "
-                f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
-            )
-    return tuple(found.values())
-
-
-def _check_complete(
-    record: Mapping[str, object], whole: Mapping[str, object], source: Source, where: str, noun: str
-) -> None:
-    """Raises `UserError` for a record that is neither a text nor, as `whole` before it, an example."""
-    parts = parts_of(whole, source)
-    missing = [key for key in (parts.keys if parts else ()) if key not in record]
+def _check_complete(record: Mapping[str, object], whole: Parts, source: Source, where: str, noun: str) -> None:
+    """Raises `UserError` for a record that is neither a text nor, as the one with `whole` before it, an example."""
+    missing = [key for key in whole.keys if key not in record]
     if missing and source.text_key not in record:
         raise UserError(
             f"{where}: no {noun} {_listed(missing)}, which records before it have",
@@ -310,6 +298,46 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
     return examples.encodable(text, where)
 
 
+def given(value: Any) -> Any:
+    """`value` without the keys that are null inside of it: where records of a table have objects, each is given the
+    keys of all others."""
+    if isinstance(value, dict):
+        return {key: given(each) for key, each in value.items() if each is not None}
+    return [given(each) for each in value] if isinstance(value, list) else value
+
+
+# ---- what is said of them --------------------------------------------------------------------------------------------
+
+
+def conversation_of(names: Collection[str]) -> tuple[Form, tuple[str, ...]] | None:
+    """The form of records of these keys that are chat, preference or instruction data, and the keys that say so."""
+    found = _found(names, {})
+    form = next((form for form in _FORMS if form.fits(found)), None)
+    keys = {key for part in (*form.needs, *form.asked, *_BESIDE) for key in found[part]} if form else ()
+    return (form, tuple(name for name in names if name in keys)) if form else None
+
+
+def columns_read(files: FileList) -> tuple[str, tuple[str, ...]]:
+    """What to say of the columns of files that were read: those that were left out, and a warning for each kind of
+    record of which one side is trained, as a text."""
+    read, key = files.source.read, files.source.text_key
+    used = dict.fromkeys(name for names in read.values() for name in names)
+    unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in keys)
+    warnings, instead = {}, ""
+    for names in (names for names, keys in read.items() if keys == (key,)):
+        if conversation := conversation_of(names):
+            form, keys = conversation
+            others = tuple(name for name in keys if name != key)
+            instead = f" as a text; {_listed(others)} by format: {form.kinds[0]}"
+            if key in keys and key != Source.text_key:
+                warnings[form.name, others] = (
+                    f"{files.name} holds {form.name}, and {key!r} alone is trained on; "
+                    f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
+                )
+    line = f"{files.name}: {_listed(used, 99)} read{instead}; left out: {_listed(unused, 99)}" if unused else ""
+    return line, tuple(warnings.values())
+
+
 def no_text(
     names: Iterable[str], source: Source, where: str, *, kind: str | None = None, likely: str | None, noun: str
 ) -> UserError:
@@ -318,7 +346,7 @@ def no_text(
     if conversation := conversation_of(names):
         # No key is advised: any of them would train on the answers, or the prompts, alone.
         return UserError(
-            f"{where}: these are {conversation.name} ({_listed(conversation.keys)}), and which keys are asked and "
+            f"{where}: these are {conversation[0].name} ({_listed(conversation[1])}), and which keys are asked and "
             "answered is not to be told",
             fix=_columns(source),
             more=_MORE,
@@ -329,7 +357,7 @@ def no_text(
         )
     return UserError(
         f"{where}: no {noun} {source.text_key!r}; the {noun}s are {_listed(names)}",
-        fix=_fix(source, None if _asks(names) else likely, noun, names),
+        fix=_fix(source, None if _found(names, {})["asked"] else likely, noun, names),
         more=f"or name the files with a glob, such as {source.path}/*.txt" if Path(source.path).is_dir() else None,
     )
 
@@ -348,9 +376,9 @@ def _fix(source: Source, likely: str | None, noun: str, names: Collection[str]) 
     return f"add {source.option('text_key', likely)}"
 
 
-def _listed(names: Collection[str]) -> str:
-    shown = [repr(name if len(name) <= _KEY_SHOWN else f"{name[:_KEY_SHOWN]}...") for name in names][:_KEYS_SHOWN]
-    return ", ".join(shown + ["..."] * (len(names) > _KEYS_SHOWN)) or "none at all"
+def _listed(names: Collection[str], most: int = _KEYS_SHOWN) -> str:
+    shown = [repr(name if len(name) <= _KEY_SHOWN else f"{name[:_KEY_SHOWN]}...") for name in names][:most]
+    return ", ".join(shown + ["..."] * (len(names) > most)) or "none at all"
 
 
 def _longest(record: Mapping[str, object]) -> str | None:

@@ -120,6 +120,11 @@ class PackedRows:
         return len(self.index)
 
     @property
+    def largest_token(self) -> int:
+        """The largest number of the tokens that it reads from."""
+        return max(store.largest for store in self.stores)
+
+    @property
     def epoch_rows(self) -> Fraction:
         """Rows of an epoch, in the long run: one pass over the pool with the largest weight, and its part of others."""
         return self._order.per_epoch

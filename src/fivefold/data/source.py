@@ -19,11 +19,8 @@ from fivefold.data.compression import ending, is_compressed, opened
 from fivefold.data.examples import Document, TrainOn
 
 HUB = "hub:"  # how an address of the Hugging Face hub begins
-RECORD_KINDS = (
-    "chat",
-    "completion",
-    "preference",
-)  # what `format` may say of records instead of how their file is written
+# What `format` may say of records instead of how their file is written.
+RECORD_KINDS = ("chat", "completion", "preference", "alpaca", "sharegpt")
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
@@ -41,7 +38,9 @@ class Source:
 
     `label` is how messages name it: `data.train`, or `data.train[1]` where there are several. `columns`: standard name
     of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`, `label`) ->
-    the key that holds it. `rates`: records are answers that are desirable or not.
+    the key that holds it. `pairs`: where records have two answers, these are meant, not a conversation or a text beside
+    them. `rates`: records are answers that are desirable or not. `read`: the keys of records that were read -> those
+    of them that documents are made of.
     """
 
     path: str
@@ -50,7 +49,9 @@ class Source:
     text_key: str = "text"
     columns: Mapping[str, str] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
+    pairs: bool = False
     rates: bool = False
+    read: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def at(self, path: Path) -> str:
         """How messages name a file of it."""

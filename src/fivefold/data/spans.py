@@ -1,180 +1,233 @@
 """Which characters of a conversation, as a chat template writes it, the assistant said.
 
-A template is asked by what it writes of the turns up to one, which is work for each turn that grows with the turns
-before it. In a long conversation a few turns of each kind are asked about. The others are found by marks around their
-content, all in one text, where what stands around them is what stands around the turns that were asked about.
+A template writes turn after turn in a loop. `numbered` changes it so that each round of that loop begins with a mark,
+the number of its turn. Without the marks the text must be the one that the template writes by itself; with them it says
+where each turn begins and ends, whatever the template makes of the end of a turn that others follow.
+
+An answer begins where the question for one (`add_generation_prompt`) ends. What the template makes of another answer
+in its place, a probe, tells what stands in front of the words and behind them, and that they are written at all.
 """
 
-from bisect import bisect_left
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 from fivefold.core.errors import UserError
 
 Turn = Mapping[str, Any]  # as templates take it: role, content, and what else a template reads (tool_calls, ...)
 Span = tuple[int, int]  # characters, the end excluded
-Render = Callable[..., str]
+Write = Callable[..., tuple[str, list[Span]]]
 
-_MARK = "\ue0f5\ue0f6"  # characters that no text has, and no template takes away
-_FEW = 4  # answers that are asked about one by one
+PROBE, _CALL = "qvxjzkanswer", "qvxjzkcall"  # letters alone, which no filter changes
+_NUMBER = "fivefold_number"  # the key of a turn that holds its mark
+_MARK = re.compile("\ue0f5([0-9]+)\ue0f6")  # characters that no text has
+_LOOP = re.compile(
+    r"\{#.*?#\}"  # a comment is no loop
+    r"|\{%[-+]?\s*(?P<word>for|endfor)\b(?:\s+(?P<each>\w+)\s+in\b)?(?P<over>.*?)(?P<close>[-+]?%\})",
+    re.DOTALL,
+)
+_FEW = 4  # answers that are each asked for; of more, one after each kind of turn
+_FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
 
 
-def find_spans(render: Render, turns: Sequence[Turn], own: Sequence[int], *, name: str) -> tuple[str, dict[int, Span]]:
-    """The text of a conversation, and of each of the assistant's turns `own` the characters that it says.
+@lru_cache(64)
+def numbered(source: str) -> str:
+    """A template whose outermost loops begin each round with the mark of the turn, if it is one, that they are at."""
+    depth = 0
 
-    `render(turns, answer=False)` writes turns. `name`: of the template, for messages. Raises `UserError` where a turn
-    is not to be told.
+    def with_mark(tag: re.Match[str]) -> str:
+        nonlocal depth
+        depth += {"for": 1, "endfor": -1}.get(tag["word"], 0)
+        if tag["word"] != "for" or depth > 1 or not tag["each"]:
+            return tag[0]
+        by_index = re.search(rf"\w+\[{tag['each']}\]", source[tag.end() :]) if "range(" in tag["over"] else None
+        turn, opened = by_index[0] if by_index else tag["each"], tag[0].removesuffix(tag["close"])
+        # Whether the space behind a tag is written is told by its last characters, which are another tag's now.
+        return f"{opened}%}}{{% if true %}}{{{{ {turn}['{_NUMBER}'] }}}}{{% endif {tag['close']}"
+
+    return _LOOP.sub(with_mark, source)
+
+
+def find_spans(
+    write: Write, turns: Sequence[Turn], *, name: str, encloses: bool = False
+) -> tuple[str, dict[int, list[Span]]]:
+    """The text of a conversation, and of each of the assistant's turns the characters that it says, with those that end
+    its turn. Where the template `encloses` answers in `{% generation %}`, they are what it encloses, and may be several
+    spans of a turn.
+
+    `write(turns, answer=False, is_numbered=False)` writes turns, by the template or by its `numbered` form, and says
+    what is enclosed. `name`: of the template, for messages. Raises `UserError` where a turn is not to be told.
     """
-    text = render(turns)
-    spans = {} if len(own) <= _FEW else _by_kind(render, turns, own, text, name)
-    return text, {number: spans.get(number) or _span(render, turns, number, text, name) for number in own}
+    text, enclosed = write(turns)
+    own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+    whole = _Written.of(write, turns)
+    if whole.text != text or not whole.turns.keys() >= set(own):
+        if encloses and len(enclosed) == len(own):
+            return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
+        raise UserError(f"{name} does not write turn after turn, and so does not tell whose a text is", fix=_FIX)
+    answers, questions = _Answers(write, turns, name, whole), dict[Any, str | None]()
+    spans: dict[int, list[Span]] = {number: [] for number in own}
+    for number, span in whole.enclosed:
+        spans.setdefault(number, []).append(span)
+    for number in own:
+        answers.check(number, whole.part(number))
+        if not encloses:
+            before = turns[number - 1] if number else {}
+            kind = number if len(own) <= _FEW else (before.get("role"), *sorted(before))
+            if kind not in questions:
+                questions[kind] = answers.question(number)
+            spans[number] = [(answers.begin(number, questions[kind]), answers.end(number))]
+        answers.check(number, "".join(text[first:last] for first, last in spans[number]))
+    return text, spans
 
 
-# ---- a turn by itself ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Written:
+    """What a template has written: the text without marks, the place of each turn in it, and what `{% generation %}`
+    encloses, with the number of the turn that it is of."""
+
+    text: str
+    turns: Mapping[int, Span]
+    enclosed: Sequence[tuple[int, Span]]
+
+    @classmethod
+    def of(cls, write: Write, turns: Sequence[Turn], **options: Any) -> "_Written":
+        with_numbers = [{**turn, _NUMBER: f"\ue0f5{at}\ue0f6"} for at, turn in enumerate(turns)]
+        text, enclosed = write(with_numbers, is_numbered=True, **options)
+        marks = list(_MARK.finditer(text))
+        ends, removed = [mark.end() for mark in marks], [0, *accumulate(len(mark[0]) for mark in marks)]
+
+        def place(at: int) -> int:
+            return at - removed[bisect_right(ends, at)]
+
+        starts = [place(end) for end in ends]
+        stops = [*starts[1:], place(len(text))]
+        numbers = [int(mark[1]) for mark in marks]
+        owners = [([-1, *numbers][bisect_right(ends, first)], (place(first), place(last))) for first, last in enclosed]
+        # A template may go through the turns before it writes them: the last time counts.
+        places = dict(zip(numbers, zip(starts, stops, strict=False), strict=True))
+        return cls(_MARK.sub("", text), places, owners)
+
+    def part(self, number: int) -> str:
+        """What it has of a turn."""
+        return self.text[slice(*self.turns.get(number, (0, 0)))]
 
 
-def _span(render: Render, turns: Sequence[Turn], number: int, text: str, name: str) -> Span:
-    after = render(turns[: number + 1]).rstrip()
-    try:
-        asked, before = render(turns[:number], answer=True), render(turns[:number])
-    except UserError:  # a template that looks at the first turn, where the assistant begins and none is before it
-        start = _front(render, turns, number, text)
-    else:
-        start = len(asked) if text.startswith(asked) else _front(render, turns, number, text)
-        if start is None and text.startswith(before) and asked.startswith(before):
-            start = _alike(text, asked)  # a question for an answer that begins to answer itself
-    end = len(after) if text.startswith(after) else _back(render, turns, number, text)
-    if start is None or end is None or end < start:
-        raise UserError(
-            f"{name} does not tell where the assistant's turn {number + 1} of {len(turns)} begins and ends",
-            fix="put {% generation %} and {% endgeneration %} around the answer in the template",
+@dataclass(frozen=True)
+class _Answers:
+    """A conversation: `whole`, and with a `probe` in place of each answer, written where it is asked for."""
+
+    write: Write
+    turns: Sequence[Turn]
+    name: str
+    whole: _Written
+
+    @cached_property
+    def probe(self) -> _Written:
+        """With other words, and other names of tools."""
+        return _Written.of(self.write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns])
+
+    def question(self, number: int) -> str | None:
+        """What it writes behind the turns before an answer to ask for it; None where it does not take them so."""
+        before, front = list(self.turns[:number]), self.whole.text[: self.whole.turns[number][0]]
+        if all(turn["role"] in ("system", "developer") for turn in before):  # the assistant begins
+            before.append({"role": "user", "content": PROBE})
+        last = len(before) - 1
+        try:
+            asked = _Written.of(self.write, before, answer=True)
+            if last < number and asked.text.startswith(front):
+                return asked.text[len(front) :]
+            # Something before is written otherwise now. The last turn before it may be as it is without later ones.
+            said = _Written.of(self.write, [*before, self.turns[number]]).part(last)
+            behind = asked.text[asked.turns[last][0] :]
+        except (UserError, KeyError):
+            return None
+        return behind.removeprefix(said) if behind.startswith(said) else None
+
+    def begin(self, number: int, question: str | None) -> int:
+        """Where an answer begins: behind the question for it, or behind what both have in front of the words."""
+        start, said = self.whole.turns[number][0], self.whole.part(number)
+        if question is not None and said.startswith(question):
+            return start + len(question)
+        lead, is_there, _ = self.probe.part(number).partition(PROBE)
+        if not is_there:  # calls alone: as words would begin in their place
+            words_alone = [*self.turns[:number], {"role": "assistant", "content": PROBE}]
+            lead, is_there, _ = _Written.of(self.write, words_alone).part(number).partition(PROBE)
+        lead = lead[: _alike(lead, said)]
+        if question and question in lead:  # of the first turn, behind what a text begins with
+            return start + lead.index(question) + len(question)
+        shared = len(lead) if question is None else _alike(lead, question)
+        if not (shared if question else is_there):
+            raise self._untold(number)
+        return start + shared
+
+    def end(self, number: int) -> int:
+        """Where what ends the turn ends: where the next begins, or the text."""
+        start, stop = self.whole.turns[number]
+        if number == len(self.turns) - 1:
+            stop = len(self.whole.text)
+        elif not self.whole.part(number + 1):  # left out, or written within this one, as a tool's result by Gemma 4
+            until = self.write(self.turns[: number + 1])[0].rstrip()
+            if not self.whole.text.startswith(until):
+                raise self._untold(number)
+            stop = min(stop, len(until))
+        return start + len(self.whole.text[start:stop].rstrip())
+
+    def check(self, number: int, said: str) -> None:
+        """Raises `UserError` where the template leaves out what the assistant says: an empty answer would be learnt."""
+        called, says = _called(self.turns[number]), words(self.turns[number]).strip()
+        if not called and says in said:
+            return
+        written = self.probe.part(number)
+        calls = written.count(_CALL)
+        if calls < len(called):
+            raise UserError(
+                f"turn {number + 1} calls the tool {called[calls]!r}, and {self.name} leaves out tool_calls",
+                fix="take a tokenizer whose template writes them, or write the calls into the content of the turn",
+            )
+        is_empty = said.strip() in ("", written.rpartition(PROBE)[2].strip())
+        if (says and PROBE not in written) or is_empty:
+            raise UserError(
+                f"{self.name} writes nothing of what the assistant says in turn {number + 1} of {len(self.turns)}",
+                fix="take a tokenizer whose template writes it, or leave such records out",
+            )
+
+    def _untold(self, number: int) -> UserError:
+        return UserError(
+            f"{self.name} does not tell where the assistant's turn {number + 1} of {len(self.turns)} begins and ends",
+            fix=_FIX,
         )
-    return start, end
+
+
+def words(turn: Turn) -> str:
+    """The text of a turn, also where its content is a list of parts."""
+    content = turn.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text") or "") for part in content)
+
+
+def _called(turn: Turn) -> list[str]:
+    """The names of the tools that a turn calls."""
+    return [call["function"]["name"] for call in turn.get("tool_calls") or ()]
+
+
+def _probe(turn: Turn) -> Turn:
+    """The turn with other words, and other names of tools."""
+    probe = dict(turn)
+    if words(turn).strip():
+        probe["content"] = PROBE if isinstance(turn["content"], str) else [{"type": "text", "text": PROBE}]
+    if turn.get("tool_calls"):
+        probe["tool_calls"] = [{**call, "function": {**call["function"], "name": _CALL}} for call in turn["tool_calls"]]
+    return probe
 
 
 def _alike(one: str, other: str) -> int:
     """How many characters at the front are the same."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
-
-
-def _front(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
-    """Where the content of a turn begins in `text`, if a mark in front of it tells."""
-    found = _marked(render, turns, number, text, "{mark}{content}")
-    return found and found[0]
-
-
-def _back(render: Render, turns: Sequence[Turn], number: int, text: str) -> int | None:
-    """Where what ends a turn ends in `text`, if a mark behind its content tells."""
-    found = _marked(render, turns, number, text, "{content}{mark}")
-    if found is None:
-        return None
-    at, marked = found
-    ending = render(marked[: number + 1]).partition(_MARK)[2].rstrip()
-    return at + (len(ending) if text.startswith(ending, at) else 0)
-
-
-def _marked(render: Render, turns: Sequence[Turn], number: int, text: str, form: str) -> tuple[int, list[Turn]] | None:
-    """Where a mark at the content of a turn lands in `text`, and the turns with it; None where it changes the text.
-
-    It is tried once more without the space around the content, which templates take away."""
-    content = str(turns[number].get("content") or "")
-    for each in (content, content.strip()):
-        turn = {**turns[number], "content": form.format(mark=_MARK, content=each)}
-        marked = [*turns[:number], turn, *turns[number + 1 :]]
-        found = render(marked)
-        if found.replace(_MARK, "") == text and _MARK in found:
-            return found.index(_MARK), marked
-    return None
-
-
-# ---- many turns at once ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Around:
-    """What stands around the content of a turn: `lead` and `trail` are parts of what the assistant says. `asked`: how
-    a question for an answer goes on after the place where the content begins."""
-
-    lead: str
-    trail: str
-    asked: str
-
-
-def _by_kind(render: Render, turns: Sequence[Turn], own: Sequence[int], text: str, name: str) -> dict[int, Span]:
-    """The spans of turns that are like others. Those that are not are left to `_span`."""
-    contents, found = _contents(render, turns, own, text), dict[int, Span]()
-    kinds: dict[Any, list[int]] = {}
-    for number in contents:
-        kinds.setdefault(_kind(turns, number), []).append(number)
-    for members in kinds.values():
-        samples = sorted({members[0], members[len(members) // 2], members[-1]})
-        found |= {number: _span(render, turns, number, text, name) for number in samples}
-        around = {_around(render, turns, number, text, found[number], contents[number]) for number in samples}
-        if len(around) == 1 and (like := around.pop()) is not None:
-            found |= {number: span for number in members if (span := _like(text, contents[number], like))}
-    return found
-
-
-def _kind(turns: Sequence[Turn], number: int) -> tuple[Any, ...]:
-    """What templates look at beside the words: the neighbours, further keys, and space around the content."""
-    before, after = (turns[at]["role"] if 0 <= at < len(turns) else None for at in (number - 1, number + 1))
-    front, _, back = _stripped(turns[number])
-    return before, after, tuple(sorted(turns[number])), front, back, number == 0
-
-
-def _stripped(turn: Turn) -> tuple[str, str, str]:
-    """The content of a turn: the space in front, the words, the space behind."""
-    content = str(turn.get("content") or "")
-    words = content.strip()
-    at = content.index(words)
-    return content[:at], words, content[at + len(words) :]
-
-
-def _contents(render: Render, turns: Sequence[Turn], own: Sequence[int], text: str) -> dict[int, Span]:
-    """Where the words of these turns stand in `text`; of none where marks around them change it."""
-    marked, numbers = list(turns), [number for number in own if _stripped(turns[number])[1]]
-    for number in numbers:
-        front, words, back = _stripped(turns[number])
-        marked[number] = {**turns[number], "content": f"{front}{_MARK}{words}{_MARK}{back}"}
-    try:
-        parts = render(marked).split(_MARK)
-    except UserError:
-        return {}
-    if len(parts) != 2 * len(numbers) + 1 or "".join(parts) != text:
-        return {}
-    found, at = {}, 0
-    for number, between, words in zip(numbers, parts[::2], parts[1::2], strict=False):
-        if words != _stripped(turns[number])[1]:
-            return {}  # of another turn, or changed
-        at += len(between)
-        found[number] = at, at + len(words)
-        at += len(words)
-    return found
-
-
-def _around(render: Render, turns: Sequence[Turn], number: int, text: str, span: Span, content: Span) -> _Around | None:
-    """What stands around the content of a turn that was asked about; None where it depends on the content."""
-    (start, end), (first, last) = span, content
-    try:
-        asked = render(turns[:number], answer=True)
-    except UserError:
-        return None
-    if start > first or end < last or asked[:first] != text[: min(first, len(asked))]:
-        return None
-    return _Around(text[start:first], text[last:end], asked[first:])
-
-
-def _like(text: str, content: Span, around: _Around) -> Span | None:
-    """The span of a turn around which stands the same; None where it does not."""
-    first, last = content
-    start, end = first - len(around.lead), last + len(around.trail)
-    if text[start:first] != around.lead or text[last:end] != around.trail:
-        return None
-    if around.asked and text.startswith(around.asked, first):
-        return None  # it begins with what the question for an answer has said
-    return start, end
 
 
 def inside(spans: Sequence[Span], ends: Sequence[int]) -> list[bool]:

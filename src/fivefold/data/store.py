@@ -38,13 +38,13 @@ from fivefold.core.integrity import (
     trust,
 )
 from fivefold.data.examples import Document, Preference, Text
-from fivefold.data.records import Records, answers_alone
+from fivefold.data.records import Records, columns_read
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 2  # raise when the same records are read as other documents
+_READING = 3  # raise when the same records are read as other documents, or others of their tokens are trained
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
@@ -59,8 +59,9 @@ Say = Callable[[str], None]
 class StoreMeta:
     """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest.
 
-    `bos`: the tokens in front of each document. `answers_alone`: what to say where the texts are the answers of chat or
-    instruction records, without their prompts. `files`: the checksum of each array. `trained`: tokens that are trained,
+    `bos`: the tokens in front of each document. `columns`: what to say of columns of the records that no document is
+    made of; `answers_alone`: where the texts are the answers of chat or instruction records, without their prompts.
+    `files`: the checksum of each array. `trained`: tokens that are trained,
     of documents that are examples; None where they are texts, all of which is. `pairs`: whether every document is a
     pair of answers; `rated`: whether the first of the two is desirable or not, and the second is that of another.
     """
@@ -81,6 +82,7 @@ class StoreMeta:
     trained: int | None = None
     pairs: bool = False
     rated: bool = False
+    columns: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,12 @@ class TokenStore:
         if not self.meta.tokens:
             return np.empty(0, self.meta.dtype)
         return np.memmap(self.folder / "tokens.bin", dtype=self.meta.dtype, mode="r")
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest number of all tokens, which are read for it."""
+        size = len(self.tokens)
+        return max((int(self.tokens[at : at + 2**24].max()) for at in range(0, size, 2**24)), default=0)
 
     @cached_property
     def trained(self) -> NDArray[np.uint8] | None:
@@ -265,7 +273,7 @@ class _Writer:
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
-        self.examples = self.pairs = self.rated = self.trained = 0
+        self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
         tokenizer = self.tokenizer.load()
@@ -299,7 +307,7 @@ class _Writer:
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
             np.save(self.folder / name, array)
-        meta = self._meta(int(offsets[-1]), answers_alone(files))
+        meta = self._meta(int(offsets[-1]), *columns_read(files))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
@@ -330,22 +338,29 @@ class _Writer:
 
     def _sequence(self, text: Text, encoded: Any) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
         """The tokens of a text, and which of them are trained."""
-        with_bos = put_bos(encoded.ids, self.tokenizer.bos_token_ids)
-        ends = [self.tokenizer.eos_token_id] * text.ends
-        tokens = np.array([*with_bos, *ends], dtype=self.dtype)
+        # A conversation has the tokens of `apply_chat_template`: the template writes BOS, or there is none.
+        ids = encoded.ids if text.by_template else put_bos(encoded.ids, self.tokenizer.bos_token_ids)
+        has_end = ids[-1:] == [self.tokenizer.eos_token_id]
+        ends = [self.tokenizer.eos_token_id] * (text.ends and not has_end)
+        self.ended += has_end
+        tokens = np.array([*ids, *ends], dtype=self.dtype)
         trained = np.ones(len(tokens), np.uint8)
         if text.trained is not None:
             is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
-            flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * text.ends]
+            flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * len(ends)]
             trained[: len(tokens) - len(flags)] = 0  # BOS
             trained[len(tokens) - len(flags) :] = flags
         return tokens, trained
 
-    def _meta(self, tokens: int, answers: tuple[str, ...]) -> StoreMeta:
+    def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
+        files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}
+        # Texts are their own tokens. What a template makes of a record, and what of it is trained, is not told by the
+        # record: rows and checkpoints of other tokens are of other data.
+        made = [files["checksums.npy"]] if self.ended and not self.examples else [*files.values()] * bool(self.examples)
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
-            content=key_of(self.content, self.tokenizer.template.digest) if self.examples else self.content,
+            content=key_of(self.content, *made) if made else self.content,
             tokenizer=self.tokenizer.digest,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_id=self.tokenizer.eos_token_id,
@@ -355,10 +370,11 @@ class _Writer:
             tokens=tokens,
             blocks=len(self.hashes),
             answers_alone=answers,
-            files={name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))},
+            files=files,
             trained=self.trained if self.examples else None,
             pairs=self.pairs > 0,
             rated=self.rated > 0,
+            columns=columns,
         )
 
 

@@ -1,6 +1,8 @@
 """The tokenizer of a run: always a Hugging Face folder, whether it is the model's, built in, or trained on the corpus.
 
-`tokenizers` alone is used (importing `transformers` costs seconds); the folders load in `AutoTokenizer` all the same.
+A folder is what `AutoTokenizer` of the installed `transformers` makes of it: class, special tokens of all files, and
+templates. Another process asks once (`tokenizer_probe`), and the answer is kept in the cache. Texts are encoded by
+`tokenizers`.
 """
 
 import json
@@ -9,18 +11,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fivefold.core.cache import Progress, entry, file_digest, key_of, say_aloud, write_atomically
+from fivefold.core.cache import Progress, entry, file_digest, key_of, say_aloud
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import expanded
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data import tokenizer_probe
-from fivefold.data.chat import ChatTemplate, token_text, tokenizer_json
+from fivefold.data.chat import BUILT_IN, ChatTemplate
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:
@@ -30,16 +33,25 @@ Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
 _TRAIN_VERSION = 1  # raise when what `train:N` gives changes
-_FACTS_VERSION = 2  # raise when what is remembered of a folder changes
+_READ_VERSION = 1  # raise when what is remembered of a folder changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
 _CHECKSUMS = "checksums.json"  # of the files of a folder in the cache
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
-_MOST_BYTES = 2**29  # of a tokenizer.json; the largest known has 35 MB
+_FILE, _CONFIG = tokenizer_probe.TOKENIZER, "config.json"
+_VOCABULARIES = (
+    "tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "vocab*",
+    "merges.txt", "bpe.codes", "dict.txt",
+)  # fmt: skip
+# The files of a tokenizer, as names or patterns: those that are fetched, read, and copied to where a model is saved.
+TOKENIZER_FILES = (
+    *_VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_MOST_BYTES = 2**29  # of a file; the largest known has 35 MB
 _PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
 # Beyond its memory the probe aborts; these signals come from someone else.
 _ENDED_FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
-_PROBE_SECONDS = 120
+_PROBE_SECONDS = 300
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
 
 
@@ -49,6 +61,10 @@ class TokenizerInfo:
 
     `template_ids` are what the tokenizer itself puts in front of a text, `bos_token_id` is the BOS that its files name,
     `bos_token_ids` is what this run puts in front of each document: see `data.bos`. `bos` is how that is written.
+    `saved`: the folder that is loaded, and is copied to where a model is saved whose own tokenizer it is not: it names
+    its class, which else the model beside it decides. `splits_special`: special tokens in a text are cut as other text
+    is. `template`: how it writes conversations. `kind`: the class that reads the folder; `overrules`: otherwise than
+    its tokenizer.json says.
     """
 
     folder: Path
@@ -59,15 +75,30 @@ class TokenizerInfo:
     bos_token_id: int | None = None
     bos_token_ids: tuple[int, ...] = ()
     bos: str = ""
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        """How it writes conversations."""
-        return ChatTemplate.of(self.folder)
+    saved: Path = Path()
+    splits_special: bool = False
+    template: ChatTemplate = field(default_factory=ChatTemplate)
+    kind: str = "TokenizersBackend"
+    overrules: bool = False
 
     def load(self) -> "Tokenizer":
         """The tokenizer, which then neither cuts nor pads."""
-        return _read(self.folder / "tokenizer.json")
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(self.saved / _FILE))
+        tokenizer.encode_special_tokens = self.splits_special
+        return tokenizer
+
+    def remarks(self, *, converses: bool) -> tuple[str, ...]:
+        """What a user may not expect of it; `converses`: where it writes conversations."""
+        found = []
+        if self.overrules:
+            found.append(
+                f"{self.kind}, by which AutoTokenizer reads {self.folder}: its tokenizer.json alone makes other tokens"
+            )
+        if converses and self.template.name == BUILT_IN:
+            found.append(f"it has no chat template: conversations are written in {BUILT_IN}")
+        return tuple(found)
 
 
 def find_tokenizer(
@@ -85,23 +116,12 @@ def find_tokenizer(
     no EOS, or it has no BOS and one is asked for.
     """
     if name == "byte":
-        folder = _cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder))
+        found = _ours(_cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder)), root)
     elif name.startswith("train:"):
-        folder = _trained(name, corpus, root, progress)
+        found = _ours(_trained(name, corpus, root, progress), root)
     else:
-        folder = _folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False)
-    return _with_bos(_inspect(folder, root), bos)
-
-
-def template_ids(tokenizer: "Tokenizer") -> tuple[int, ...]:
-    """What the tokenizer's post-processor puts in front of a text: BOS for Llama, Mistral and Gemma, nothing for GPT-2.
-
-    `AutoTokenizer` puts the same: of a folder with a tokenizer.json it follows that file, not `add_bos_token`.
-    """
-    encoded = tokenizer.encode("a")
-    ids: list[int] = encoded.ids
-    text = next((i for i, special in enumerate(encoded.special_tokens_mask) if not special), 0)
-    return tuple(ids[:text])
+        found = _inspect(_folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False), root)
+    return _with_bos(found, bos)
 
 
 def put_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> list[int]:
@@ -146,7 +166,8 @@ def _cached(root: Path, parts: list[Any], build: Callable[[Path], None]) -> Path
         if damage and (folder / _CHECKSUMS).exists():  # earlier versions wrote none
             say_aloud(f"DAMAGED: the cached tokenizer {folder.name}: {damage}; it is made again")
         build(beside)
-        checksums = {path.name: file_checksum(path) for path in sorted(beside.iterdir())}
+        files = [path for path in sorted(beside.rglob("*")) if path.is_file()]
+        checksums = {str(path.relative_to(beside)): file_checksum(path) for path in files}
         (beside / _CHECKSUMS).write_text(signed(checksums), encoding="utf-8")
 
     folder = root / "tokenizers" / f"{parts[0]}-{key_of(*parts)}"
@@ -176,16 +197,24 @@ def _vocabulary_size(name: str) -> int:
 # A Hugging Face folder.
 
 
+def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_FILES) -> list[Path]:
+    """The files of a tokenizer in a folder: vocabularies, settings and chat templates."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
 def _folder_of(name: str, *, auto: bool) -> Path:
     path = expanded(name)
     folder = path.parent if path.is_file() else path
-    if folder.is_dir():
-        if (folder / "tokenizer.json").is_file():
-            return folder
-        raise _no_tokenizer(f"{folder} holds no tokenizer.json", auto)
-    if is_hub_id(name):
-        return _from_hub(name, auto)
-    raise _no_tokenizer(f"the model {name!r} comes without a tokenizer" if auto else f"no folder {name!r}", auto)
+    if not folder.is_dir():
+        if not is_hub_id(name):
+            what = f"the model {name!r} comes without a tokenizer" if auto else f"no folder {name!r}"
+            raise _no_tokenizer(what, auto)
+        # Asked for even where there is a copy here, which may have been made without the templates.
+        folder = snapshot(name, [*TOKENIZER_FILES, _CONFIG], key=MODEL if auto else "tokenizer.name_or_path")
+    if not tokenizer_files(folder, _VOCABULARIES):
+        where = f"{name!r} on the hub" if is_hub_id(name) else folder
+        raise _no_tokenizer(f"{where} holds no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)", auto)
+    return folder
 
 
 def _no_tokenizer(what: str, auto: bool) -> UserError:
@@ -193,128 +222,88 @@ def _no_tokenizer(what: str, auto: bool) -> UserError:
     return UserError(f"{key}: {what}", fix="tokenizer.name_or_path=byte, or train:8192", more=_MORE)
 
 
-def _from_hub(name: str, auto: bool) -> Path:
-    """The tokenizer files of a hub id: those already on this machine, else downloaded (the user named the id)."""
-    from huggingface_hub import snapshot_download
-
-    files = ["tokenizer*.json", *_CONFIG_FILES]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=files, local_files_only=True))
-    except Exception:  # no copy here
-        folder = None
-    if folder is None or not (folder / "tokenizer.json").is_file():
-        folder = snapshot(name, files, key=MODEL if auto else "tokenizer.name_or_path")
-    if (folder / "tokenizer.json").is_file():
-        return folder
-    raise _no_tokenizer(f"{name!r} on the hub has no tokenizer.json", auto)
-
-
 def _inspect(folder: Path, root: Path) -> TokenizerInfo:
-    """Size and EOS of a folder, remembered by its files' contents: parsing a large tokenizer.json takes a second."""
-    digests = [
-        file_digest(folder / name, root) for name in ("tokenizer.json", *_CONFIG_FILES) if (folder / name).is_file()
-    ]
-    note = root / "tokenizers" / f"info-{key_of(_FACTS_VERSION, digests)}.json"
-    try:
-        facts = json.loads(note.read_text())
-    except (OSError, ValueError):
-        facts = _facts(folder, digests[0])
-        write_atomically(note, json.dumps(facts))
-    return TokenizerInfo(folder=folder, **{**facts, "template_ids": tuple(facts["template_ids"])})
-
-
-def _check(file: Path) -> None:
-    """Raise `UserError` for a tokenizer.json that cannot be loaded, or that needs far more memory than its size tells.
-
-    Tried in another process first, whose memory is bounded: a file of a few hundred bytes can ask for all there is.
-    """
-    if not file.is_file():  # a pipe would never end
-        raise _not_a_tokenizer(file, "not a regular file")
-    size = file.stat().st_size
-    if size > _MOST_BYTES:
-        raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
-    most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
-    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(file), str(most)]
-    one_thread = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    try:
-        done = subprocess.run(
-            command, env=one_thread, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, timeout=_PROBE_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise _not_a_tokenizer(file, f"a short text is not encoded within {_PROBE_SECONDS} s") from None
-    if -done.returncode in _ENDED_FROM_OUTSIDE:
-        raise RunFailed(
-            f"{file}: the process that tried it was ended by {signal.Signals(-done.returncode).name}",
-            fix="start the command again",
-        )
-    if done.returncode:
-        raise _not_a_tokenizer(file, f"loading it and encoding a short text takes more than {most >> 20} MiB")
-    if found := done.stdout.strip():
-        raise _not_a_tokenizer(file, found)
-
-
-def _not_a_tokenizer(file: Path, why: object) -> UserError:
-    return UserError(f"{file}: not a tokenizer: {why}", fix="copy the file from its origin again", more=_MORE)
-
-
-def _facts(folder: Path, digest: str) -> dict[str, Any]:
-    _check(folder / "tokenizer.json")
-    tokenizer = _read(folder / "tokenizer.json")
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    eos = _named_id(folder, vocabulary, "eos")
+    """What `AutoTokenizer` makes of a folder, remembered by its files' contents and the versions of the libraries."""
+    files = tokenizer_files(folder, [*TOKENIZER_FILES, _CONFIG])
+    for file in files:
+        if (size := file.stat().st_size) > _MOST_BYTES:
+            raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    digests = {str(file.relative_to(folder)): file_digest(file, root) for file in files}
+    versions = [version(package) for package in ("transformers", "tokenizers")]
+    read = _cached(root, ["read", _READ_VERSION, versions, digests], lambda beside: _read_apart(folder, beside))
+    facts = json.loads((read / tokenizer_probe.FACTS).read_text(encoding="utf-8"))
+    eos, templates = facts["eos_token_id"], facts["chat_template"]
     if eos is None:
         raise UserError(
             f"the tokenizer in {folder} has no EOS token, and every document must end with one",
             fix='add "eos_token" to its tokenizer_config.json',
             more=_MORE,
         )
-    template, bos = template_ids(tokenizer), _named_id(folder, vocabulary, "bos")
-    bos = bos if bos in vocabulary.values() else None
-    written = "".join(str(tokenizer.id_to_token(number)) for number in template or (() if bos is None else (bos,)))
-    return {
-        "digest": key_of(digest, eos),
-        "vocab_size": max(eos, *vocabulary.values()) + 1,
-        "eos_token_id": eos,
-        "template_ids": template,
-        "bos_token_id": bos,
-        "bos": written if written.isprintable() else repr(written),
-    }
+    return TokenizerInfo(
+        folder=folder,
+        digest=key_of(*([facts["encoding"], facts["splits_special"]] if facts["encoding"] else [digests[_FILE]]), eos),
+        vocab_size=facts["vocab_size"],
+        eos_token_id=eos,
+        template_ids=tuple(facts["template_ids"]),
+        bos_token_id=facts["bos_token_id"],
+        bos=facts["bos"] if facts["bos"].isprintable() else repr(facts["bos"]),
+        saved=read,
+        splits_special=facts["splits_special"],
+        template=ChatTemplate(special=facts["special"])
+        if templates is None
+        else ChatTemplate(templates, facts["special"], f"the chat template of {folder}"),
+        kind=facts["class"],
+        overrules=facts["overrules"],
+    )
 
 
-def read_vocabulary(path: Path) -> dict[str, int]:
-    """The tokens of a tokenizer.json and their numbers, added ones among them."""
-    found: dict[str, int] = _read(path).get_vocab(with_added_tokens=True)
-    return found
-
-
-def _read(path: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
+def _read_apart(folder: Path, out: Path) -> None:
+    """Have another process read a folder, whose memory is bounded: a file of a few hundred bytes can ask for all there
+    is. Raises `UserError` for one that cannot be loaded, or that needs far more memory than its size tells."""
+    size = sum(file.stat().st_size for file in tokenizer_files(folder))
+    most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
+    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(folder), str(out), str(most)]
+    apart = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise _not_a_tokenizer(path, error) from error
-    tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
-    tokenizer.no_padding()
-    return tokenizer
+        done = subprocess.run(
+            command, env=os.environ | apart, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, timeout=_PROBE_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _not_a_tokenizer(folder, f"a short text is not encoded within {_PROBE_SECONDS} s") from None
+    if -done.returncode in _ENDED_FROM_OUTSIDE:
+        raise RunFailed(
+            f"{folder}: the process that tried it was ended by {signal.Signals(-done.returncode).name}",
+            fix="start the command again",
+        )
+    if done.returncode:
+        raise _not_a_tokenizer(folder, f"loading it and encoding a short text takes more than {most >> 20} MiB")
+    if found := done.stdout.strip():
+        raise _not_a_tokenizer(folder, found)
 
 
-def _named_id(folder: Path, vocabulary: dict[str, int], which: Literal["bos", "eos"]) -> int | None:
-    """BOS or EOS as the tokenizer's own files name it, else as the model's config.json does."""
-    for name in _CONFIG_FILES:
-        facts = tokenizer_json(folder / name)
-        content = token_text(facts.get(f"{which}_token"))
-        if content is not None and content in vocabulary:
-            return vocabulary[content]
-        number = facts.get(f"{which}_token_id") if name == "config.json" else None
-        first = number[0] if isinstance(number, list) and number else number
-        if isinstance(first, int):
-            return first
-    return None
+def _not_a_tokenizer(path: Path, why: object) -> UserError:
+    fix = "copy its files from their origin again"
+    if not find_spec("sentencepiece") and path.is_dir() and not (path / _FILE).is_file():
+        fix += "; a *.model alone needs pip install sentencepiece protobuf"
+    return UserError(f"{path}: not a tokenizer that AutoTokenizer reads: {why}", fix=fix, more=_MORE)
 
 
 # The two that are ours: byte-level, so that every text is representable and decodes to itself.
+
+
+def _ours(folder: Path, root: Path) -> TokenizerInfo:
+    """What is known of a folder that `_save` wrote: `AutoTokenizer` takes it as it is."""
+    info = TokenizerInfo(folder, digest="", vocab_size=0, eos_token_id=0, saved=folder)
+    tokenizer = info.load()
+    eos = tokenizer.get_vocab(with_added_tokens=True)[EOS]
+    return replace(
+        info,
+        digest=key_of(file_digest(folder / _FILE, root), eos),
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_token_id=eos,
+        template=ChatTemplate(special={"eos_token": EOS}),
+    )
 
 
 def _byte_tokenizer() -> "Tokenizer":

@@ -1,49 +1,152 @@
-"""Loads a tokenizer.json that someone else made and encodes a short text, in a process of its own with little memory.
+"""Reads a tokenizer's folder as `AutoTokenizer` does, in a process of its own with little memory.
 
-Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FILE BYTES`. A small file may ask for any amount of
-memory (thirty `Replace` normalizers double a text thirty times), and the Rust library answers some damage with a panic,
-which `except Exception` does not catch. Prints what is wrong; prints nothing where all is well.
+Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES`. Saves the tokenizer that
+`transformers` makes of the folder in OUT, and beside it what else is known of it (OUT/facts.json). A small file may
+ask for any amount of memory (thirty `Replace` normalizers double a text thirty times), and the Rust library answers
+some damage with a panic, which `except Exception` does not catch. Prints what is wrong; prints nothing where all is
+well.
 """
 
 import json
 import resource
 import sys
 from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
+TOKENIZER, FACTS, _CONFIG = "tokenizer.json", "facts.json", "tokenizer_config.json"
 MOST_TOKENS_A_CHARACTER = 100  # bytes of the longest characters, and a template's special tokens, are far below
+_SAMPLE = "".join(map(chr, range(32, 127))) + "\n\t é漢字🙂  Ａ ﬁ\r\n 12345 don't "
 
 
-def texts_of(tree: Any) -> Iterator[str]:
+def read(folder: str, out: str) -> str | None:
+    """Save what `AutoTokenizer` makes of `folder` in the folder `out`; what is wrong with it."""
+    from transformers import AutoTokenizer
+
+    read = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    name = type(read).__name__
+    if not getattr(read, "is_fast", False):
+        return f"{name} has no form that the tokenizers library runs"
+    tokenizer = read.backend_tokenizer
+    tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
+    tokenizer.no_padding()
+    encoding = _encoding(tokenizer)
+    patterns = _texts([encoding["normalizer"], encoding["pre_tokenizer"]])
+    added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
+    text = f"{_SAMPLE} {' '.join(patterns)[:10_000]} {' '.join(added)[:10_000]}"
+    ids, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
+    if len(whole) > MOST_TOKENS_A_CHARACTER * len(text):
+        return f"it makes {len(whole)} tokens of {len(text)} characters"
+    templates = read.chat_template
+    each = [*templates.values()] if isinstance(templates, dict) else [templates]
+    if not all(template is None or isinstance(template, str) for template in each):
+        return "its chat template is no text"
+    eos, front = _eos(read, folder), template_ids(tokenizer)
+    first = front or [read.bos_token_id] * (read.bos_token_id is not None)
+    own = _own(Path(folder) / TOKENIZER)
+    is_own = own is not None and not read.split_special_tokens and _encoding(own) == encoding
+    facts = {
+        "class": name,
+        "encoding": "" if is_own else blake2b(json.dumps(encoding).encode(), digest_size=16).hexdigest(),
+        "overrules": own is not None and not is_own and ids != own.encode(text, add_special_tokens=False).ids,
+        "splits_special": bool(read.split_special_tokens),
+        "vocab_size": max([-1 if eos is None else eos, *tokenizer.get_vocab(with_added_tokens=True).values()]) + 1,
+        "eos_token_id": eos,
+        "template_ids": front,
+        "bos_token_id": read.bos_token_id,
+        "bos": "".join(str(tokenizer.id_to_token(number)) for number in first),
+        "special": read.special_tokens_map,
+        "chat_template": templates,
+    }
+    read.save_pretrained(out)
+    _restore_settings(Path(folder, _CONFIG), Path(out, _CONFIG))
+    Path(out, FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    return None
+
+
+def _restore_settings(original: Path, saved: Path) -> None:
+    """Put back what `save_pretrained` leaves out of a class's own settings, such as `legacy` of Llama's."""
+    if not original.is_file():
+        return
+    given, kept = (json.loads(path.read_text(encoding="utf-8")) for path in (original, saved))
+    lost = {key: value for key, value in given.items() if key not in kept and isinstance(value, bool | int)}
+    saved.write_text(json.dumps(lost | kept, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def template_ids(tokenizer: Any) -> tuple[int, ...]:
+    """What the post-processor of a tokenizer of `tokenizers` puts in front of a text: BOS for Llama, Mistral and Gemma,
+    nothing for GPT-2."""
+    encoded = tokenizer.encode("a")
+    ids: list[int] = encoded.ids
+    text = next((i for i, special in enumerate(encoded.special_tokens_mask) if not special), 0)
+    return tuple(ids[:text])
+
+
+def _eos(read: Any, folder: str) -> int | None:
+    """Of the tokenizer, else the first that the model's config names."""
+    config = Path(folder) / "config.json"
+    if read.eos_token_id is not None or not config.is_file():
+        return read.eos_token_id  # type: ignore[no-any-return]
+    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token_id")
+    first = named[0] if isinstance(named, list) and named else named
+    return first if isinstance(first, int) else None
+
+
+def _own(file: Path) -> Any:
+    """The tokenizer of a tokenizer.json by itself; None where there is none."""
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encoding(tokenizer: Any) -> dict[str, Any]:
+    """The parts of a tokenizer that decide the tokens of a text, without those around it."""
+    tree = json.loads(tokenizer.to_str())
+    return {part: _plain(tree.get(part)) for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+
+
+def _plain(tree: Any) -> Any:
+    """Without what makes no tokens: where a token counts as beginning, and whether nothing is "" or null."""
+    if isinstance(tree, list):
+        return [_plain(each) for each in tree]
+    if not isinstance(tree, dict):
+        return None if tree == "" else tree
+    return {
+        key: value if key in ("vocab", "merges") else _plain(value)
+        for key, value in tree.items()
+        if key != "trim_offsets"
+    }
+
+
+def _texts(tree: Any) -> Iterator[str]:
     """The short texts inside of a tree: patterns that a text must hold to be replaced."""
     if isinstance(tree, str):
         yield tree[:1000]
     elif isinstance(tree, dict | list):
         for inner in tree.values() if isinstance(tree, dict) else tree:
-            yield from texts_of(inner)
+            yield from _texts(inner)
 
 
-def probe(file: str) -> str | None:
-    """What is wrong with the tokenizer in `file`."""
-    from tokenizers import Tokenizer
-
-    with open(file, encoding="utf-8") as stream:
-        tree = json.load(stream)
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    patterns = (text for part in ("normalizer", "pre_tokenizer") for text in texts_of(tree.get(part)))
-    text = "".join(map(chr, range(32, 127))) + "\n\t é漢字🙂 " + " ".join(patterns)[:10_000]
-    tokens = len(tokenizer.encode(text).ids)
-    if tokens > MOST_TOKENS_A_CHARACTER * len(text):
-        return f"it makes {tokens} tokens of {len(text)} characters"
-    return None
+def _limit(more: int) -> None:
+    """Let this process take no more than `more` bytes of memory beyond what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none, and it takes seconds
+    import transformers.models.auto.tokenization_auto  # noqa: F401
+
+    _limit(int(sys.argv[3]))
     try:
-        found = probe(sys.argv[1])
+        found = read(sys.argv[1], sys.argv[2])
     except BaseException as error:  # a panic of the Rust library is no Exception
         found = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
     print((found or "").replace("\n", " ")[:300])

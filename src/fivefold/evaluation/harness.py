@@ -188,6 +188,7 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
         """Texts begin with BOS where those of training do; a text alone is scored after BOS, else after EOS."""
 
         tokenizer_name = opened.info.digest
+        by_template = False  # whether prompts are conversations, whose BOS is the template's to write
 
         @property
         def eot_token_id(self) -> int:
@@ -198,8 +199,8 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             return bos[-1] if bos else opened.info.eos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            ids: list[int] = opened.tokenizer.encode(string, add_special_tokens=False).ids
-            return ids if add_special_tokens is False else put_bos(ids, bos)
+            ids = opened.encode(string)
+            return ids if add_special_tokens is False or self.by_template else put_bos(ids, bos)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             return self._scores([(given, scored) for _, given, scored in requests])
@@ -240,9 +241,10 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             return self.tok_encode(text) or [self.prefix_token_id]
 
         def chat_template(self, chat_template: bool | str = False) -> str | None:
-            return opened.info.template.source if chat_template else None
+            return opened.info.template.text() if chat_template else None
 
         def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            self.by_template = True
             text = opened.info.template.render(chat_history, answer=add_generation_prompt)
             if add_generation_prompt:
                 return text

@@ -17,7 +17,7 @@ from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import store_for
 from fivefold.evaluation import SEQ_LENGTH, EvaluateRequest
 from fivefold.evaluation.report import TextResult
-from fivefold.generation.opened import Opened
+from fivefold.generation.opened import Opened, check_vocabulary
 from fivefold.launch.told import told
 from fivefold.launch.world import World
 from fivefold.models.forwards import check_lengths
@@ -48,6 +48,7 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
         files = resolve(source, discover(), cache_root())
         rows, name = rows_of(files, opened, _seq_length(opened, request)), files.name
     check_lengths(opened.model.config, rows.seq_length)
+    check_vocabulary(rows.largest_token, opened.model.config, opened.info, name)
     plan = state_of(opened.model).plan
     batches = rows.sequential(
         data_rank=plan.data_rank, data_ranks=plan.layout.data_ranks, micro_batch_size=plan.layout.micro_batch_size,

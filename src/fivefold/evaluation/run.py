@@ -15,7 +15,9 @@ from fivefold.parallel.state import state_of
 
 def evaluate(request: EvaluateRequest, world: World) -> EvaluateReport:
     """Evaluate over a joined world; every rank calls it. The results of tasks are on the first rank."""
-    opened = open_model(request.model, world, layout=request.layout, step=request.step, verb="evaluate")
+    opened = open_model(
+        request.model, world, layout=request.layout, step=request.step, verb="evaluate", converses=request.chat
+    )
     text = evaluate_text(opened, request, world) if request.text is not None or not request.tasks else None
     tasks, versions = evaluate_tasks(opened, request, world) if request.tasks else ([], {})
     layout = str(state_of(opened.model).plan.layout)

@@ -9,7 +9,6 @@ import torch
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.spans import Turn
-from fivefold.data.tokenizer import put_bos
 from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import Seen
 from fivefold.generation.opened import Opened
@@ -22,20 +21,22 @@ _PROBE = "ok"
 
 
 def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
-    """The tokens of a conversation up to where the assistant begins, as training makes them. Raises `UserError`."""
+    """The tokens of a conversation up to where the assistant begins: those of `apply_chat_template`, as in training.
+    Raises `UserError`."""
     text = opened.info.template.render(turns, tools=tools, answer=True)
-    return put_bos(opened.tokenizer.encode(text, add_special_tokens=False).ids, opened.info.bos_token_ids)
+    return opened.encode(text)
 
 
 def end_of_turn(template: ChatTemplate) -> str:
-    """What a template writes behind an answer, such as `<|im_end|>`; empty where that is not to be told."""
-    turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+    """What a template writes behind an answer, such as `<|im_end|>`; empty where that is not to be told. What it writes
+    behind the last of all answers is no more of it, where it begins as that of the others (Phi-3)."""
+    turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}] * 2
     try:
         text, spans = template.answers(turns)
     except UserError:
         return ""
-    first, last = spans[1]
-    return text[first:last].rpartition(_PROBE)[2].strip()
+    early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition(_PROBE)[2].strip() for at in (1, 3))
+    return early if early and last.startswith(early) else last
 
 
 def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -43,8 +44,8 @@ def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
     ending = end_of_turn(opened.info.template)
     ids = opened.tokenizer.encode(ending, add_special_tokens=False).ids if ending else []
     if len(ids) == 1:
-        return (*opened.ends, ids[0]), ()
-    return opened.ends, (ending,) if ending else ()
+        return (*opened.ends, ids[0]), opened.stop
+    return opened.ends, (*opened.stop, ending) if ending else opened.stop
 
 
 class Chat:

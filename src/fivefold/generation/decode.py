@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import DynamicCache
 
 from fivefold.core.errors import UserError
-from fivefold.generation.sampling import Sampling
+from fivefold.generation.sampling import Choice, Sampling
 from fivefold.parallel import passes
 from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.plan import keeps_gathered
@@ -63,7 +63,8 @@ def decode(
 ) -> Iterator[int]:
     """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), an end-of-text token last if one comes.
 
-    `temperature`, `top_k`, `top_p`: see `Sampling`. The same tokens are drawn for the same `seed` whatever the layout.
+    `temperature`, `top_k`, `top_p`: see `Sampling`; `model.generation_config` may change what is likely. The same
+    tokens are drawn for the same `seed` whatever the layout.
     `seen`: what the model has read; what `input_ids` shares with it is not computed again, and it is kept up to date.
     Every rank iterates to the end, or closes the iterator at the same place. The model must be in the state that
     `ready` leaves it in.
@@ -95,7 +96,10 @@ def decode_rows(
     """
     _check_positions(model, rows)
     seen, device = seen or Seen(), next(model.parameters()).device
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    choices = [
+        Choice(model, row, sampling, seed=seed, max_new_tokens=max_new_tokens)
+        for row, seed in zip(rows, seeds, strict=True)
+    ]
     past = seen.reuse(rows[0]) if len(rows) == 1 else 0
     ids_BT, padding = padded([row[past:] for row in rows])
     alive = list(range(len(rows)))
@@ -104,9 +108,11 @@ def decode_rows(
             logits_BV = next_logits(model, part_BT.to(device), cache=seen.cache, past=seen.length, padding=padding)
             seen.length += part_BT.shape[1]
         seen.ids += ids_BT[0].tolist() if len(rows) == 1 else []
-        chosen = [sampling.choose(logits_V, generators[row]) for logits_V, row in zip(logits_BV, alive, strict=True)]
+        chosen = [choices[row].choose(logits_V) for logits_V, row in zip(logits_BV, alive, strict=True)]
         tokens = _agreed(chosen, device)
         step = list(zip(alive, tokens, strict=True))
+        for row, token in step:
+            choices[row].add(token)
         yield step
         left = [place for place, (row, token) in enumerate(step) if not is_over(row, token)]
         if not left:

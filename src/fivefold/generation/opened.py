@@ -8,33 +8,39 @@ from typing import Any
 import torch
 import yaml
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.find import find_checkpoint, is_remote
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.model_folder import FOLDER as MODEL_FOLDER
-from fivefold.checkpoint.model_folder import eos_token_ids
 from fivefold.config import RunConfig
-from fivefold.core.cache import cache_root
+from fivefold.core.cache import cache_root, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
+from fivefold.generation.settings import end_tokens, stop_texts
+from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
+from fivefold.models import hf_internals
 from fivefold.models.adapter import Layered
+from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
+from fivefold.models.discover import facts_of
 from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
-from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.models.peft_folder import PeftFolder, lora_of
+from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.data import PRECISION_OF
 
 
 @dataclass(frozen=True)
 class Opened:
-    """`folder`: of config and tokenizer. `ends`: tokens that end a text. `run`: the keys of the run that the model is
-    of; empty where it is of none."""
+    """`folder`: of config and tokenizer. `ends`, `stop`: tokens and texts that end a text. `run`: the keys of the run
+    that the model is of; empty where it is of none."""
 
     folder: Path
     model: Any
@@ -42,35 +48,71 @@ class Opened:
     info: TokenizerInfo
     ends: tuple[int, ...]
     run: dict[str, Any]
+    stop: tuple[str, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, none around them. Raises `UserError` for one that the model does not have."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        check_vocabulary(max(ids, default=0), self.model.config, self.info, "the text")
+        return ids
+
+    def prompt(self, text: str) -> Tensor:
+        """The tokens of a text that goes on, int64 [1, T]: see `encode_prompt`. Raises `UserError`."""
+        ids_1T = encode_prompt(self.tokenizer, text, self.ends, self.info.bos_token_ids)
+        check_vocabulary(int(ids_1T.max()), self.model.config, self.info, "the prompt")
+        return ids_1T
 
 
-def open_model(name: str, world: World, *, layout: str, step: int | None, verb: str) -> Opened:
+def open_model(name: str, world: World, *, layout: str, step: int | None, verb: str, converses: bool = False) -> Opened:
     """`name`: a run folder or the address of its copy, a Hugging Face folder, or a hub id. `layout` is a text; without
     a precision in it, the model computes in the type its weights are stored in. `step`: a run's checkpoint, None the
-    newest. `verb`: for messages. Raises `UserError` when the model, the step or the layout does not fit."""
-    folder, open_source = _locate(name, step, verb)
+    newest. `verb`: for messages. `converses`: texts are turns of a conversation. What a user may not expect of the
+    tokenizer is said on standard error. Raises `UserError` when the model, the step or the layout does not fit."""
+    folder, weights, open_source = _locate(name, step, verb)
     run = _run_of(folder)
     has_adapter = (run.get("adapter") or {}).get("name", "none") != "none"
     trained = RunConfig.model_validate(run) if has_adapter else None
-    info = find_tokenizer(str(folder), model=str(folder), corpus=(), root=cache_root(), bos=_bos_of(run))
+    place = name if is_hub_id(name) else str(folder)  # of a hub id, the files of its tokenizer are fetched too
+    info = find_tokenizer(place, model=place, corpus=(), root=cache_root(), bos=_bos_of(run))
+    for remark in info.remarks(converses=converses) if world.is_first else ():
+        say_aloud(f"tokenizer: {remark}")
     config = without_dropout(load_model_config(folder))
     resolved = _layout(layout, config.dtype).resolve(world.size)
-    model = build_meta(config)
+    model = build_meta(config, weights=weights)
     source = open_source(model)
+    lora = trained.adapter.lora if trained else None
     if trained is not None:
         source = Layered(source, base_source(trained, model))
         check_base(trained, Checkpoint.open(folder.parent).agreement, str(folder.parent))
-    lora = trained.adapter.lora if trained else None
+    elif weights and (weights / PEFT_CONFIG).is_file():  # beside its base: transformers loads both
+        lora = lora_of(weights)
+        source = Layered(PeftFolder(weights, lora, targets_of(facts_of(model), lora)), source)
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
-    return Opened(folder, model, info.load(), info, eos_token_ids(folder) or (info.eos_token_id,), run)
+    model.generation_config = hf_internals.generation_config(folder)
+    ends = end_tokens(model) or (info.eos_token_id,)
+    return Opened(folder, model, info.load(), info, ends, run, stop_texts(model))
 
 
-def _locate(name: str, step: int | None, verb: str) -> tuple[Path, Callable[[PreTrainedModel], TensorSource]]:
-    """The folder of config and tokenizer, and what opens the weights."""
+def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: str) -> None:
+    """Raise `UserError` where the token of `what` with the `largest` number is beyond the model's vocabulary."""
+    size = config.get_text_config().vocab_size
+    if largest >= size:
+        token = tokenizer.load().id_to_token(largest)
+        raise UserError(
+            f"{what} has the token {token!r}, number {largest}, and the model's vocabulary has {size} entries: its "
+            f"tokenizer knows {tokenizer.vocab_size}",
+            fix="leave out what makes that token, or name a model and a tokenizer that belong together",
+        )
+
+
+def _locate(
+    name: str, step: int | None, verb: str
+) -> tuple[Path, Path | None, Callable[[PreTrainedModel], TensorSource]]:
+    """The folder of config and tokenizer, that of the weights if it is one, and what opens them."""
     path, more = Path(name), f"fivefold {verb} --help"
     if is_remote(name) or (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
         checkpoint = find_checkpoint(name, step)
-        return checkpoint.model_folder, lambda _: checkpoint.source()
+        return checkpoint.model_folder, None, lambda _: checkpoint.source()
     if step is not None:
         raise UserError(f"{path} is not a run folder, so it has no step {step}", fix="leave --step out", more=more)
     if not path.exists() and not is_hub_id(name):
@@ -85,8 +127,8 @@ def _locate(name: str, step: int | None, verb: str) -> tuple[Path, Callable[[Pre
             fix=f"name the run, or the folder of fivefold export RUN {path}-merged --merge",
             more="docs/adapters.md",
         )
-    folder = weights_folder(name)
-    return folder, lambda model: SafetensorsFolder(folder, model)
+    folder = weights_folder(name, reads_adapter=True)
+    return folder, folder, lambda model: open_weights(folder, model)
 
 
 def _run_of(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from fivefold.generation.conversation import asked_ids, endings
 from fivefold.generation.decode import decode_rows, ready
 from fivefold.generation.opened import Opened
 from fivefold.generation.sampling import Sampling
-from fivefold.generation.text import StoppedText, encode_prompt
+from fivefold.generation.text import StoppedText
 from fivefold.launch.world import World
 
 _MORE = "docs/generate.md"
@@ -152,19 +152,26 @@ def _records(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any],
         yield record, where
 
 
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    """What is wrong with a record names its place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error.what}", fix=error.fix, more=_MORE) from error
+
+
 def _prompt(opened: Opened, request: GenerateRequest, record: dict[str, Any], where: str) -> Prompt:
     said = record.get("messages", record.get("prompt"))
     if isinstance(said, str) and not request.chat:
         text = examples.encodable(said, where)
-        ids_1T = encode_prompt(opened.tokenizer, text, opened.ends, opened.info.bos_token_ids)
-        return Prompt(ids_1T[0].tolist(), record, opened.ends, request.stop)
+        with _at(where):
+            return Prompt(opened.prompt(text)[0].tolist(), record, opened.ends, (*request.stop, *opened.stop))
     turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
     example = examples.chat(where, turns, system=record.get("system", request.system), tools=record.get("tools"))
     if example.turns[-1]["role"] == "assistant":
         raise UserError(f"{where}: the last turn is the assistant's", fix="leave it out: it is to be written")
     ends, stop = endings(opened)
-    try:
+    with _at(where):
         ids = asked_ids(opened, example.turns, example.tools)
-    except UserError as error:
-        raise UserError(f"{where}: {error.what}", fix=error.fix, more=_MORE) from error
     return Prompt(ids, record, ends, (*request.stop, *stop))

@@ -4,23 +4,31 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fivefold.core.cache import say_aloud
 from fivefold.core.terminal import shown
+from fivefold.core.text import listed
 from fivefold.generation import GenerateRequest
 from fivefold.generation.conversation import Chat, converse
-from fivefold.generation.opened import open_model
+from fivefold.generation.opened import Opened, open_model
 from fivefold.generation.prompts import answer_file
-from fivefold.generation.text import encode_prompt, pieces
+from fivefold.generation.sampling import Sampling
+from fivefold.generation.settings import not_used
+from fivefold.generation.text import pieces
 from fivefold.launch.once import as_worker, standard_input
 from fivefold.launch.world import World
 
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
-    """Continue the prompt over a joined world; every rank calls it, and returns the new text.
+    """Open the model and continue the prompt over a joined world; every rank calls it, and returns the new text. Raises
+    `UserError` when the model, the step or the layout does not fit."""
+    return continued(_open(request, world), request, world, write=write)
 
-    Rank 0 passes the prompt and then the text, piece by piece, to `write`; of a prompt of the chat template the text
-    alone. Raises `UserError` when the model, the step or the layout does not fit.
-    """
-    opened = open_model(request.model, world, layout=request.layout, step=request.step, verb="generate")
+
+def continued(
+    opened: Opened, request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None
+) -> str:
+    """The text that continues the prompt. Rank 0 passes the prompt and then the text, piece by piece, to `write`; of a
+    prompt of the chat template the text alone."""
     assert request.prompt is not None
     show = write if write and world.is_first else lambda text: None
     options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "seed": request.seed, **request.drawing}
@@ -28,8 +36,9 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
         coming = Chat(opened, request).answer(request.prompt)
     else:
         show(request.prompt)
-        ids = encode_prompt(opened.tokenizer, request.prompt, opened.ends, opened.info.bos_token_ids)
-        coming = pieces(opened.model, opened.tokenizer, ids, opened.ends, stop=request.stop, **options)
+        ids = opened.prompt(request.prompt)
+        stop = (*request.stop, *opened.stop)
+        coming = pieces(opened.model, opened.tokenizer, ids, opened.ends, stop=stop, **options)
     text = []
     for piece in coming:
         show(piece)
@@ -40,21 +49,37 @@ def generate(request: GenerateRequest, world: World, *, write: Callable[[str], o
 def on_rank(request: Mapping[str, Any], world: World) -> str:
     """The text of `generate`, also on standard output unless `request["quiet"]`; empty where there is no one text."""
     asked, quiet = GenerateRequest(**request["generate"]), request["quiet"]
+    opened = _open(asked, world)
+    if world.is_first and not quiet:
+        say_not_used(opened, asked)
     if asked.prompts is not None:
-        opened = open_model(asked.model, world, layout=asked.layout, step=asked.step, verb="generate")
         answer_file(opened, asked, world)
         return ""
     if asked.prompt is None:
-        opened = open_model(asked.model, world, layout=asked.layout, step=asked.step, verb="generate")
         converse(Chat(opened, asked), world, standard_input(request), to_screen)
         return ""
-    text = generate(asked, world, write=None if quiet else to_screen)
+    text = continued(opened, asked, world, write=None if quiet else to_screen)
     if world.is_first and not quiet:
         print(flush=True)
     return text
 
 
+def _open(request: GenerateRequest, world: World) -> Opened:
+    converses = request.chat or request.prompt is None  # records of a file may have turns
+    return open_model(
+        request.model, world, layout=request.layout, step=request.step, verb="generate", converses=converses
+    )
+
+
 on_worker = as_worker(on_rank)
+
+
+def say_not_used(opened: Opened, request: GenerateRequest) -> None:
+    """Name what the model's generation config asks for in vain, beside what standard output is for."""
+    found = not_used(opened.model.generation_config, Sampling(**request.drawing), request.max_new_tokens)
+    if found:
+        said = listed([f"{key} {value}" for key, value in sorted(found.items())], 12)
+        say_aloud(f"not used of the model's generation_config.json: {said} (docs/generate.md)")
 
 
 def to_screen(text: str) -> None:

@@ -1,9 +1,16 @@
-"""Which token comes next: the likeliest, or one drawn."""
+"""Which token comes next: logits as `transformers` processes them, then the likeliest token or one drawn.
 
+Legend: T tokens so far, V vocabulary.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fivefold.models import hf_internals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,19 +22,40 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
-    def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token; drawn by inverting the cumulative distribution in fp64 with one uniform number."""
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of `generate` of `transformers`."""
         if self.temperature == 0:
-            return int(logits_V.argmax())
-        scores_V = logits_V.double().cpu() / self.temperature
-        if 0 < self.top_k < scores_V.numel():
-            lowest = scores_V.topk(self.top_k).values[-1]
-            scores_V = scores_V.masked_fill(scores_V < lowest, float("-inf"))
-        chances_V = scores_V.softmax(-1)
-        if self.top_p < 1:
-            sorted_V, order_V = chances_V.sort(descending=True, stable=True)
-            likelier_V = sorted_V.cumsum(-1) - sorted_V
-            chances_V[order_V[likelier_V >= self.top_p]] = 0.0  # the likeliest has nothing before it, and stays
-        cumulative_V = chances_V.cumsum(-1)
-        uniform = torch.rand((), generator=generator, dtype=torch.float64) * cumulative_V[-1]
+            return {"do_sample": False}
+        return {
+            "do_sample": True, "temperature": float(self.temperature), "top_k": self.top_k, "top_p": float(self.top_p)
+        }  # fmt: skip
+
+
+class Choice:
+    """The tokens that follow one text, by a request and by the model's generation config."""
+
+    def __init__(self, model: Any, ids: Sequence[int], sampling: Sampling, *, seed: int, max_new_tokens: int) -> None:
+        """`ids`: the tokens of the text. `max_new_tokens`: how many follow at most."""
+        self._ids, self._is_drawn = list(ids), sampling.temperature > 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._device = torch.device("cpu") if self._is_drawn else next(model.parameters()).device
+        self._process = hf_internals.logits_processors(
+            model, torch.tensor([self._ids], device=self._device), max_new_tokens, sampling.options
+        )
+
+    def choose(self, logits_V: Tensor) -> int:
+        """The next token; drawn by inverting the cumulative distribution in fp64 with one uniform number."""
+        dtype = torch.float64 if self._is_drawn else torch.promote_types(logits_V.dtype, torch.float32)
+        scores_V = logits_V.to(self._device, dtype)
+        if self._process:
+            scores_V = self._process(torch.tensor([self._ids], device=self._device), scores_V[None])[0]
+        if not self._is_drawn:
+            return int(scores_V.argmax())
+        cumulative_V = scores_V.softmax(-1).cumsum(-1)
+        uniform = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative_V[-1]
         return int(torch.searchsorted(cumulative_V, uniform, right=True).clamp(max=scores_V.numel() - 1))
+
+    def add(self, token: int) -> None:
+        """The token that follows, which all ranks agree on."""
+        self._ids.append(token)

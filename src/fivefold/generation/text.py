@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
-from fivefold.data.tokenizer import put_bos, template_ids
+from fivefold.data.tokenizer import put_bos
+from fivefold.data.tokenizer_probe import template_ids
 from fivefold.generation.decode import Seen, decode, ready
 
 _INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character yet

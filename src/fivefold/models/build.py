@@ -1,7 +1,7 @@
 """From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import count
@@ -17,19 +17,26 @@ from fivefold.core.errors import UserError, first_line
 from fivefold.core.folder_config import check_counts, read_folder_config
 from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.core.shapes import no_model, shape_folder
+from fivefold.core.text import listed
 from fivefold.models import attention as own_attention
 from fivefold.models import experts as own_experts
 from fivefold.models import hf_internals
 from fivefold.models.forwards import check_documents, has_rope_limits
+from fivefold.models.sources import own_heads
 
+ADAPTER = "adapter_config.json"
 MOST_PARAMETERS = 10**14
 MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
 
-# Keys of older config.json files, which `transformers` folds into `rope_parameters`.
-_OLD_ROPE = ("rope_theta", "rope_scaling")
+# Keys of config.json files of all ages that say how a model rotates -> their names in `rope_parameters`, which
+# `transformers` makes of them.
+_ROPE = {"rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "partial_rotary_factor": "partial_rotary_factor",
+         "rotary_pct": "partial_rotary_factor"}  # fmt: skip
+_ROPES = ("rope_scaling", "rope_parameters")
 # Keys of other heads than that of a language model.
 _NO_DROPOUT = ("classifier_", "summary_")
-_ALWAYS = {"dtype", "torch_dtype", *_OLD_ROPE}
+_NOW = {"torch_dtype": "dtype"}
+_ALWAYS = {*_NOW, *_NOW.values()}
 
 
 def load_model_config(
@@ -37,7 +44,9 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """The config of a local Hugging Face folder, a `config.json`, a built-in shape name, or a hub id.
 
-    `overrides` replace keys of that `config.json`; values that it leaves to the class are derived afterwards.
+    It is what `AutoConfig.from_pretrained` makes of the file, with `overrides` in place of the keys of that name: what
+    the class derives, it derives of them. Rotary settings are replaced in the `rope_parameters` that it makes, in which
+    each has one place.
     `of_text`: what they replace of the language model, whose keys a model for images and text keeps in `text_config`.
     Raises `UserError` for a name that cannot be read, an unknown model type or override, and for folders that want
     their own code run.
@@ -54,15 +63,18 @@ def load_model_config(
     if cls is None:
         raise UserError(f"{name_or_path}: transformers has no model type {model_type!r}")
     known = hf_internals.config_keys(cls) | set(values) | _ALWAYS
+    known |= {*_ROPE, *_ROPES} if "rope_parameters" in known else set()
     if of_text:
-        overrides = _merge({"text_config": of_text} if "text_config" in known else of_text, overrides or {})
+        overrides = _merged({"text_config": of_text} if "text_config" in known else of_text, overrides or {})
     check_counts(overrides or {}, "model.overrides")
     _check_keys(overrides or {}, known)
     try:
-        config = hf_internals.make_config(model_type, _merge(values, overrides or {}))
+        config = _with_overrides(values, overrides or {})
+    except UserError:
+        raise
     except Exception as error:  # the validators of transformers raise several kinds
         raise UserError(f"{name_or_path}: the model's config is not valid: {error}") from error
-    _check_taken(config, overrides or {})
+    config.name_or_path = str(name_or_path)
     return config
 
 
@@ -71,14 +83,18 @@ def build_meta(
     *,
     attention: str = own_attention.NAME,
     model_class: type[PreTrainedModel] | None = None,
+    weights: Path | None = None,
 ) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
     `model.config.dtype` stays that of `hf_config`, the type of the weights that came in: an export goes back to it.
-    `model_class`: where it is not the one that `transformers` knows for the config.
-    Tied weights are tied; buffers are on meta too (`fivefold.models.recipe.buffer_values` knows their values).
+    `model_class`: where it is not the one that `transformers` knows for the config. `weights`: the folder that they
+    come from. Tied weights are tied, but for those that differ there, which `transformers` leaves apart; buffers are on
+    meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
+    if weights and own_heads(weights, build_meta(hf_config, attention=attention, model_class=model_class)):
+        hf_config = hf_internals.untied_config(hf_config)
     own_attention.register()
     own_experts.register()
     try:
@@ -195,8 +211,26 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def weights_folder(name_or_path: str | Path) -> Path:
-    """The local folder of a model's weights: itself, or the files of a hub id, safetensors and JSON only."""
+def weights_folder(
+    name_or_path: str | Path, *, reads_adapter: bool = False, files: Sequence[str] = ("*.safetensors", "*.json")
+) -> Path:
+    """The local folder of a model's weights: itself, or the `files` of a hub id, no others than safetensors and JSON.
+
+    `reads_adapter`: the caller reads an adapter that lies beside the weights, which `transformers` takes for a part of
+    the model. Raises `UserError` where it does not, and for a name that is no folder of weights.
+    """
+    folder = _weights_folder(name_or_path, files)
+    if not reads_adapter and (folder / ADAPTER).is_file() and (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} holds an adapter ({ADAPTER}) beside the model's weights: transformers (with peft) loads both",
+            fix="merge it (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)); or move its files "
+            "to a folder of their own, which adapter.path may name",
+            more="docs/adapters.md",
+        )
+    return folder
+
+
+def _weights_folder(name_or_path: str | Path, files: Sequence[str]) -> Path:
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -205,7 +239,7 @@ def weights_folder(name_or_path: str | Path) -> Path:
             f"{name_or_path} is a shape without weights", fix="set model.init: random, or name a folder or a hub id"
         )
     _check_hub_id(str(name_or_path))
-    return snapshot(str(name_or_path), ["*.safetensors", "*.json"], key=MODEL)
+    return snapshot(str(name_or_path), files, key=MODEL)
 
 
 def _read(name_or_path: str | Path) -> dict[str, Any]:
@@ -241,34 +275,121 @@ def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:
             )
 
 
-def _merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = _one_rope(values)
-    for key, value in _one_rope(overrides).items():
-        old = merged.get(key)
-        merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-    types, count = merged.get("layer_types"), overrides.get("num_hidden_layers")
-    if count is not None and types and "layer_types" not in overrides:
-        merged["layer_types"] = types[:count] if count <= len(types) else None
+def _with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    config = hf_internals.config_of_values(values)
+    if not overrides:
+        return config
+    changed = _replaced(values, config, overrides)
+    config = hf_internals.config_of_values(changed)
+    if _rope_replaced(changed, config, overrides):
+        config = hf_internals.config_of_values(changed)
+    _check_taken(config, overrides)
+    return config
+
+
+def _replaced(values: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json, or of a section of it, with others in their place; rotary settings come later."""
+    names = {**config.attribute_map, **_NOW}
+    own = {names.get(key, key): value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
+    kept = {key: value for key, value in values.items() if names.get(key, key) not in own or key in own}
+    layers = getattr(config, "num_hidden_layers", None)
+    for key in [key for key, value in kept.items() if "layer" in key and isinstance(value, list)]:
+        if key not in own and "num_hidden_layers" in own and len(kept[key]) == layers:  # one entry a layer
+            kept[key] = kept[key][: own["num_hidden_layers"]]
+            if len(kept[key]) < own["num_hidden_layers"]:
+                kept.pop(key)  # the class derives it
+    for key, value in own.items():
+        section = getattr(config, key, None)
+        if isinstance(section, PreTrainedConfig) and isinstance(value, Mapping):
+            kept[key] = _replaced(kept.get(key) or {}, section, value)
+        else:
+            kept[key] = _merged(kept[key], value) if _are_mappings(kept.get(key), value) else value
+    return kept
+
+
+def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `others` in their place, at every depth."""
+    merged = dict(values)
+    for key, value in others.items():
+        merged[key] = _merged(merged[key], value) if _are_mappings(merged.get(key), value) else value
     return merged
 
 
-def _one_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of older files as the `rope_parameters` of newer ones."""
-    if not any(values.get(key) is not None for key in _OLD_ROPE):
-        return dict(values)
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    if values.get("rope_theta") is not None:
-        rope["rope_theta"] = values["rope_theta"]
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    return {key: value for key, value in values.items() if key not in _OLD_ROPE} | {"rope_parameters": rope}
+def _are_mappings(*values: Any) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
 
 
-def _check_taken(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+def _rope_replaced(values: dict[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]) -> bool:
+    """Put what overrides say of rotation into `values`, beside what `config`, which is made of them, says; whether they
+    say something."""
+    sections = [key for key, value in overrides.items() if _are_mappings(value) and _is_section(config, key)]
+    inner = [_rope_replaced(values[key], getattr(config, key), overrides[key]) for key in sections]
+    asked = _rope_asked(overrides)
+    if not asked:
+        return any(inner)
+    if not hasattr(config, "rope_parameters"):
+        raise UserError(f"model.overrides sets {listed(sorted(asked), 4)}, and {config.model_type} does not rotate")
+    old = config.rope_parameters or {}
+    by_type = _nested(old)
+    if not by_type and _nested(asked) and not config.nested_rope_parameter_keys(asked):
+        raise UserError(
+            f"model.overrides sets {listed(sorted(asked), 4)} of rotary positions by layer type, and "
+            f"{config.model_type} has one for all layers"
+        )
+    if by_type and not set(asked) <= set(by_type):
+        raise UserError(
+            f"model.overrides sets {listed(sorted(set(asked) - set(by_type)), 4)} of rotary positions, which this "
+            f"model has by layer type: {listed(by_type, 4)}",
+            fix=f"set model.overrides.rope_parameters.{by_type[0]}.rope_theta, and the like",
+        )
+    for key in (*_ROPES, "rope_theta"):
+        values.pop(key, None)
+    values |= {key: value for key, value in overrides.items() if key in _ROPE and key in vars(config)}
+    values["rope_parameters"] = (
+        {**old, **{key: _one_rope(old[key] or {}, value) for key, value in asked.items()}} if by_type
+        else _one_rope(old, asked)
+    )  # fmt: skip
+    return True
+
+
+def _nested(rope: Mapping[str, Any]) -> list[str]:
+    """The layer types that rotary settings are for; none where they are for all."""
+    return [key for key, value in rope.items() if isinstance(value, Mapping)]
+
+
+def _is_section(config: PreTrainedConfig, key: str) -> bool:
+    return isinstance(getattr(config, key, None), PreTrainedConfig)
+
+
+def _rope_asked(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What overrides say of rotation, in the words of `rope_parameters`; a null is plain rotation."""
+    asked: dict[str, Any] = {}
+    for key in _ROPES:
+        if key in overrides:
+            asked |= {"rope_type": "default"} if overrides[key] is None else overrides[key]
+    asked |= {_ROPE[key]: value for key, value in overrides.items() if key in _ROPE}
+    return {"rope_type" if key == "type" else key: value for key, value in asked.items()}
+
+
+def _one_rope(old: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings with others in their place: of another type they share what all types have."""
+    kept = {key: value for key, value in old.items() if key != "type"}
+    if asked.get("rope_type", kept.get("rope_type")) != kept.get("rope_type"):
+        kept = {key: value for key, value in kept.items() if key in _ROPE.values()}
+    return {**kept, **asked}
+
+
+def _check_taken(config: Any, overrides: Mapping[str, Any], inside: str = "") -> None:
     """An override that the config class dropped or changed would train another model than the one asked for."""
-    for key, value in overrides.items():
-        if key in _ALWAYS or isinstance(value, dict):
-            continue
-        taken = getattr(config, key, None)
-        if taken != value:
-            raise UserError(f"model.overrides.{key}: {value!r} has no effect on {config.model_type} (it is {taken!r})")
+    asked = dict(overrides)
+    if isinstance(config, PreTrainedConfig) and (rope := _rope_asked(overrides)):
+        asked = {key: value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
+        asked["rope_parameters"] = rope
+    for key, value in asked.items():
+        taken = config.get(key) if isinstance(config, Mapping) else getattr(config, _NOW.get(key, key), None)
+        if isinstance(value, Mapping) and isinstance(taken, Mapping | PreTrainedConfig):
+            _check_taken(taken, value, f"{inside}{key}.")
+        elif taken != value and str(taken) != f"torch.{value}":
+            raise UserError(
+                f"model.overrides.{inside}{key}: {value!r} has no effect on the model's config (it is {taken!r})"
+            )

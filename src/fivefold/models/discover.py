@@ -108,7 +108,8 @@ def _key(model: Any) -> str | None:
         [name, f"{kind.__module__}.{kind.__qualname__}", hf_internals.own_numbers(module)]
         for name, kind, module in modules
     ]
-    return key_of(*about_code(), kinds, parameters, names, buffers, repr(model.config.to_dict()))
+    values = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    return key_of(*about_code(), kinds, parameters, names, buffers, repr(values))
 
 
 # ---- found -----------------------------------------------------------------------------------------------------------

@@ -5,19 +5,32 @@ these interfaces, those tests fail and this file is the only one to mend.
 """
 
 import copy
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
 import transformers
 import transformers.initialization as hf_initialization
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -33,7 +46,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
+from fivefold.core.folder_config import read_folder_config
 from fivefold.models.merged import Piece, merged
 from fivefold.torch_internals import Dispatch
 
@@ -70,9 +85,60 @@ def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
     return set(cls().to_dict()) | set(cls.attribute_map)
 
 
-def make_config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    """A config of `model_type` from the values of a `config.json`."""
-    return AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
+def config_of_values(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """What `AutoConfig` makes of a `config.json` with these values."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return config
+
+
+def of_plain_weights(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that no longer says how files of weights are quantised, which those of the model here are not."""
+    copied = copy.deepcopy(config)
+    for each in (copied, copied.get_text_config()):
+        vars(each).pop("quantization_config", None)
+    return copied
+
+
+def untied_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy whose model has a head of its own."""
+    copied = copy.deepcopy(config)
+    for each in (copied, copied.get_text_config()):
+        each.tie_word_embeddings = False
+    return copied
+
+
+def quantisation(folder: Path) -> str | None:
+    """How the files of a folder say that its weights are quantised ("gptq", "fp8"...); None where they say nothing."""
+    for name, keys in (
+        ("config.json", ("quantization_config",)), ("config.json", ("text_config", "quantization_config")),
+        ("quantize_config.json", ()), ("quant_config.json", ()), ("hf_quant_config.json", ("quantization",)),
+    ):  # fmt: skip
+        values: Any = read_folder_config(folder / name) if (folder / name).is_file() else {}
+        for key in keys:
+            values = values.get(key) or {} if isinstance(values, dict) else {}
+        if values:
+            method = next((values[key] for key in ("quant_method", "quant_algo") if values.get(key)), None)
+            return str(method or _OLD_METHODS.get(name, "bitsandbytes")).lower()
+    return None
+
+
+_OLD_METHODS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+# What computes plain weights of quantised ones, of those for which PyTorch is enough.
+_DEQUANTISES: Mapping[str, Callable[..., Any]] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+
+
+def dequantised_model(folder: Path, method: str) -> PreTrainedModel | None:
+    """The model of a folder of quantised weights, which `transformers` makes plain on the CPU; None where it needs
+    other packages for them."""
+    if method not in _DEQUANTISES:
+        return None
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=_DEQUANTISES[method](dequantize=True), dtype="auto", local_files_only=True,
+        use_safetensors=True, trust_remote_code=False,
+    )  # fmt: skip
+    return base_first(loaded)
 
 
 # Models --------------------------------------------------------------------------------------------------------------
@@ -87,7 +153,7 @@ def causal_lm_on_meta(
         model_class._from_config if model_class else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
     )
     with torch.device("meta"):
-        model: PreTrainedModel = make(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+        model: PreTrainedModel = make(of_plain_weights(config), dtype=torch.float32, attn_implementation=attention)
     return _all_on_meta(base_first(model))
 
 
@@ -189,7 +255,7 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     """The model of `config` as `transformers` makes it on the CPU, with weights of its own, computing attention by
     itself."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config),
+        of_plain_weights(config),
         dtype=dtype,
         attn_implementation=_own_attention(config),
         trust_remote_code=False,
@@ -212,6 +278,17 @@ def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def no_progress_bars() -> None:
     """`transformers` loads and saves without a word."""
     transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of `transformers`, about settings that are not used: those are named by us."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
 
 
 def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
@@ -326,6 +403,46 @@ def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Pi
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
     """Regular expressions of checkpoint keys that the model says may be left unread."""
     return set(model._keys_to_ignore_on_load_unexpected or ())
+
+
+# Generation ----------------------------------------------------------------------------------------------------------
+
+
+def generation_config(folder: Path) -> GenerationConfig:
+    """What `from_pretrained` takes for the model of a folder: its generation_config.json, else what its config.json
+    says of generation. Raises `UserError` for files that cannot be read."""
+    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+    try:
+        strict_json.read_config(folder / name)
+        with _without_warnings():
+            given: GenerationConfig = GenerationConfig.from_pretrained(
+                folder, config_file_name=name, local_files_only=True, _from_model_config=name == "config.json"
+            )
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / name} cannot be read: {first_line(error)}") from error
+    return given
+
+
+def generation_values(settings: GenerationConfig) -> dict[str, Any]:
+    """What a generation config says otherwise than `generate` does anyway."""
+    plain = settings._get_default_generation_params()
+    said = {key: value for key, value in settings.to_diff_dict().items() if not key.startswith("_")}
+    return {key: value for key, value in said.items() if value not in (None, plain.get(key))}
+
+
+def logits_processors(
+    model: Any, ids_1T: torch.Tensor, max_new_tokens: int, options: Mapping[str, Any]
+) -> LogitsProcessorList:
+    """What `generate` does to the logits behind a text, by `options` and by the model's generation config; not what
+    runs the model once more for it (`guidance_scale`)."""
+    with _without_warnings():
+        settings, _ = GenerationMixin._prepare_generation_config(model, GenerationConfig(**options))
+    settings.max_length, settings.guidance_scale = ids_1T.shape[1] + max_new_tokens, None
+    GenerationMixin._prepare_special_tokens(model, settings, True, device=ids_1T.device)
+    made: LogitsProcessorList = GenerationMixin._get_logits_processor(
+        model, settings, ids_1T.shape[1], ids_1T, device=ids_1T.device
+    )
+    return made
 
 
 # Initialisation ------------------------------------------------------------------------------------------------------
@@ -468,3 +585,13 @@ HEAD_COUNTS = {
     "num_key_value_heads": "kv", "num_kv_heads": "kv",
 }  # fmt: skip
 FEATURE_COUNTS = ("split_size", "embed_dim", "hidden_size")  # features of all query heads
+
+
+def forced_tokenizer_class(model_type: str) -> str | None:
+    """The class by which `AutoTokenizer` reads any tokenizer beside a model of this type, whatever its files name; None
+    where they decide."""
+    from transformers.models.auto import tokenization_auto
+
+    forced = model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+    name = tokenization_auto.TOKENIZER_MAPPING_NAMES.get(model_type) if forced else None
+    return None if name == "TokenizersBackend" else name

@@ -18,10 +18,11 @@ from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
 from fivefold.core.text import listed
 from fivefold.models.adapter_facts import A, B, Target
+from fivefold.models.build import ADAPTER
 from fivefold.models.random_stream import Region
-from fivefold.models.sources import TensorSource
+from fivefold.models.sources import TensorSource, check_numbers
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Keys of the config whose other values mean something that is not built.
 _PLAIN: dict[str, Any] = {
@@ -119,9 +120,10 @@ class PeftFolder(TensorSource):
         """See `TensorSource`."""
         try:
             with safe_open(self._file, framework="pt", device="cpu") as file:
-                return _from_peft(name, file.get_slice(self._named[name]), self.shapes[name], region)
+                values = _from_peft(name, file.get_slice(self._named[name]), self.shapes[name], region)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self._file} cannot be read: {error}", fix="download the file again") from error
+        return check_numbers(values, self._named[name], self._file)
 
 
 def _shape_in_peft(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

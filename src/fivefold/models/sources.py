@@ -5,8 +5,9 @@ Only the region that is asked for is drawn or read.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.cache import key_of
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
@@ -26,8 +27,13 @@ from fivefold.models.random_stream import Region, whole
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
+_COMPARED = 2**22  # values of a tensor that are read at once
 # Buffers that old exports saved and every model computes for itself.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
+
+
+class OtherWeights(UserError):
+    """Files that are sound, whose tensors are not those of the model."""
 
 
 class TensorSource(ABC):
@@ -112,8 +118,7 @@ class SafetensorsFolder(TensorSource):
         """
         self._folder = Path(path)
         located = _locate(self._folder)
-        renamed, self._merged = hf_internals.names_in_model(model, located)
-        self._stored = {renamed.get(name, name): name for name in located}
+        self._stored, self._merged = _names(model, located)
         self._files = {name: located[stored] for name, stored in self._stored.items()}
         in_files = _entries(located)
         entries = {name: in_files[stored] for name, stored in self._stored.items()}
@@ -129,6 +134,11 @@ class SafetensorsFolder(TensorSource):
         _check_types(self._folder, entries, expected)
         self.shapes = {name: shapes[name] for name in expected}
         self._check_buffers(model)
+        if own := own_heads(self._folder, model):
+            raise UserError(
+                f"{self._folder}: {own[0]} is not the tensor that this model ties it to",
+                fix="set tie_word_embeddings: false in its config.json",
+            )
 
     def _check_buffers(self, model: PreTrainedModel) -> None:
         """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
@@ -149,21 +159,96 @@ class SafetensorsFolder(TensorSource):
             return self._read(name, region, {self._files[name]: file})
 
     def _read(self, name: str, region: Region, files: Mapping[Path, Any]) -> Tensor:
-        file = files[self._files[name]]
-        if not region:
-            return torch.as_tensor(file.get_tensor(self._stored[name]))
-        return torch.as_tensor(file.get_slice(self._stored[name])[tuple(region)])
+        path, stored = self._files[name], self._stored[name]
+        return check_numbers(_part(files[path], stored, region), stored, path)
+
+
+def open_weights(path: str | Path, model: PreTrainedModel) -> TensorSource:
+    """The weights of a Hugging Face folder, for `model`: read region by region; of a folder of quantised ones, those
+    that `transformers` computes of them, whole, on every rank. Raises `UserError` as `SafetensorsFolder` does, and
+    where it needs other packages to compute them."""
+    try:
+        return SafetensorsFolder(path, model)
+    except OtherWeights as error:
+        method = hf_internals.quantisation(Path(path))
+        if method is None:
+            raise
+        return _dequantised(Path(path), model, method, error)
+
+
+def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserError) -> TensorSource:
+    made, why = None, f"transformers needs other packages to make them plain ({found.what})"
+    try:
+        made = hf_internals.dequantised_model(folder, method)
+    except Exception as error:  # a package that is missing, or damaged files
+        why = f"transformers cannot make them plain: {first_line(error)}"
+    source = made and ModelTensors(made)
+    expected = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+    if source is None or any(source.shapes.get(name) != shape for name, shape in expected.items()):
+        raise UserError(
+            f"{folder} holds weights that are quantised ({method}), and {why}",
+            fix="name the folder that it was made of; or make it plain once, where its package is installed: "
+            "model = AutoModelForCausalLM.from_pretrained(...); model.dequantize(); model.save_pretrained(...)",
+        )
+    return source
+
+
+def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
+    """The values of a tensor of a file. Raises `UserError` where one is not a number."""
+    if values.is_floating_point() and values.sum().isnan() and (bad := int(values.isnan().sum())):  # inf - inf is NaN
+        raise UserError(
+            f"{path}: {name} has {bad:,} values that are not a number (NaN)",
+            fix="download the file again, or ask who made it: whatever is computed with it is NaN",
+        )
+    return values
+
+
+def _part(file: Any, name: str, region: Region) -> Tensor:
+    return torch.as_tensor(file.get_slice(name)[tuple(region)] if region else file.get_tensor(name))
+
+
+def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, str], merged.Merged]:
+    """{name in the model: name in the files}, and what is merged of several. A tied tensor may stand under any of its
+    names."""
+    renamed, pieces = hf_internals.names_in_model(model, located)
+    stored = {renamed.get(name, name): name for name in located}
+    for other, name in hf_internals.tied_parameters(model).items():
+        if name not in stored and other in stored:
+            stored[name] = stored.pop(other)
+    return stored, pieces
+
+
+def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Tensors of a folder that `model` ties to another one, and that have other values there."""
+    tied = hf_internals.tied_parameters(model)
+    if not tied or not any(folder.glob("*.safetensors")):
+        return []
+    located = _locate(folder)
+    stored, _ = _names(model, located)
+    places = {name: (located[file], file) for name, file in stored.items()}
+    both = [(name, other) for name, other in tied.items() if name in places and other in places]
+    return [stored[name] for name, other in both if not _are_equal(places[name], places[other])]
+
+
+def _are_equal(*tensors: tuple[Path, str]) -> bool:
+    """Of two tensors of files, row by row."""
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(_open(path)).get_slice(name) for path, name in tensors)
+        if one.get_shape() != other.get_shape():
+            return False
+        rows, step = one.get_shape()[0], max(1, _COMPARED // prod(one.get_shape()[1:]))
+        return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))
 
 
 def _locate(folder: Path) -> dict[str, Path]:
-    """{tensor name: the file that holds it}."""
+    """{tensor name: the file that holds it}; one file goes before an index, as in `transformers`."""
+    if (folder / _SINGLE).is_file():
+        path = _inside(folder, _SINGLE)
+        return dict.fromkeys(_header(path), path)
     if (folder / _INDEX).is_file():
         weight_map = _read_index(folder / _INDEX)
         files = {file: _inside(folder, file) for file in set(weight_map.values())}
         return {name: files[file] for name, file in weight_map.items()}
-    if (folder / _SINGLE).is_file():
-        path = _inside(folder, _SINGLE)
-        return dict.fromkeys(_header(path), path)
     pickled = sorted(file.name for file in folder.glob("*.bin"))
     if pickled:
         raise UserError(
@@ -202,7 +287,8 @@ def _inside(folder: Path, name: str) -> Path:
         roots.append(folder.resolve().parent.parent / "blobs")
     parts = Path(name).parts
     if ".." in parts or Path(name).is_absolute() or not any(path.resolve().is_relative_to(root) for root in roots):
-        raise UserError(f"{folder / _INDEX} names {name!r}, which is not inside the folder")
+        how = f"{path} is a link to {path.resolve()}" if name == _SINGLE else f"{folder / _INDEX} names {name!r}"
+        raise UserError(f"{how}, which is not inside the folder", fix="copy the file into the folder")
     if not path.is_file():
         raise UserError(f"{folder} lacks {name}, which its index names", fix="download the folder again")
     return path
@@ -248,7 +334,7 @@ def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTr
     differences = [
         f"{what} {listed(sorted(names), 6)}" for what, names in (("missing", missing), ("not used", unused)) if names
     ]
-    raise UserError(
+    raise OtherWeights(
         f"{folder} does not hold the weights of {type(model).__name__}: {'; '.join(differences)}",
         fix="it holds the base model without its head; save the causal language model" if base_only else None,
     )
@@ -257,7 +343,7 @@ def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTr
 def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     wrong = [f"{name} is {found[name]} there, {shape} here" for name, shape in expected.items() if found[name] != shape]
     if wrong:
-        raise UserError(
+        raise OtherWeights(
             f"{folder} has other shapes than the model: {'; '.join(wrong[:4])}"
             + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
             fix="does model.overrides change a size that the weights were trained with?",
@@ -268,7 +354,7 @@ def _check_types(folder: Path, found: Mapping[str, safetensors_header.Entry], ex
     floats = [name for name, tensor in expected.items() if tensor.is_floating_point()]
     wrong = [name for name in floats if found[name].dtype not in ("F64", "F32", "F16", "BF16")]
     if wrong:
-        raise UserError(
+        raise OtherWeights(
             f"{folder} holds {listed(sorted(wrong), 6)} as {found[wrong[0]].dtype}, which are no weights to train",
             fix="a quantised model is trained from the folder that it was made of",
         )

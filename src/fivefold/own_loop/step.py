@@ -12,6 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
 from fivefold.generation.decode import decode, ready
+from fivefold.generation.settings import end_tokens
 from fivefold.generation.text import encode_prompt
 from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs
@@ -160,7 +161,7 @@ def generate(
     check_runs(model)
     options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options["seed"] = seed
-    ends = _end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)
+    ends = end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)
 
     def read() -> Tensor:
         ids = _prompt_ids(prompt, tokenizer, ends)
@@ -217,12 +218,3 @@ def _prompt_ids(prompt: str | Tensor | Sequence[int], tokenizer: Any, ends: tupl
             fix="pass the tokens of one text, int64 [tokens] or [1, tokens]; several one after the other",
         )
     return ids.long().cpu()
-
-
-def _end_tokens(model: Any) -> tuple[int, ...]:
-    """Tokens that end a text for this model."""
-    for settings in (getattr(model, "generation_config", None), model.config):
-        found = getattr(settings, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
-    return ()

@@ -73,9 +73,10 @@ class CheckpointManager:
         """Begin to save, or save, after `step` steps; an earlier save is waited for."""
         self.report(step, wait=True)
         self._log.folder.look(self._log.display.note)
+        tokenizer, is_own = self._data.tokenizer, config.tokenizer.name_or_path == "auto"
         about = checkpoint.Metadata(
             step=step, state=state, agreement=self._agreement(config), config=config,
-            tokenizer_dir=self._data.tokenizer.folder,
+            tokenizer_dir=tokenizer.folder if is_own else tokenizer.saved,
         )  # fmt: skip
         self._saver.save(self._model, self._optimizer, about)
         self._under_way = self._directory / checkpoint.step_folder(step)

@@ -31,19 +31,19 @@ from fivefold.core.units import human_bytes, many
 from fivefold.data.batch import IGNORE, MicroBatch, TeacherTargets
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
-from fivefold.data.tokenizer import read_vocabulary
+from fivefold.data.tokenizer import find_tokenizer, tokenizer_files
 from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.forwards import check_lengths
-from fivefold.models.sources import SafetensorsFolder
+from fivefold.models.sources import open_weights
 from fivefold.parallel import passes, plain
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.reference import digest_of_weights
 
-_VERSION = 1  # raise when the numbers change
+_VERSION = 2  # raise when the numbers change
 _TOKENS, _LOG_PROBS, _LOCK = "tokens.npy", "log_probs.npy", "lock"
 _MORE = "docs/distillation.md"
 
@@ -117,7 +117,9 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
             size = human_bytes(shape[0] * shape[1] * (4 + dtype.itemsize))
             print(f"asking the teacher, {told}: {size} in the cache ...", flush=True)
         with _scratch(root, shape, dtype, world) as (beside, tokens, log_probs):
-            _ask(config, data, world, build_meta(hf_config), folder, vocabulary, made(tokens, log_probs))
+            _ask(
+                config, data, world, build_meta(hf_config, weights=folder), folder, vocabulary, made(tokens, log_probs)
+            )
             _keep(beside, place, read, world)
     tokens, log_probs = read(place)
     held = _probability(log_probs)
@@ -137,9 +139,9 @@ def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) 
         )  # fmt: skip
     if top_k > own:
         raise UserError(f"objective.top_k is {top_k}, and there are {own} tokens", fix=f"set objective.top_k: {own}")
-    theirs = folder / "tokenizer.json"
-    if theirs.is_file():
-        mine, other = read_vocabulary(data.tokenizer.folder / "tokenizer.json"), read_vocabulary(theirs)
+    if tokenizer_files(folder):
+        theirs = find_tokenizer(str(folder), model="", corpus=(), root=cache_root())
+        mine, other = (each.load().get_vocab(with_added_tokens=True) for each in (data.tokenizer, theirs))
         wrong = next((text for text in sorted(mine, key=mine.__getitem__) if other.get(text) != mine[text]), None)
         if wrong is not None:
             what = "does not have it" if wrong not in other else f"has it as {other[wrong]}"
@@ -165,7 +167,7 @@ def _ask(
     layout = config.layout.resolve(world.size)
     with _of_teacher(config.objective.teacher):
         parallelize(
-            model, layout, device=world.device, source=SafetensorsFolder(folder, model), seed=config.train.seed,
+            model, layout, device=world.device, source=open_weights(folder, model), seed=config.train.seed,
             loss_chunks=config.memory.chunks,
         )  # fmt: skip
     top_k, plan = found.tokens.shape[1], state_of(model).plan

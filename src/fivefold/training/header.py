@@ -47,6 +47,7 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
         ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),
         *_adapter_lines(job),
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
+        *_tokenizer_lines(job),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
         (
@@ -95,6 +96,17 @@ def _not_flash(job: "Trainer") -> str:
     why = next(filter(None, whys), "")
     of = "soft-capped scores" if is_capped else "windows between ranks"
     return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
+
+
+def _tokenizer_lines(job: "Trainer") -> list[tuple[str, str]]:
+    """What is said where `AutoTokenizer` will read the tokenizer otherwise in the folder of this model."""
+    kind = job.model.config.get_text_config().model_type
+    taken = hf_internals.forced_tokenizer_class(kind)
+    if taken in (None, job.data.tokenizer.kind):
+        return []
+    return [
+        ("", f"AutoTokenizer reads any tokenizer beside a {kind} model by {taken}: a saved one may get other tokens")
+    ]
 
 
 def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:

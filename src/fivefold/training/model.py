@@ -11,9 +11,10 @@ from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions
 from fivefold.launch.world import World
+from fivefold.models import hf_internals
 from fivefold.models.adapter import Layered
 from fivefold.models.adapter_facts import targets_of
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.facts import ModelFacts
 from fivefold.models.flops import Costs
 from fivefold.models.forwards import check_lengths
@@ -43,7 +44,9 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
             own |= {"vocab_size": data.tokenizer.vocab_size, "bos_token_id": None, "pad_token_id": None}
     hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
     vocabulary = hf_config.get_text_config().vocab_size
-    if data.tokenizer.vocab_size > vocabulary:
+    # A tokenizer may name more than the model has (a padding token, often) as long as no text holds it.
+    sides = [side for side in (data.train, data.validation) if side and data.tokenizer.vocab_size > vocabulary]
+    if any(side.largest_token >= vocabulary for side in sides):
         raise UserError(
             f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model's vocabulary {vocabulary}",
             fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
@@ -51,7 +54,14 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
         )
     check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
     check_lengths(hf_config, config.data.seq_length)
-    return build_meta(hf_config)
+    if config.model.init == "random":
+        return build_meta(hf_config)
+    # A run that goes on does not read the first weights, but for those that may be tied.
+    needed = ("*.safetensors", "*.json") if getattr(hf_config, "tie_word_embeddings", True) else ("*.json",)
+    folder = weights_folder(config.model.name_or_path, files=needed)
+    model = build_meta(hf_config, weights=folder)
+    model.generation_config = hf_internals.generation_config(folder)
+    return model
 
 
 def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:

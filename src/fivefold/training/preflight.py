@@ -1,7 +1,6 @@
 """Before the first step: every rank was asked for the same run, and by its plan the memory of the machine and its disk
 have room for it."""
 
-import hashlib
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
@@ -56,7 +55,6 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
 
 def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
     """What must be the same, by name: the keys of the run file, the rows, the tokenizer, the versions."""
-    tokenizer = data.tokenizer.folder / "tokenizer.json"
     return {
         **{
             f"{section}.{key}": value
@@ -64,7 +62,7 @@ def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
             for key, value in values.items()
         },
         "the fingerprint of the rows": data.fingerprint,
-        "the hash of the tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else "",
+        "the hash of the tokenizer": data.tokenizer.digest,
         "the version of python": platform.python_version(),
         **{f"the version of {package}": version(package) for package in _PACKAGES},
     }

@@ -23,13 +23,13 @@ from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
 from fivefold.models.build import weights_folder
-from fivefold.models.sources import SafetensorsFolder, TensorSource
+from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import plain
 from fivefold.parallel.state import fill, state_of
 from fivefold.training.objectives import Objective
 from fivefold.training.preference import Goal, Table, table
 
-_VERSION = 1  # raise when the numbers change
+_VERSION = 2  # raise when the numbers change
 _FILE = "log_probs.npy"
 
 
@@ -64,7 +64,7 @@ class Reference:
             )
         if other not in ("auto", "base"):
             folder = weights_folder(other)
-            return cls(SafetensorsFolder(folder, model), first, digest_of_weights(folder))
+            return cls(open_weights(folder, model), first, digest_of_weights(folder))
         is_random = config.model.init == "random"
         start = (
             key_of("random", config.train.seed)

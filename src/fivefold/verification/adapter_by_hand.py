@@ -30,7 +30,7 @@ class Drawn(TensorSource):
         assert case.adapter is not None
         generator = torch.Generator().manual_seed(case.seed + 1_000_039)
         self.values = dict[str, Tensor]()
-        for each in targets_of(facts_of(build_meta(load_model_config(case.folder))), case.adapter):
+        for each in targets_of(facts_of(build_meta(load_model_config(case.folder), weights=case.folder)), case.adapter):
             for name, size in each.shapes(case.adapter.rank).items():
                 self.values[name] = torch.randn(size, generator=generator) * size[-1] ** -0.5
         self.shapes = {name: tuple(values.shape) for name, values in self.values.items()}

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote
 from fivefold.core.cache import entry, key_of, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
-from fivefold.data.records import Records
+from fivefold.data.records import Records, given, parts_of
 from fivefold.data.source import HUB, Source
 
 _MORE = "docs/data.md; the form is hub:org/name?config=C&split=S&revision=R, what follows the name being optional"
@@ -79,20 +79,16 @@ class Hub(Records):
         where = f"{source.label}: {HUB}{address.name}"
         with _readable(where):
             rows = _stream(address, where)
-            if source.text_key in (rows.column_names or ()):
-                rows = rows.select_columns([source.text_key])
+            names = rows.column_names or ()
+            parts = parts_of(names, source)
+            if parts or source.text_key in names:
+                rows = rows.select_columns(list(parts.keys if parts else [source.text_key]))
             for row, record in enumerate(rows, start=1):
-                yield f"{where}:{row}", record
+                yield f"{where}:{row}", {**dict.fromkeys(names), **given(record)}
         if not row:
             raise UserError(
                 f"{where}: the split {address.split!r} is empty", fix="name another: ?split=...", more=_MORE
             )
-
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        address = Address.parse(str(path), source.label)
-        with _readable(where := f"{source.label}: {HUB}{address.name}"):
-            rows = _stream(address, where)
-            return tuple(rows.column_names or next(iter(rows), ()))
 
 
 def _no_dataset(name: str, where: str) -> UserError:

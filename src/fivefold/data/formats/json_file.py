@@ -2,6 +2,7 @@
 `text_key`."""
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, lines_of, opened, read_most
 from fivefold.data.records import Records
 from fivefold.data.source import Source, no_documents, not_utf8
+
+_LONG = re.compile(rb"(?<=[\s:,\[])-?\d{4301}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ def _read(path: Path, source: Source) -> list[object]:
         raise UserError(f"{where}:{error.lineno}: {what} at column {error.colno}", fix=as_lines) from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
+    except ValueError as error:
+        line = next((raw.count(b"\n", 0, each.start()) + 1 for each in _LONG.finditer(raw)), 1)
+        raise _too_long(f"{where}:{line}") from error
     records = tree if isinstance(tree, list) else [tree]
     if not records:
         raise UserError(f"{where}: the list is empty", fix="remove the file, or name the files with a glob")
@@ -77,6 +83,12 @@ def _parsed(line: bytes, where: str) -> object:
         ) from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
+    except ValueError as error:
+        raise _too_long(where) from error
+
+
+def _too_long(where: str) -> UserError:
+    return UserError(f"{where}: a number of more digits than Python reads (4,300)", fix="write it as a string")
 
 
 def _object(record: object, where: str, *, fix: str) -> Mapping[str, object]:

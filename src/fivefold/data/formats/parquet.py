@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.data.records import Records, no_text, parts_of
+from fivefold.data.records import Records, given, no_text, parts_of
 from fivefold.data.source import Source, no_documents, not_utf8
 
 _ROWS = 64  # decoded together
@@ -25,18 +25,14 @@ class Parquet(Records):
             if parts is None:
                 _check_column(file, source, where)
             keys = list(parts.keys) if parts else [source.text_key]
+            unread = dict.fromkeys(file.schema_arrow.names)
             for batch in file.iter_batches(_ROWS, columns=keys, use_threads=False):
                 for number in range(batch.num_rows):
                     row += 1
                     at = f"{where}:{row}"
-                    yield at, {key: _text(batch.column(key)[number], at) for key in keys}
+                    yield at, {**unread, **given({key: _text(batch.column(key)[number], at) for key in keys})}
         if not row:
             raise no_documents(where, "the file has no rows")
-
-    def columns(self, path: Path, source: Source) -> tuple[str, ...]:
-        where = source.at(path)
-        with _readable(where), _open(path, where) as file:
-            return tuple(file.schema_arrow.names)
 
 
 def _open(path: Path, where: str) -> Any:

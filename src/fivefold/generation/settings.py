@@ -1,0 +1,52 @@
+"""What a model's generation config, such as the generation_config.json of its folder, asks for beside a request."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+from fivefold.generation.sampling import Sampling
+from fivefold.models import hf_internals
+
+# Honoured by processors of `transformers`, or as an end of the text.
+_USED = {
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+    "watermarking_config", "renormalize_logits", "stop_strings", "eos_token_id",
+}  # fmt: skip
+_USED_TO_DRAW = {"min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+# These change no answer: how it is computed and returned, and what belongs to beams alone.
+_WITHOUT_EFFECT = {
+    "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation", "cache_config",
+    "max_cache_len", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "transformers_version", "compile_config", "disable_compile", "low_memory",
+    "continuous_batching_config", "prefill_chunk_size", "early_stopping", "length_penalty", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind", "assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens",
+    "max_matching_ngram_size", "speculation_type", "use_mtp",
+}  # fmt: skip
+
+
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Tokens that end a text for a model: of its generation config, else of its config."""
+    for settings in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        found = getattr(settings, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return ()
+
+
+def stop_texts(model: Any) -> tuple[str, ...]:
+    """Texts that end an answer by the model's generation config."""
+    found = model.generation_config.stop_strings or ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def not_used(settings: GenerationConfig, sampling: Sampling, max_new_tokens: int) -> Mapping[str, Any]:
+    """What a generation config asks for and `fivefold generate` does not do: what is not built, such as beams, and what
+    the options of the command say otherwise."""
+    options = {**sampling.options, "max_new_tokens": max_new_tokens}
+    used = _USED | _WITHOUT_EFFECT | (_USED_TO_DRAW if sampling.temperature else set())
+    said = hf_internals.generation_values(settings)
+    return {key: value for key, value in said.items() if key not in used and value != options.get(key)}
