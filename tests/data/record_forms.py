@@ -536,6 +536,7 @@ PREFERENCES = [
         ["Q[[A</s>]]", "Q[[B</s>]]"],
         "text",
     ),
+    form("texts as turns", {"prompt": "Q", "chosen": "A", "rejected": "B"}, PAIR, keys={"format": "chat"}),
     form(
         "a pair with tools",
         {"prompt": "Q", "chosen": "A", "rejected": "B", "tools": [TOOL]},
