@@ -1,179 +1,287 @@
-"""What the keys of other trainers are called in a run file, but for data: a function for each group of keys."""
+"""What the keys of other trainers are called in a run file, but for data: a function for each group of keys.
 
+A rule gives keys of the run file with their values, and after them what is done otherwise than there.
+"""
+
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fivefold.config.convert.given import Given
-from fivefold.config.peers import answer
 
+Keys = Iterator[tuple[Any, ...]]
+
+_8BIT = {"optimizer.state_dtype": "8bit"}
+_PAGED = {"memory.offload_optimizer": True}
 _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    "adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}, "adamw_apex_fused": {}, "adamw_anyprecision": {},
-    "adamw_bnb_8bit": {"optimizer.state_dtype": "8bit"}, "adamw_8bit": {"optimizer.state_dtype": "8bit"},
-    "adamw_torch_8bit": {"optimizer.state_dtype": "8bit"},
-    "paged_adamw_8bit": {"optimizer.state_dtype": "8bit", "memory.offload_optimizer": True},
-    "paged_adamw_32bit": {"memory.offload_optimizer": True}, "paged_adamw": {"memory.offload_optimizer": True},
-    "muon": {"optimizer.name": "muon"},
-}  # fmt: skip
-_SCHEDULES = {
-    "linear": ("linear", 0.0), "cosine": ("cosine", 0.0), "constant": ("constant", 1.0),
-    "constant_with_warmup": ("constant", 1.0), "cosine_with_min_lr": ("cosine", 0.1), "warmup_stable_decay": ("wsd", 0),
+    "adamw_torch": {}, "adamw_torch_fused": {}, "adamw_hf": {}, "adamw_apex_fused": {}, "adamw_bnb_8bit": _8BIT,
+    "adamw_8bit": _8BIT, "adamw_torch_8bit": _8BIT, "paged_adamw_8bit": {**_8BIT, **_PAGED},
+    "paged_adamw_32bit": _PAGED, "paged_adamw": _PAGED,
 }  # fmt: skip
 
-# The `loss_type` of TRL's DPOConfig and CPOConfig, the `pref_loss` of LLaMA-Factory -> the objective.
-_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
-
-Keys = Iterator[tuple[str, Any]]
+# Loss of each trainer -> objective. The formulas are the same: docs/preferences.md.
+_LOSSES: Mapping[str, Mapping[str, str]] = {
+    "axolotl": {"sigmoid": "dpo", "ipo": "ipo"},
+    "LLaMA-Factory": {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"},
+    "TRL": {"nll": "sft", "chunked_nll": "sft", "sigmoid": "dpo", "ipo": "ipo", "kto": "kto"},
+}
+_COMPARING = ("dpo", "ipo", "kto")
+_LOGS = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow",
+         "use_trackio": "trackio"}  # fmt: skip
+_TRACKERS = sorted(set(_LOGS.values()))
+_8_BITS = "frozen weights rest in 8 bits there"
 
 
 def model(given: Given) -> Keys:
-    if given("finetuning_type") not in (None, "full", "lora"):
-        given.leave("finetuning_type", str(answer("finetuning_type")))
-    if given("stage") not in (None, "sft", "pt", "dpo", "kto"):
-        given.leave("stage", "supervised and preference training are built, and no other stage")
-    yield "model.name_or_path", given("model_name_or_path")
+    name = given("model_name_or_path")
+    yield "model.name_or_path", name
+    if given("base_model_config") not in (None, name):
+        given.refuse("base_model_config", "the config is that of the model's folder")
+    if given("train_from_scratch"):
+        yield "model.init", "random"
+    if overrides := given("model_config"):
+        yield "model.overrides", overrides
     if tokenizer := given("tokenizer_name"):
         yield "tokenizer.name_or_path", tokenizer
+    if {key for key, token in (given("special_tokens") or {}).items() if token} - {"pad_token"}:
+        given.refuse("special_tokens", "tokens are those of the folder: if these are, take them out")
 
 
 def objective(given: Given) -> Keys:
-    """Preference training: `rl` of axolotl, `stage: dpo` of LLaMA-Factory, the `loss_type` of TRL's DPOConfig."""
-    if teacher := given("teacher_model_name_or_path"):
-        yield from _distillation(given, teacher)
-        return
-    asked, kind = given("rl"), given("loss_type", "sigmoid")
-    if given("stage") == "kto" or {"desirable_weight", "undesirable_weight"} & given.names:
-        asked = "kto"
-    is_dpo = given("stage") == "dpo" or (given.trainer == "TRL" and {"loss_type", "beta", "ref_model"} & given.names)
-    name = asked or (_LOSSES.get(str(kind), str(kind)) if is_dpo else None)
+    """Preference training: `rl` of axolotl, `stage` of LLaMA-Factory, `loss_type` of TRL."""
+    name = _objective(given)
     if name is None:
         return
-    if name not in _LOSSES.values():
-        why = f"{name} is not built; dpo is what it becomes: see docs/preferences.md"
-        given.leave("rl" if asked else "loss_type", why)
-        name = "dpo"
-    yield "objective.name", name
-    yield "objective.beta", given("orpo_alpha" if name == "orpo" and "orpo_alpha" in given else "beta", 0.1)
+    there = "z is the mean over a micro batch of one device there, and over the global batch here"
+    there += "; rows are shuffled, and are not there" if given.trainer == "TRL" else ""
+    yield "objective.name", name, there if name == "kto" else ""
+    more = given("trl") or {}
+    if more.keys() - {"beta"}:
+        given.refuse("trl", "of it, beta alone has a counterpart")
+    asked = more.get("beta", given("beta"))
+    yield "objective.beta", 0.1 if asked is None else asked
     if name == "simpo":
-        yield "objective.gamma", given("simpo_gamma", 0.5)
-    for weight in ("desirable_weight", "undesirable_weight"):
-        if name == "kto" and weight in given:
-            yield f"objective.{weight}", given(weight)
-    if (other := given("ref_model")) and name in ("dpo", "ipo", "kto"):
+        yield "objective.gamma", given("simpo_gamma")
+    if name == "kto":
+        yield "objective.desirable_weight", given("desirable_weight")
+        yield "objective.undesirable_weight", given("undesirable_weight")
+    if name in _COMPARING and (other := given("ref_model")):
         yield "objective.reference", other
-    given.note("a row holds the two sequences of a pair: data.seq_length is twice the length that is said there")
-    if not given.found.keys.get("data.packing"):
-        given.note("without packing a row is one pair; data.packing: true puts several whole pairs in a row")
+    if name in _COMPARING and given("adapter_path"):
+        given.refuse("adapter_path", "the reference would be the model with that adapter, and is the one without there")
 
 
-def _distillation(given: Given, teacher: Any) -> Keys:
-    """TRL's GKDConfig."""
-    yield "objective.name", "distill"
-    yield "objective.teacher", teacher
-    yield "objective.temperature", given("temperature", 0.9)
-    yield "objective.alpha", 1.0
-    given.note("the teacher is followed on the text, by its likeliest tokens and the forward divergence (beta: 0)")
-    for name in ("lmbda", "beta", "seq_kd"):
-        if name in given:
-            given.leave(name, "a teacher that judges what the student writes is not built")
-
-
-# Defaults of each trainer's own: rank and alpha.
-_LORA = {"axolotl": (8, 16), "LLaMA-Factory": (8, 16), "TRL": (16, 32)}
+def _objective(given: Given) -> str | None:
+    """The name of an objective other than sft."""
+    key = {"axolotl": "rl", "LLaMA-Factory": "stage", "TRL": "loss_type"}[given.trainer]
+    asked = given(key)
+    if asked in (None, False, "sft", "pt"):
+        return None
+    key, asked = ("loss_type", given("loss_type") or "sigmoid") if asked == "dpo" else (key, asked)
+    losses = list(asked) if isinstance(asked, list | tuple) else [asked]
+    name = _LOSSES[given.trainer].get(str(losses[0])) if len(losses) == 1 else None
+    if name is None:
+        given.refuse(key, f"{' and '.join(map(str, losses))} is not converted")
+    return None if name == "sft" else name
 
 
 def adapter(given: Given) -> Keys:
     """LoRA: `adapter` of axolotl, `finetuning_type` of LLaMA-Factory, `use_peft` of TRL."""
-    asked = given("adapter") or given("finetuning_type") or ("lora" if given("use_peft") else None)
-    if asked == "dora":
-        given.leave("adapter", "dora is not built; lora is what it becomes")
-    if asked not in ("lora", "qlora", "dora"):
+    key, asked = next((key, given(key)) for key in ("adapter", "finetuning_type", "use_peft") if _has(given, key))
+    in_4_bits, in_8_bits = _bits(given)
+    if asked in (None, False, "full"):
+        if in_4_bits or in_8_bits:
+            given.refuse(key, "quantised weights are trained beside an adapter alone")
         return
-    rank, alpha = _LORA[given.trainer]
-    rank = int(given("lora_r", rank))
+    if asked not in (True, "lora", "qlora"):
+        given.refuse(key, f"{asked} is not built, but lora")
+    rank, alpha = given("lora_r"), given("lora_alpha")
+    if alpha is None and rank and given.trainer == "LLaMA-Factory":
+        alpha = 2 * int(rank)
+    path = given("adapter_path")
+    for name, value in (("lora_r", rank), ("lora_alpha", alpha)):
+        if value is None:
+            given.refuse(name, "it is not said: write it" + (", as the adapter has it" if path else ""))
     yield "adapter.name", "lora"
     yield "adapter.rank", rank
-    yield "adapter.alpha", given("lora_alpha", 2 * rank if given.trainer == "LLaMA-Factory" else alpha)
-    named, every_linear = given("lora_target_modules"), given("lora_target_linear")
-    every = every_linear or named in (None, "all", "all-linear", ["all"], ["all-linear"])
-    names = named.split(",") if isinstance(named, str) else named or []
-    yield "adapter.targets", "auto" if every else [str(name).strip() for name in names]
+    yield "adapter.alpha", alpha
+    yield _targets(given)
     if parameters := given("lora_target_parameters"):
         yield "adapter.target_parameters", [parameters] if isinstance(parameters, str) else list(parameters)
     if given("use_rslora"):
         yield "adapter.rslora", True
-    if named is None and not every_linear and given.trainer != "LLaMA-Factory":
-        given.note("lora_target_modules is not said there: peft takes a few linears of each layer by the model's type")
-    in_four_bits = asked == "qlora", given("load_in_4bit"), str(given("quantization_bit")) == "4"
-    if any(in_four_bits):
+    if asked == "qlora" or in_4_bits:
         yield "adapter.quantize", "nf4"
-    if given("lora_dropout", 0.05 if given.trainer == "TRL" else None):
-        given.leave("lora_dropout", "nothing is dropped in any run")
-    if given("use_dora"):
-        given.leave("use_dora", "dora is not built; lora is what it becomes")
-    if path := given("lora_model_dir"):
+    elif in_8_bits:
+        yield "adapter.quantize", "none", _8_BITS
+    if dropout := given("lora_dropout"):
+        yield "adapter.dropout", 0, f"{dropout} there; nothing is dropped in any run"
+    if path:
+        if "," in str(path):
+            given.refuse("adapter_path", "name one adapter")
         yield "adapter.path", path
+
+
+def _has(given: Given, key: str) -> bool:
+    return key in given.schema.becomes
+
+
+def _bits(given: Given) -> tuple[bool, bool]:
+    """Whether frozen weights rest in 4 bits, and whether in 8."""
+    bits = str(given("quantization_bit") or "")
+    if bits not in ("", "4", "8") or given("quantization_type") not in (None, "nf4"):
+        given.refuse("quantization_bit", "nf4 is built, and no other quantisation")
+    return bool(given("load_in_4bit")) or bits == "4", bool(given("load_in_8bit")) or bits == "8"
+
+
+def _targets(given: Given) -> tuple[Any, ...]:
+    named, every = given("lora_target_modules"), given("all_linears")
+    names = [str(name).strip() for name in (named.split(",") if isinstance(named, str) else named or ())]
+    if every or names in (["all"], ["all-linear"]):
+        return "adapter.targets", "auto", "routers and the linears of experts have none here"
+    if not names and not given("lora_target_parameters"):
+        given.refuse(
+            "lora_target_modules", "it is not said, and peft chooses by the type of the model: name the linears"
+        )
+    if not all(re.fullmatch(r"[\w.]+", name) for name in names):
+        given.refuse("lora_target_modules", "name linears by the ends of their names, not by a pattern")
+    return "adapter.targets", names
 
 
 def batch(given: Given) -> Keys:
     rows, accumulation = int(given("per_device_train_batch_size")), int(given("gradient_accumulation_steps"))
     split = 1
-    for axis in ("tensor", "context", "pipeline", "expert"):
-        name = f"{axis}_parallel_size"
-        if name in given and (degree := int(given(name))) > 1:
+    for axis in ("tensor", "context", "expert"):
+        degree = int(given(f"{axis}_parallel_size") or 1)
+        if degree > 1:
             yield f"layout.{axis[0]}p", degree
             split *= 1 if axis == "expert" else degree
     ranks = max(1, given.devices // split)
     given.note(f"global_batch_size is {rows} rows x {accumulation} x {ranks} data ranks: for {given.devices} devices")
     yield "train.micro_batch_size", rows
     yield "train.global_batch_size", rows * accumulation * ranks
-    yield "train.seed", given("seed")
+    yield "train.seed", 42 if given("seed") is None else given("seed")
 
 
 def length(given: Given) -> Keys:
-    steps, epochs = given("max_steps", -1), given("num_train_epochs")
-    yield ("train.max_steps", steps) if isinstance(steps, int) and steps > 0 else ("train.max_epochs", epochs)
-    sequences = 2 if "objective.name" in given.found.keys else 1  # of a row
-    yield "data.seq_length", sequences * int(given("max_seq_length"))
+    steps, epochs = given("max_steps"), given("num_train_epochs")
+    if steps and int(steps) > 0:
+        yield "train.max_steps", int(steps)
+    else:
+        yield "train.max_epochs", epochs, "steps are whole across epochs; there the last one of an epoch may be smaller"
+    tokens = given("seq_length")
+    if tokens is None:
+        given.refuse("seq_length", "rows have a length: write that of the longest example")
+        return
+    changed = ""
+    if "objective.name" in given.found.keys:
+        changed = "of both answers, twice the length of one; a longer pair is left out, and cut there"
+        tokens = 2 * int(tokens)
+    elif given.trainer == "axolotl" and given("excess_length_strategy") != "truncate":
+        changed = "a longer example loses its end, and is left out there; a longer text goes on in the next row"
+    elif given.trainer != "axolotl":
+        changed = "of what is longer: an example loses its end, a text goes on in the next row; both are cut there"
+    yield "data.seq_length", int(tokens), changed
+    yield from _packing(given)
+
+
+def _packing(given: Given) -> Keys:
+    joined = "documents do not see each other; there they are joined, and cut into rows"
+    if "objective.name" in given.found.keys:
+        yield "data.packing", False
+    elif given.trainer == "LLaMA-Factory":
+        packing, neat = given("packing"), given("neat_packing")
+        is_packed = bool(neat or (given("stage") == "pt" if packing is None else packing))
+        yield "data.packing", is_packed, joined if is_packed and not neat else ""
+    elif given.trainer == "axolotl":
+        is_streamed = bool(given("pretraining_dataset")) and not given("packing")
+        yield "data.packing", bool(given("packing")) or is_streamed, joined if is_streamed else ""
+    else:
+        is_packed = bool(given("packing"))
+        yield "data.packing", is_packed, joined if is_packed and given("packing_strategy") == "wrapped" else ""
 
 
 def optimizer(given: Given) -> Keys:
-    name = str(given("optim", "adamw_torch"))
-    if name in _OPTIMIZERS:
-        yield from _OPTIMIZERS[name].items()
-    else:
-        given.leave("optim", f"{name} is not built; adamw is what it becomes, and muon there is")
-    of_pairs = given.trainer == "TRL" and "objective.name" in given.found.keys and "learning_rate" not in given
-    yield "optimizer.learning_rate", 1e-6 if of_pairs else given("learning_rate")  # the default of DPOConfig
-    yield "optimizer.betas", [given("adam_beta1"), given("adam_beta2")]
-    yield "optimizer.eps", given("adam_epsilon")
-    yield "optimizer.weight_decay", given("weight_decay")
-    yield "optimizer.max_grad_norm", given("max_grad_norm")
+    name = str(given("optim") or "adamw_torch")
+    for key, value in _OPTIMIZERS.get(name, {}).items():
+        yield key, value, "blocks and codes are fivefold's: docs/memory.md" if value == "8bit" else ""
+    if name not in _OPTIMIZERS:
+        given.refuse("optim", f"{name} is not converted, but adamw_torch and its forms of 8 bits")
+    if given("learning_rate") is None:
+        given.refuse("learning_rate", "it is not said: write it")
+    yield "optimizer.learning_rate", given("learning_rate")
+    defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    beta1, beta2, eps, decay, norm = (unset if given(key) is None else given(key) for key, unset in defaults.items())
+    yield "optimizer.betas", [beta1, beta2]
+    yield "optimizer.eps", eps
+    yield "optimizer.weight_decay", decay
+    yield "optimizer.max_grad_norm", norm
 
 
 def schedule(given: Given) -> Keys:
-    name, more = str(given("lr_scheduler_type")), given("lr_scheduler_kwargs") or {}
-    ours, last = _SCHEDULES.get(name, ("cosine", 0.0))
-    if name not in _SCHEDULES:
-        given.leave("lr_scheduler_type", f"{name} is not built; cosine is what it becomes")
-    least = given("cosine_min_lr_ratio", more.get("min_lr_rate"))
-    if least is None and more.get("min_lr") is not None:
-        least = float(more["min_lr"]) / float(given("learning_rate"))
-    yield "scheduler.name", ours
-    yield "scheduler.min_lr_ratio", last if least is None else least
-    ratio, steps = given("warmup_ratio"), given("warmup_steps")
-    part = ratio if ratio else steps if isinstance(steps, float) and 0 < steps < 1 else None
-    yield "scheduler.warmup_steps", f"{100 * float(part):g}%" if part else steps
+    name = str(given("lr_scheduler_type") or "cosine")  # null is axolotl's
+    shape = _shape(given, name)
+    if shape is None:
+        given.refuse("lr_scheduler_type", f"{name} with what is said of it has other rates: docs/learning_rate.md")
+        return
+    yield "scheduler.name", shape[0]
+    yield "scheduler.min_lr_ratio", shape[1]
+    warmup, changed = (0, "") if name == "constant" else _warmup(given)
+    if name == "constant" and (given("warmup_steps") or given("warmup_ratio")):
+        changed = "constant has no warm-up there either; constant_with_warmup has"
+    rises = "step k of the w has k/w of the rate, and (k - 1)/w there" if warmup else ""
+    yield "scheduler.warmup_steps", warmup, rises, changed
+
+
+def _shape(given: Given, name: str) -> tuple[str, float] | None:
+    """The name and the lowest rate of the scheduler that has the same rates after the warm-up."""
+    more, peak, ratio = dict(given("lr_scheduler_kwargs") or {}), given("learning_rate"), given("cosine_min_lr_ratio")
+    if ratio is not None and (name != "cosine" or more):
+        return None
+    if float(more.pop("num_cycles", 0.5)) != 0.5 or float(more.pop("power", 1)) != 1:
+        return None
+    if name == "polynomial":
+        return ("linear", float(more.pop("lr_end", 1e-7)) / float(peak)) if not more.keys() - {"lr_end"} else None
+    if name == "cosine_with_min_lr" and len(more) == 1 and more.keys() <= {"min_lr", "min_lr_rate"}:
+        return "cosine", float(more["min_lr_rate"] if "min_lr_rate" in more else float(more["min_lr"]) / float(peak))
+    plain = {"linear": 0.0, "cosine": float(ratio or 0.0), "constant": 1.0, "constant_with_warmup": 1.0}
+    return (name.removesuffix("_with_warmup"), plain[name]) if name in plain and not more else None
+
+
+def _warmup(given: Given) -> tuple[int | str, str]:
+    """Steps or a part of the run, and what is done otherwise."""
+    steps, ratio, total = given("warmup_steps"), given("warmup_ratio"), int(given("max_steps") or -1)
+    part = float(steps) if steps and 0 < float(steps) < 1 else float(ratio or 0) if not steps else 0.0
+    if given.trainer != "axolotl":
+        return (f"{100 * part:.10g}%" if part else int(steps or 0)), ""
+    if steps is None and ratio is None:
+        part = 0.03
+    if total > 0 and steps is None:
+        most = 100 if ratio is None else total
+        steps, part = min(int(part * total), most), 0.0
+    if part:
+        there = ", and at most 100" if ratio is None else ""
+        return f"{100 * part:.10g}%", f"rounded up, and down there{there}"
+    return (2 if int(steps or 0) == 1 else int(steps or 0)), ""  # 2: as axolotl does
 
 
 def precision(given: Given) -> Keys:
-    if given("fp16"):
-        given.leave("fp16", "fp16 is not built; bf16 needs no loss scaling")
-    is_bf16 = given("bf16") not in (False, "false") or given("fp16")
-    yield "precision.compute", "bf16" if is_bf16 else "fp32"
-    if given("fp8"):
-        yield "precision.fp8", "rowwise"
-    if given("gradient_checkpointing") and not given("disable_gradient_checkpointing"):
+    names = ("bf16", "bfloat16", "pure_bf16")
+    is_fp16 = bool(given("fp16") or given("float16"))
+    is_bf16 = any(given(name) not in (None, False, "false") for name in names) or (
+        given.trainer == "TRL" and given("bf16") is None and not is_fp16
+    )
+    for name in ("fp16", "float16"):
+        if is_bf16 and given(name):
+            given.leave(name, "bf16 is said beside it")
+    yield "precision.compute", "bf16" if is_bf16 or is_fp16 else "fp32", "" if is_bf16 or not is_fp16 else "fp16 there"
+    recomputes = given("gradient_checkpointing") or given("activation_checkpointing")
+    if given.trainer == "LLaMA-Factory":
+        recomputes = not given("disable_gradient_checkpointing")
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            given.leave(name, "disable_gradient_checkpointing decides")
+    if recomputes:
         yield "memory.recompute", "full"
     if given("activation_offloading"):
         yield "memory.offload_activations", True
@@ -183,31 +291,42 @@ def run(given: Given) -> Keys:
     if out := given("output_dir"):
         yield "run.dir", str(Path(out).parent)
         yield "run.name", Path(out).name
-    given("run_name")  # the folder's name is the run's
-    if given("save_strategy", "steps") == "steps":
-        yield "checkpoint.every", given("save_steps")
-    elif "save_strategy" in given:
-        given.leave("save_strategy", "checkpoints are written every so many steps: checkpoint.every")
+    strategy, every = given("save_strategy"), given("save_steps")
+    if strategy in ("no", False):
+        yield "checkpoint.every", 0
+    elif strategy in (None, "steps") and _is_count(every):
+        yield "checkpoint.every", int(every)
+    else:
+        for name in ("save_strategy", "save_steps"):
+            given.leave(name, "checkpoints are written every so many steps: checkpoint.every")
     if keep := given("save_total_limit"):
         yield "checkpoint.keep", keep
-    yield "log.every", given("logging_steps")
+    if _is_count(given("logging_steps")):
+        yield "log.every", int(given("logging_steps"))
     yield "checkpoint.export_hf", True
-    said = given("report_to", [])
+    said = given("report_to") or []
     to = [said] if isinstance(said, str) else list(said)
-    to += ["wandb"] if given("wandb_project") or given("use_wandb") else []
-    known = [name for name in dict.fromkeys(to) if name in ("tensorboard", "wandb", "mlflow", "trackio")]
+    to += [name for key, name in _LOGS.items() if given(key)]
+    known = [name for name in dict.fromkeys(to) if name in _LOGS.values()]
+    if others := set(to) - {*known, "none"}:
+        given.leave("report_to", f"{', '.join(sorted(others))} gets nothing; log.to has {', '.join(_TRACKERS)}")
     if known:
         yield "log.to", ["jsonl", *known]
 
 
+def _is_count(value: Any) -> bool:
+    return value is not None and float(value) >= 1
+
+
 def evaluation(given: Given) -> Keys:
-    part, is_on = given("val_size"), given("eval_strategy", "no") not in ("no", False)
+    part = given("val_size") or given("test_split_size")
     if part and float(part) >= 1:
-        given.leave("val_size", f"{part} rows; write the part of the text that it is, data.validation: 1%")
-        part = None
+        given.refuse("val_size", f"{part} rows: write the part of the text that it is, such as 0.01")
     if "data.validation" not in given.found.keys:
         yield "data.validation", part or 0
-    if steps := given("eval_steps"):
-        yield "eval.every", steps
-    elif is_on or part:
-        given.note("eval.every is not said there as steps: it is the default, 250")
+    steps, strategy = given("eval_steps"), given("eval_strategy")
+    if _is_count(steps):
+        yield "eval.every", int(steps)
+    elif strategy not in (None, "no", False):
+        for name in ("eval_strategy", "eval_steps"):
+            given.leave(name, "evaluations are made every so many steps: eval.every")
