@@ -209,6 +209,8 @@ def test_every_key_of_every_schema(tmp_path: Path, subtests: pytest.Subtests) ->
             kind: [key for key, (what, _) in keys.becomes.items() if what == kind] for kind in (NO_COUNTERPART, REFUSED)
         }
         with subtests.test(source=source):
+            for key, name in keys.names.items():  # no name of the rules is another key of the trainer
+                assert keys.becomes.get(name, ("", ""))[0] in ("", keys.becomes[key][0]), key
             silent = converted(tmp_path, text).tree
             for value in (lambda default: default, another):
                 said = {key: value(keys.defaults.get(key)) for key in kinds[NO_COUNTERPART] if key not in keys.only}
@@ -561,6 +563,10 @@ def test_adapters_that_are_not_kept_are_refused(tmp_path: Path, subtests: pytest
         (LEAST["axolotl"] + "adapter: llama-adapter", "adapter: llama-adapter is not built"),
         (LEAST["axolotl"] + "adapter: lora\nlora_target_linear: true", "lora_r: it is not said"),
         (LEAST["axolotl"] + "load_in_4bit: true", "adapter: quantised weights are trained beside an adapter alone"),
+        (
+            LEAST["llamafactory"].replace("full", "lora") + "quantization_bit: 4\nquantization_method: hqq",
+            "nf4 is built",
+        ),
         (LEAST["llamafactory"].replace("full", "freeze"), "finetuning_type: freeze is not built"),
         (LEAST["llamafactory"].replace("full", "lora") + "use_dora: true", "use_dora: of adapters"),
         (LEAST["trl"] + "use_peft: true", "lora_target_modules: it is not said"),

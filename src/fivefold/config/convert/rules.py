@@ -130,7 +130,8 @@ def _has(given: Given, key: str) -> bool:
 def _bits(given: Given) -> tuple[bool, bool]:
     """Whether frozen weights rest in 4 bits, and whether in 8."""
     bits = str(given("quantization_bit") or "")
-    if bits not in ("", "4", "8") or given("quantization_type") not in (None, "nf4"):
+    kinds = {given("quantization_type"), given("quantization_method")} if bits else set()
+    if bits not in ("", "4", "8") or not kinds <= {None, "nf4", "bnb", "bitsandbytes"}:
         given.refuse("quantization_bit", "nf4 is built, and no other quantisation")
     return bool(given("load_in_4bit")) or bits == "4", bool(given("load_in_8bit")) or bits == "8"
 
@@ -275,7 +276,9 @@ def precision(given: Given) -> Keys:
     for name in ("fp16", "float16"):
         if is_bf16 and given(name):
             given.leave(name, "bf16 is said beside it")
-    yield "precision.compute", "bf16" if is_bf16 or is_fp16 else "fp32", "" if is_bf16 or not is_fp16 else "fp16 there"
+    there = "fp16" if is_fp16 else "the type of the model's weights" if given.trainer == "LLaMA-Factory" else ""
+    changed = f"{there} there" if there and not is_bf16 else ""
+    yield "precision.compute", "bf16" if is_bf16 or is_fp16 else "fp32", changed
     recomputes = given("gradient_checkpointing") or given("activation_checkpointing")
     if given.trainer == "LLaMA-Factory":
         recomputes = not given("disable_gradient_checkpointing")
