@@ -12,9 +12,9 @@ import yaml
 from transformers import TrainingArguments
 
 from fivefold.config import RunConfig, load_config
-from fivefold.config.convert import convert
-from fivefold.config.convert.given import Converted
-from fivefold.config.convert.schema import NO_COUNTERPART, REFUSED, RULES, schema
+from fivefold.convert import convert
+from fivefold.convert.given import Converted
+from fivefold.convert.schema import NO_COUNTERPART, REFUSED, RULES, schema
 from fivefold.core.errors import UserError
 
 AXOLOTL = """

@@ -22,6 +22,6 @@ def convert(
 
     Example: fivefold convert axolotl.yml --devices 8 > run.yaml
     """
-    from fivefold.config.convert import convert as converted
+    from fivefold.convert import convert as converted
 
     say(str(converted(file, devices=devices)).rstrip("\n"))

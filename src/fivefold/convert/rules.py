@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.convert.given import Given
+from fivefold.convert.given import Given
 
 Keys = Iterator[tuple[Any, ...]]
 

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.convert.given import Given
+from fivefold.convert.given import Given
 
 Source = dict[str, Any]  # of `data.train`; `changed`: what to say beside it
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from fivefold.config.convert.given import Given
-from fivefold.config.convert.sources import Source, at_its_paths, keys_of, refuse_others
+from fivefold.convert.given import Given
+from fivefold.convert.sources import Source, at_its_paths, keys_of, refuse_others
 
 
 def sources(given: Given, held_out: bool) -> Iterator[Source]:

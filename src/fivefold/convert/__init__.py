@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fivefold.config.convert import rules
-from fivefold.config.convert.data import data
-from fivefold.config.convert.given import Converted, Given
-from fivefold.config.convert.schema import Schema, schema
 from fivefold.config.runfile import RunFile
 from fivefold.config.schema import RunConfig
+from fivefold.convert import rules
+from fivefold.convert.data import data
+from fivefold.convert.given import Converted, Given
+from fivefold.convert.schema import Schema, schema
 from fivefold.core.errors import UserError
 
 _RULES: tuple[Callable[[Given], rules.Keys], ...] = (

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fivefold.config.convert.given import Given
-from fivefold.config.convert.sources import PROPERTIES, ROLES, Source, has_more, keys_of, on_hub
+from fivefold.convert.given import Given
+from fivefold.convert.sources import PROPERTIES, ROLES, Source, has_more, keys_of, on_hub
 
 _KNOWN = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split", "columns",
           "tags"}  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from fivefold.config.convert.schema import REFUSED, RULES, Schema
 from fivefold.config.schema import ExactDumper
+from fivefold.convert.schema import REFUSED, RULES, Schema
 from fivefold.core.errors import UserError
 
 _BREAKS = re.compile(r"[\r\n\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # what would end a comment

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from fivefold.config.convert import axolotl_data, llamafactory_data, trl_data
-from fivefold.config.convert.given import Given
-from fivefold.config.convert.rules import Keys
-from fivefold.config.convert.sources import Source
+from fivefold.convert import axolotl_data, llamafactory_data, trl_data
+from fivefold.convert.given import Given
+from fivefold.convert.rules import Keys
+from fivefold.convert.sources import Source
 
 _SOURCES: Mapping[str, Callable[[Given, bool], Iterator[Source]]] = {
     "axolotl": axolotl_data.sources,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fivefold.config.convert.given import Given
-from fivefold.config.convert.sources import PROPERTIES, ROLES, Source, at_its_paths, refuse_others
+from fivefold.convert.given import Given
+from fivefold.convert.sources import PROPERTIES, ROLES, Source, at_its_paths, refuse_others
 
 _TURNS = ("message_field_role", "message_field_content", "message_property_mappings", "roles", "chat_template")
 _CHAT = (*_TURNS, "field_messages", "field_tools", "roles_to_train", "train_on_eos", "train_on_eot")
