@@ -4,18 +4,21 @@ meaning, is said to be changed, is said to have no counterpart, or is refused.""
 import json
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from fivefold.config import RunConfig, load_config
 from fivefold.convert import convert
 from fivefold.convert.given import Converted
 from fivefold.convert.schema import NO_COUNTERPART, REFUSED, RULES, schema
 from fivefold.core.errors import UserError
+from fivefold.training.schedule import learning_rate
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -339,6 +342,12 @@ def test_datasets_that_are_not_kept_are_refused(tmp_path: Path, subtests: pytest
 # ---- rates, lengths and batches --------------------------------------------------------------------------------------
 
 
+SCHEDULES: list[tuple[str, dict[str, float]]] = [
+    ("linear", {}), ("cosine", {}), ("constant_with_warmup", {}), ("cosine_with_min_lr", {"min_lr": 2e-4}),
+    ("polynomial", {"lr_end": 1e-4}),
+]  # fmt: skip
+
+
 def test_schedules(tmp_path: Path, subtests: pytest.Subtests) -> None:
     base = LEAST["trl"] + "learning_rate: 1.0e-3\n"
     for more, expected in [
@@ -362,6 +371,25 @@ def test_schedules(tmp_path: Path, subtests: pytest.Subtests) -> None:
     ]:  # fmt: skip
         with subtests.test(more):
             assert "has other rates: docs/learning_rate.md" in refusal(tmp_path, base + more)
+
+
+def test_a_converted_run_has_the_rates_of_transformers(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for total, (name, more), warmup in product((1, 12), SCHEDULES, (0, 3)):
+        with subtests.test(total=total, name=name, warmup=warmup):
+            config = {**yaml.safe_load(LEAST["trl"]), "lr_scheduler_type": name, "lr_scheduler_kwargs": more or None}
+            config |= {"learning_rate": 1e-3, "max_steps": total, "warmup_steps": warmup}
+            run = RunConfig.model_validate(converted(tmp_path, config).tree)
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+            scheduler = get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=more)
+            for step in range(total):
+                rate = learning_rate(
+                    step, name=run.scheduler.name, peak=run.optimizer.learning_rate, total_steps=total,
+                    warmup_steps=int(run.scheduler.warmup_steps), min_lr_ratio=run.scheduler.min_lr_ratio,
+                )  # fmt: skip
+                assert rate > 0 and (step < warmup or rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12))
+                optimizer.step()
+                if step + 1 < total:
+                    scheduler.step()
 
 
 def test_warm_up_of_axolotl(tmp_path: Path) -> None:
