@@ -321,6 +321,50 @@ def test_records_of_trl_are_told_by_their_keys(tmp_path: Path, subtests: pytest.
     assert "TRL reads messages, text, or prompt and completion; it has question" in refusal(tmp_path, base)
 
 
+# Keys of a dataset: SFTDataset and DPODataset of axolotl, DatasetConfig of TRL, DatasetAttr of LLaMA-Factory.
+OF_DATASETS = {
+    "axolotl": """path split type input_transform shards shards_idx preprocess_shards conversation chat_template
+        chat_template_jinja data_files input_format name ds_type field field_human field_model field_messages
+        field_tools field_thinking template_thinking_key message_field_role message_field_content message_property_mappings
+        message_field_training message_field_training_detail split_thinking logprobs_field temperature roles_to_train
+        train_on_eos train_on_eot roles drop_system_message trust_remote_code revision field_chosen field_rejected
+        skip text_column a_slip""",
+    "trl": "path name data_dir data_files split columns fraction a_slip",
+    "llamafactory": "hf_hub_url formatting ranking subset split folder num_samples columns tags script_url a_slip",
+}
+
+
+# Values of keys that are no texts.
+OF_LISTS = {
+    "data_files": ["x.json"], "roles_to_train": ["user"], "columns": {"messages": "x"}, "tags": {"role_tag": "x"},
+    "roles": {"user": ["x"]}, "message_property_mappings": {"role": "x"},
+}  # fmt: skip
+
+
+def of_dataset(tmp_path: Path, source: str, more: dict[str, Any]) -> tuple[Any, ...]:
+    """What is said of one dataset of the hub with these keys."""
+    config = yaml.safe_load(LEAST[source]) | {"dataset_name": None, "dataset_dir": str(tmp_path / "list")}
+    about = {"axolotl": {"path": "a/b", "name": "x", "type": "chat_template"}, "trl": {"path": "a/b", "name": "x"}}
+    if source == "llamafactory":
+        (tmp_path / "list").mkdir(exist_ok=True)
+        info = {"d": {"hf_hub_url": "a/b", "subset": "x", "split": "x", **more}}
+        (tmp_path / "list/dataset_info.json").write_text(json.dumps(info))
+    else:
+        config["datasets"] = [about[source] | more]
+    known = schema(source, "sft").becomes
+    return said_of(converted(tmp_path, {key: each for key, each in config.items() if key in known}))
+
+
+def test_every_key_of_a_dataset(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Another value of it changes the run file, or is said, or is refused."""
+    for source, keys in OF_DATASETS.items():
+        before = of_dataset(tmp_path, source, {})
+        for key in keys.split():
+            if (source, key) != ("trl", "columns"):  # they choose columns, and rename none
+                with subtests.test(source=source, key=key), suppress(UserError):
+                    assert of_dataset(tmp_path, source, {key: OF_LISTS.get(key, "other")}) != before
+
+
 def test_datasets_that_are_not_kept_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for more, says in [
         ("{path: d.jsonl, type: alpaca}", "datasets[0].type: alpaca writes texts of its own"),

@@ -14,14 +14,17 @@ ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "system":
 PROPERTIES = {"role": {"role", "from"}, "content": {"content", "value"}}
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst", ".xz", ".bz2")
 _BUILDERS = ("json", "csv", "text", "parquet", "arrow")  # of the `datasets` library, in place of a path
-# Keys of a dataset that `at_its_paths` reads, or that change nothing.
-_COMMON = ("path", "name", "split", "revision", "type", "ds_type", "data_files", "trust_remote_code")
+# Keys of a dataset that `at_its_paths` reads, and those that change nothing.
+_READ = ("path", "name", "split", "revision", "type", "data_files")
+_HARMLESS = ("ds_type", "trust_remote_code", "preprocess_shards")
 
 
 def refuse_others(given: Given, where: str, about: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse every key of a dataset that asks for something and is not `known`."""
+    """Refuse every key of a dataset that asks for something and is not `known`; say those that change nothing."""
     for key, value in about.items():
-        if key not in known and key not in _COMMON and value not in (None, False, "", [], {}):
+        if key in _HARMLESS:
+            given.found.left[f"{where}.{key}"] = "speed and memory, not what is trained"
+        if key not in (*known, *_READ, *_HARMLESS) and value not in (None, False, "", [], {}):
             given.refuse(f"{where}.{key}", "it is not converted")
 
 
