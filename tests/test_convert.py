@@ -19,6 +19,7 @@ from fivefold.convert.given import Converted
 from fivefold.convert.schema import NO_COUNTERPART, REFUSED, RULES, schema
 from fivefold.core.errors import UserError
 from fivefold.training.schedule import learning_rate
+from tests.commands import fivefold
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -325,10 +326,10 @@ def test_records_of_trl_are_told_by_their_keys(tmp_path: Path, subtests: pytest.
 OF_DATASETS = {
     "axolotl": """path split type input_transform shards shards_idx preprocess_shards conversation chat_template
         chat_template_jinja data_files input_format name ds_type field field_human field_model field_messages
-        field_tools field_thinking template_thinking_key message_field_role message_field_content message_property_mappings
-        message_field_training message_field_training_detail split_thinking logprobs_field temperature roles_to_train
-        train_on_eos train_on_eot roles drop_system_message trust_remote_code revision field_chosen field_rejected
-        skip text_column a_slip""",
+        field_tools field_thinking template_thinking_key message_field_role message_field_content
+        message_property_mappings message_field_training message_field_training_detail split_thinking
+        logprobs_field temperature roles_to_train train_on_eos train_on_eot roles drop_system_message
+        trust_remote_code revision field_chosen field_rejected skip text_column a_slip""",
     "trl": "path name data_dir data_files split columns fraction a_slip",
     "llamafactory": "hf_hub_url formatting ranking subset split folder num_samples columns tags script_url a_slip",
 }
@@ -645,3 +646,35 @@ def test_adapters_that_are_not_kept_are_refused(tmp_path: Path, subtests: pytest
     ]:
         with subtests.test(text):
             assert says in refusal(tmp_path, text)
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------
+
+SAID = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+ASKED = {"ask": "Q", "say": "A", "told": "S", "left": "L"}
+INPUT = {"instruction": "Q", "input": "I", "output": "A", "system": "S", "history": [["q", "a"]]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "text", "rows"),
+    [
+        ({"d.json": [{"messages": SAID}]}, LEAST["axolotl"].replace("d.jsonl", "d.json"), "{S}{U}<A>[[A</>\n</s>]]"),
+        ({"d.json": [{"messages": SAID}]}, LEAST["trl"].replace("c/d", "d.json"), "<[[|im_start|>system\nS</>\n{U}<A>A</>\n</s>]]"),
+        ({"d.json": [{"prompt": "Q", "completion": "A"}]}, LEAST["trl"].replace("c/d", "d.json"), "Q[[A</s>]]"),
+        ({"asked.json": [ASKED]}, LEAST["llamafactory"].replace(": d\n", ": asked\n"), "{S}{U}<A>[[A</>\n</s>]]"),
+        ({"input.json": [INPUT]}, LEAST["llamafactory"].replace(": d\n", ": input\n"),
+         "{S}<|im_start|>user\nq</>\n<A>[[a</>]]\n<|im_start|>user\nQ\n\nI</>\n<A>[[A</>\n</s>]]"),
+    ],
+    ids=["axolotl", "TRL", "TRL, prompt and completion", "LLaMA-Factory", "LLaMA-Factory, input and history"],
+)  # fmt: skip
+def test_what_a_converted_run_trains(tmp_path: Path, file: dict[str, Any], text: str, rows: str) -> None:
+    """By `fivefold data`, with ChatML and the tokenizer of bytes: trained tokens stand in brackets."""
+    for name, records in file.items():
+        (tmp_path / name).write_text(json.dumps(records))
+    (tmp_path / "run.yaml").write_text(str(converted(tmp_path, text.replace("a/b", "demo"))))
+    said = fivefold(["data", "run.yaml", "--rows", "1", "tokenizer.name_or_path=byte"], tmp_path)
+    for short, long in {"{S}": "<|im_start|>system\nS</>\n", "{U}": "<|im_start|>user\nQ</>\n"}.items():
+        rows = rows.replace(short, long)
+    rows = rows.replace("<A>", "<|im_start|>assistant\n").replace("</>", "<|im_end|>").replace("</s>", "<|endoftext|>")
+    assert said.rstrip().endswith(f" trained\n{rows}")
