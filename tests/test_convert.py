@@ -660,7 +660,10 @@ INPUT = {"instruction": "Q", "input": "I", "output": "A", "system": "S", "histor
     ("file", "text", "rows"),
     [
         ({"d.json": [{"messages": SAID}]}, LEAST["axolotl"].replace("d.jsonl", "d.json"), "{S}{U}<A>[[A</>\n</s>]]"),
-        ({"d.json": [{"messages": SAID}]}, LEAST["trl"].replace("c/d", "d.json"), "<[[|im_start|>system\nS</>\n{U}<A>A</>\n</s>]]"),
+        (
+            {"d.json": [{"messages": SAID}]}, LEAST["trl"].replace("c/d", "d.json"),
+            "<[[|im_start|>system\nS</>\n{U}<A>A</>\n</s>]]",
+        ),
         ({"d.json": [{"prompt": "Q", "completion": "A"}]}, LEAST["trl"].replace("c/d", "d.json"), "Q[[A</s>]]"),
         ({"asked.json": [ASKED]}, LEAST["llamafactory"].replace(": d\n", ": asked\n"), "{S}{U}<A>[[A</>\n</s>]]"),
         ({"input.json": [INPUT]}, LEAST["llamafactory"].replace(": d\n", ": input\n"),
