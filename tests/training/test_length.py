@@ -14,7 +14,7 @@ from fivefold.training import schedule
 from fivefold.training.schedule import learning_rate
 from tests.data.helpers import prepare_texts
 from tests.test_readme import blocks
-from tests.training.bodies import column, run_dir, run_file, train
+from tests.training.bodies import column, run_dir, run_file, state, train
 
 
 def config(**sections: Any) -> RunConfig:
@@ -141,3 +141,16 @@ def test_a_warm_up_too_long_is_said_on_the_screen(tmp_path: Path) -> None:
     tree = run_file(tmp_path, train__max_steps=1, scheduler__warmup_steps=50)
     ran = train(tree, world=1)
     assert ran.error is None and "WARNING  scheduler.warmup_steps 50 is longer than the run of 1 step" in ran.screen
+
+
+@pytest.mark.full
+def test_the_last_step_of_a_run_trains(tmp_path: Path) -> None:
+    """Down to a lowest rate of 0: what `transformers` gives, and no step without an update."""
+    scheduler = {"name": "linear", "warmup_steps": 0, "min_lr_ratio": 0.0}
+    tree = run_file(tmp_path, train__max_steps=3, checkpoint__every=1, optimizer__learning_rate=3e-3)
+    tree["scheduler"] = scheduler
+    assert train(tree, world=1).error is None
+    assert column(tree, "train/learning_rate") == pytest.approx([0.003, 0.002, 0.001])
+    before, after = state(tree, 2), state(tree, 3)
+    weights = [name for name in after if name.startswith("weight")]
+    assert weights and all(not before[name].equal(after[name]) for name in weights)

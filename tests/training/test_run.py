@@ -194,7 +194,8 @@ def test_max_tokens(tmp_path: Path, max_tokens: int) -> None:
     per_step = 8 * prepared(tree).train.counts.tokens / len(prepared(tree).train)
     steps = column(tree, "step")[-1]
     assert per_step * (steps - 1) < max_tokens <= per_step * steps
-    assert column(tree, "train/learning_rate")[-1] == pytest.approx(1e-3 if steps > 2 else 1e-2 * steps / 2)
+    options = {"name": "cosine", "peak": 1e-2, "warmup_steps": 2, "total_steps": steps, "min_lr_ratio": 0.1}
+    assert column(tree, "train/learning_rate")[-1] == learning_rate(steps - 1, **options)
 
 
 def test_rows_of_metrics_every_few_steps(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ def convert(
 ) -> None:
     """Print a config of axolotl, LLaMA-Factory or TRL as a run file.
 
-    What has no counterpart is said in comments at its head.
+    What is changed is said beside its line, what has no counterpart at the head; what cannot be kept is refused.
 
     Example: fivefold convert axolotl.yml --devices 8 > run.yaml
     """
-    from fivefold.config.convert import convert as converted
+    from fivefold.convert import convert as converted
 
     say(str(converted(file, devices=devices)).rstrip("\n"))

@@ -391,9 +391,11 @@ class SchedulerSection(Section):
     )
     warmup_steps: Steps = Field(
         default="auto",
-        description="optimizer steps from 0 to the peak learning rate, or a part of the run: 5%; auto: 5%, at most 100",
+        description="optimizer steps up to the peak learning rate, or a part of the run: 5%; auto: 5%, at most 100",
     )
-    min_lr_ratio: Number = Field(default=0.1, ge=0, le=1, description="last learning rate as a part of the peak")
+    min_lr_ratio: Number = Field(
+        default=0.1, ge=0, le=1, description="learning rate after the last step, as a part of the peak"
+    )
 
 
 def _layout_keys() -> dict[str, Any]:

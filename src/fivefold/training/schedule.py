@@ -14,23 +14,22 @@ _WARMUP_STEPS, _WARMUP_PART = 100, Fraction(1, 20)  # what `auto` is: the smalle
 def learning_rate(
     step: int, *, name: str, peak: float, warmup_steps: int, total_steps: int, min_lr_ratio: float
 ) -> float:
-    """Rate of optimizer step `step` (0 is the first). Warm-up rises linearly and reaches `peak` at its last step.
+    """Rate of optimizer step `step` (0 is the first).
 
-    `cosine` and `linear` fall to `min_lr_ratio * peak` at the last step of the run; `wsd` stays at the peak and
-    falls linearly over the last tenth; `constant` stays.
+    The warm-up rises linearly from `peak / warmup_steps` and reaches `peak` at its last step. After it, the rate is
+    that of the schedulers of `transformers` at the same step (docs/learning_rate.md). `constant` stays at the peak.
+    `cosine` and `linear` fall from the step after the warm-up, `wsd` linearly over the last tenth of the run. They
+    would reach `min_lr_ratio * peak` one step after the last, so that no step has a rate of 0.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    low = min_lr_ratio * peak
-    if name == "constant":
+    decay = max(1, round(WSD_DECAY * total_steps)) if name == "wsd" else total_steps
+    start = max(warmup_steps, total_steps - decay)
+    if name == "constant" or step <= start:
         return peak
-    start = warmup_steps if name != "wsd" else max(warmup_steps, total_steps - max(1, round(WSD_DECAY * total_steps)))
-    if step < start:
-        return peak
-    done = min(1.0, (step + 1 - start) / max(1, total_steps - start))
-    if name == "cosine":
-        return low + (peak - low) * (1 + cos(pi * done)) / 2
-    return peak + (low - peak) * done
+    done = min(1.0, (step - start) / max(1, total_steps - start))
+    left = (1 + cos(pi * done)) / 2 if name == "cosine" else 1 - done
+    return peak * (min_lr_ratio + (1 - min_lr_ratio) * left)
 
 
 def total_steps(config: RunConfig, data: PreparedData) -> int:

@@ -1,0 +1,132 @@
+"""A config of another trainer as it was written, and the run file that comes of it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fivefold.config.schema import ExactDumper
+from fivefold.convert.schema import REFUSED, RULES, Schema
+from fivefold.core.errors import UserError
+
+_BREAKS = re.compile(r"[\r\n\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # what would end a comment
+
+
+@dataclass
+class Converted:
+    """`keys`: of the run file, by dotted name. `changed`: what is done otherwise than there, by the same names.
+    `left`: keys of the other file without a counterpart -> why. `notes`: what else to know."""
+
+    trainer: str
+    file: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """The run file. What was left is a comment at its head; what was changed is one beside its line."""
+        head = [f"from {self.file}, of {self.trainer}", *self.notes]
+        if self.left:
+            alike = {why: [name for name, said in self.left.items() if said == why] for why in self.left.values()}
+            head += ["no counterpart here:", *(f"  {', '.join(names)}: {why}" for why, names in alike.items())]
+        lines = [_comment(line) for line in head]
+        for section, keys in self.tree.items():
+            lines.append(f"{section}:")
+            for key, value in keys.items():
+                first, *others = _dumped({key: value}).splitlines()
+                changed = self.changed.get(f"{section}.{key}")
+                if changed and others and not others[0].startswith(("  ", "- ")):  # a text over several lines
+                    lines.append(f"  {_comment(f'changed: {changed}')}")
+                    changed = None
+                lines.append(f"  {first}" + (f"  {_comment(f'changed: {changed}')}" if changed else ""))
+                lines += [f"  {line}" for line in others]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The sections of the run file."""
+        sections: dict[str, Any] = {}
+        for name, value in self.keys.items():
+            section, _, key = name.partition(".")
+            sections.setdefault(section, {})[key] = value
+        return sections
+
+
+def _comment(text: str) -> str:
+    return f"# {_BREAKS.sub(' ', text)}"
+
+
+def _dumped(tree: Mapping[str, Any]) -> str:
+    return str(yaml.dump(tree, Dumper=ExactDumper, sort_keys=False, allow_unicode=True, width=10**6))
+
+
+class Given:
+    """The other trainer's file, with its defaults where the file is silent."""
+
+    def __init__(self, tree: Mapping[str, Any], schema: Schema, folder: Path, devices: int, found: Converted) -> None:
+        self.schema, self.folder, self.devices, self.found = schema, folder, devices, found
+        self.trainer = found.trainer
+        self._tree = tree
+        self._values = {schema.name(key): value for key, value in tree.items()}
+        self._read: set[str] = set()
+        self._refused: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the file says it."""
+        return self._values.get(name) is not None
+
+    def __call__(self, name: str) -> Any:
+        """The value of a key, by the name that the rules use; what is not written is the trainer's default."""
+        self._read.add(name)
+        return self._values[name] if name in self._values else self.schema.defaults.get(name)
+
+    def leave(self, name: str, why: str) -> None:
+        """Say that a key has no counterpart."""
+        self._read.add(name)
+        self.found.left.update({key: why for key in self._tree if self.schema.name(key) == name})
+
+    def refuse(self, name: str, why: str) -> None:
+        """Say why what a key asks for cannot be kept."""
+        self._read.add(name)
+        written = next((key for key in self._tree if self.schema.name(key) == name), name)
+        self._refused.setdefault(written, why)
+
+    def note(self, text: str) -> None:
+        self.found.notes.append(text)
+
+    def finish(self) -> None:
+        """Decide over the keys that no rule has read. Raises `UserError` for all that is refused."""
+        for key, value in self._tree.items():
+            self._finish(key, value)
+        if self._refused:
+            said = "; ".join(f"{key}: {why}" for key, why in self._refused.items())
+            raise UserError(
+                f"{self.found.file} asks for what a run file does not do: {said}",
+                fix="change these keys of it, or take them out", more="docs/convert.md",
+            )  # fmt: skip
+
+    def _finish(self, key: str, value: Any) -> None:
+        schema, name = self.schema, self.schema.name(key)
+        kind, why = schema.becomes.get(key, ("", f"it is no key of {schema.version}"))
+        if key in schema.only:
+            kind, why = "", "another objective of TRL has it"
+        if kind in (REFUSED, "") and not _is_off(value, schema.defaults.get(name)):
+            self.refuse(name, why)
+        elif kind == RULES and name in self._read:
+            return
+        elif key not in self.found.left:
+            self.found.left[key] = {RULES: "unused by the rest of the file", REFUSED: "off"}.get(kind, why)
+
+
+def _is_off(value: Any, default: Any) -> bool:
+    """Whether a value that is written is the default, or nothing."""
+    if value is None or value == default or (not value and not default):
+        return True
+    try:
+        return not isinstance(value, bool) and float(value) == float(default)
+    except (TypeError, ValueError):
+        return False
