@@ -9,10 +9,11 @@ from multiprocessing import util
 from typing import Any
 
 # What a unit test may start: the compilers of kernels, which the first that needs one starts, and the process that
-# tries what they made; git; uname, which `platform` asks once; the tracker of `multiprocessing`; and the process that tries a tokenizer, once for each
-# (`tests/conftest.py`).
+# tries what they made; git; uname, which `platform` asks once; the tracker of `multiprocessing`; and the process that
+# tries a tokenizer, once for each (`tests/conftest.py`).
 ALLOWED = re.compile(
-    r"(^|/)(cc|gcc|g\+\+|c\+\+|clang|ld|ldconfig|ptxas|git|uname)( |$)|resource_tracker|tokenizer_probe\.py|attention_tried"
+    r"(^|/)(cc|gcc|g\+\+|c\+\+|clang|ld|ldconfig|ptxas|git|uname)( |$)"
+    r"|resource_tracker|tokenizer_probe\.py|attention_tried"
 )
 EVENTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
 
