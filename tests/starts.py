@@ -9,8 +9,8 @@ from multiprocessing import util
 from typing import Any
 
 # What a unit test may start: the compilers of kernels, which the first that needs one starts, and the process that
-# tries what they made; git; the tracker of `multiprocessing`; and the process that tries a tokenizer, once for each
-# (`tests/conftest.py`).
+# tries what they made; git; the tracker of `multiprocessing`; and the process that reads a tokenizer's folder, where
+# no test has it read here (`tests/conftest.py`).
 ALLOWED = re.compile(
     r"(^|/)(cc|gcc|g\+\+|c\+\+|clang|ld|ldconfig|ptxas|git)( |$)|resource_tracker|tokenizer_probe\.py|attention_tried"
 )
