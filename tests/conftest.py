@@ -114,9 +114,9 @@ def _tokenizers_are_read_here() -> Iterator[None]:
     """The folders of tests are not made to harm: no process of their own (two seconds each) reads them."""
     from fivefold.data import tokenizer, tokenizer_probe
 
-    def here(folder: Path, out: Path) -> None:
+    def here(folder: Path, out: Path, hub_id: str) -> None:
         try:
-            wrong = tokenizer_probe.read(str(folder), str(out))
+            wrong = tokenizer_probe.read(str(folder), str(out), hub_id)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"[:300]
         if wrong:

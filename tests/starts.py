@@ -10,7 +10,7 @@ from typing import Any
 
 # What a unit test may start: the compilers of kernels, which the first that needs one starts, and the process that
 # tries what they made; git; uname, which `platform` asks once; the tracker of `multiprocessing`; and the process that
-# tries a tokenizer, once for each (`tests/conftest.py`).
+# reads a tokenizer's folder, where no test has it read here (`tests/conftest.py`).
 ALLOWED = re.compile(
     r"(^|/)(cc|gcc|g\+\+|c\+\+|clang|ld|ldconfig|ptxas|git|uname)( |$)"
     r"|resource_tracker|tokenizer_probe\.py|attention_tried"

@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoTokenizer
 
 from fivefold.core.errors import UserError
 from fivefold.data import prepare, tokenizer
@@ -14,6 +15,8 @@ from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
 from tests.data import tokenizers_zoo as zoo
 from tests.data.helpers import config_for
 from tests.data.test_tokenizer_zoo import plain, same
+
+BY_NAME = "deepseek-ai/deepseek-coder-one"  # `AutoTokenizer` goes by its name, not by the class that its files say
 
 
 class Hub:
@@ -29,7 +32,7 @@ class Hub:
             raise ConnectionError("no network")
 
     def snapshot_download(self, name: str, *, allow_patterns: list[str], local_files_only: bool = False) -> str:
-        assert name == "org/name"
+        assert name in ("org/name", BY_NAME)
         if local_files_only:
             if not self.cache.is_dir():
                 raise FileNotFoundError
@@ -84,6 +87,22 @@ def test_a_copy_without_the_template_is_completed_and_else_said(tmp_path: Path, 
     assert named(tmp_path).template.source == {"default": zoo.CHATML, "tool_use": zoo.WITH_TOOLS}
     hub.is_there = False  # now this machine's copy is whole
     assert named(tmp_path).template.source == {"default": zoo.CHATML, "tool_use": zoo.WITH_TOOLS}
+
+
+def test_a_name_that_decides_the_class_is_followed(tmp_path: Path, hub: Hub) -> None:
+    hub.cache = tmp_path / f"models--{BY_NAME.replace('/', '--')}" / "snapshots" / ("0" * 40)
+    hub.repository.mkdir()
+    zoo.saved(zoo.digits(), hub.repository)
+    zoo.config(hub.repository, "GPT2Tokenizer")
+    zoo.put(hub.repository, "config.json", {"model_type": "llama"})
+    ours = find_tokenizer(BY_NAME, model="", corpus=(), root=tmp_path / "cache")
+    (refs := hub.cache.parent.parent / "refs").mkdir()
+    (refs / "main").write_text("0" * 40)
+    theirs = AutoTokenizer.from_pretrained(BY_NAME, cache_dir=tmp_path, local_files_only=True)
+    same(theirs, ours)
+    assert theirs("12 34", add_special_tokens=False)["input_ids"] != plain(hub.cache)("12 34")["input_ids"]
+    assert ours.kind == type(theirs).__name__ == "TokenizersBackend"
+    same(theirs, find_tokenizer(str(ours.saved), model="", corpus=(), root=tmp_path / "cache"))
 
 
 def test_a_repository_without_a_tokenizer_is_named(tmp_path: Path, hub: Hub) -> None:

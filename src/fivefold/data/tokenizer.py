@@ -120,7 +120,9 @@ def find_tokenizer(
     elif name.startswith("train:"):
         found = _ours(_trained(name, corpus, root, progress), root)
     else:
-        found = _inspect(_folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False), root)
+        folder = _folder_of(model, auto=True) if name == "auto" else _folder_of(name, auto=False)
+        origin = model if name == "auto" else name
+        found = _inspect(folder, root, "" if expanded(origin).exists() else origin)
     return _with_bos(found, bos)
 
 
@@ -222,15 +224,17 @@ def _no_tokenizer(what: str, auto: bool) -> UserError:
     return UserError(f"{key}: {what}", fix="tokenizer.name_or_path=byte, or train:8192", more=_MORE)
 
 
-def _inspect(folder: Path, root: Path) -> TokenizerInfo:
-    """What `AutoTokenizer` makes of a folder, remembered by its files' contents and the versions of the libraries."""
+def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
+    """What `AutoTokenizer` makes of a folder, remembered by its files' contents and the versions of the libraries.
+    `hub_id`: whose copy it is, "" for none."""
     files = tokenizer_files(folder, [*TOKENIZER_FILES, _CONFIG])
     for file in files:
         if (size := file.stat().st_size) > _MOST_BYTES:
             raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
     digests = {str(file.relative_to(folder)): file_digest(file, root) for file in files}
     versions = [version(package) for package in ("transformers", "tokenizers")]
-    read = _cached(root, ["read", _READ_VERSION, versions, digests], lambda beside: _read_apart(folder, beside))
+    parts = ["read", _READ_VERSION, versions, digests, hub_id]
+    read = _cached(root, parts, lambda beside: _read_apart(folder, beside, hub_id))
     facts = json.loads((read / tokenizer_probe.FACTS).read_text(encoding="utf-8"))
     eos, templates = facts["eos_token_id"], facts["chat_template"]
     if eos is None:
@@ -257,12 +261,12 @@ def _inspect(folder: Path, root: Path) -> TokenizerInfo:
     )
 
 
-def _read_apart(folder: Path, out: Path) -> None:
+def _read_apart(folder: Path, out: Path, hub_id: str) -> None:
     """Have another process read a folder, whose memory is bounded: a file of a few hundred bytes can ask for all there
     is. Raises `UserError` for one that cannot be loaded, or that needs far more memory than its size tells."""
     size = sum(file.stat().st_size for file in tokenizer_files(folder))
     most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
-    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(folder), str(out), str(most)]
+    command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(folder), str(out), str(most), hub_id]
     apart = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """Reads a tokenizer's folder as `AutoTokenizer` does, in a process of its own with little memory.
 
-Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES`. Saves the tokenizer that
+Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES HUB_ID`. Saves the tokenizer that
 `transformers` makes of the folder in OUT, and beside it what else is known of it (OUT/facts.json). A small file may
 ask for any amount of memory (thirty `Replace` normalizers double a text thirty times), and the Rust library answers
 some damage with a panic, which `except Exception` does not catch. Prints what is wrong; prints nothing where all is
@@ -20,11 +20,13 @@ MOST_TOKENS_A_CHARACTER = 100  # bytes of the longest characters, and a template
 _SAMPLE = "".join(map(chr, range(32, 127))) + "\n\t é漢字🙂  Ａ ﬁ\r\n 12345 don't "
 
 
-def read(folder: str, out: str) -> str | None:
-    """Save what `AutoTokenizer` makes of `folder` in the folder `out`; what is wrong with it."""
+def read(folder: str, out: str, hub_id: str = "") -> str | None:
+    """Save what `AutoTokenizer` makes of `folder` in the folder `out`; what is wrong with it. `hub_id`: whose copy it
+    is, "" for none."""
     from transformers import AutoTokenizer
 
-    read = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    named = {"config": _config_of(folder, hub_id)} if hub_id else {}
+    read = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **named)
     name = type(read).__name__
     if not getattr(read, "is_fast", False):
         return f"{name} has no form that the tokenizers library runs"
@@ -63,6 +65,18 @@ def read(folder: str, out: str) -> str | None:
     _restore_settings(Path(folder, _CONFIG), Path(out, _CONFIG))
     Path(out, FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return None
+
+
+def _config_of(folder: str, hub_id: str) -> Any:
+    """The model's config as `AutoTokenizer` reads it by a hub id, some of which decide the class."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError):
+        return PreTrainedConfig.from_pretrained(folder, local_files_only=True)
+    config._name_or_path = hub_id
+    return config
 
 
 def _restore_settings(original: Path, saved: Path) -> None:
@@ -146,7 +160,7 @@ if __name__ == "__main__":
 
     _limit(int(sys.argv[3]))
     try:
-        found = read(sys.argv[1], sys.argv[2])
+        found = read(sys.argv[1], sys.argv[2], sys.argv[4])
     except BaseException as error:  # a panic of the Rust library is no Exception
         found = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
     print((found or "").replace("\n", " ")[:300])
