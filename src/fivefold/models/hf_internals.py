@@ -267,6 +267,8 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
 def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a local folder as `transformers` loads it, computing attention by itself."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if quantisation(folder) not in _DEQUANTISES:
+        config = of_plain_weights(config)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation=_own_attention(config), local_files_only=True,
         use_safetensors=True, trust_remote_code=False,
