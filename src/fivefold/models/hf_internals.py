@@ -267,6 +267,8 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
 def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a local folder as `transformers` loads it, computing attention by itself."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if quantisation(folder) not in _DEQUANTISES:
+        config = of_plain_weights(config)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation=_own_attention(config), local_files_only=True,
         use_safetensors=True, trust_remote_code=False,
@@ -411,12 +413,13 @@ def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
 def generation_config(folder: Path) -> GenerationConfig:
     """What `from_pretrained` takes for the model of a folder: its generation_config.json, else what its config.json
     says of generation. Raises `UserError` for files that cannot be read."""
-    name = "generation_config.json" if (folder / "generation_config.json").is_file() else "config.json"
+    has_own = (folder / "generation_config.json").is_file()
+    name, of_config = ("generation_config.json", {}) if has_own else ("config.json", {"_from_model_config": True})
     try:
         strict_json.read_config(folder / name)
         with _without_warnings():
             given: GenerationConfig = GenerationConfig.from_pretrained(
-                folder, config_file_name=name, local_files_only=True, _from_model_config=name == "config.json"
+                folder, config_file_name=name, local_files_only=True, **of_config
             )
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / name} cannot be read: {first_line(error)}") from error

@@ -33,7 +33,7 @@ _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
 
 
 class OtherWeights(UserError):
-    """Files that are sound, whose tensors are not those of the model."""
+    """Files that are sound, whose tensors have other names or types than the model's."""
 
 
 class TensorSource(ABC):
@@ -197,7 +197,7 @@ def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
     """The values of a tensor of a file. Raises `UserError` where one is not a number."""
     if values.is_floating_point() and values.sum().isnan() and (bad := int(values.isnan().sum())):  # inf - inf is NaN
         raise UserError(
-            f"{path}: {name} has {bad:,} values that are not a number (NaN)",
+            f"{path}: {name} is not all numbers: {bad:,} of the {values.numel():,} values read are NaN",
             fix="download the file again, or ask who made it: whatever is computed with it is NaN",
         )
     return values
@@ -343,7 +343,7 @@ def _check_names(folder: Path, found: set[str], expected: set[str], model: PreTr
 def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     wrong = [f"{name} is {found[name]} there, {shape} here" for name, shape in expected.items() if found[name] != shape]
     if wrong:
-        raise OtherWeights(
+        raise UserError(
             f"{folder} has other shapes than the model: {'; '.join(wrong[:4])}"
             + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
             fix="does model.overrides change a size that the weights were trained with?",
