@@ -221,7 +221,8 @@ def test_the_scalings_change_what_a_model_computes(kind: str) -> None:
 def test_a_run_refuses_rows_that_are_too_long_before_it_starts(tmp_path: Path) -> None:
     """Also where the scaling is that of one kind of layers among several."""
     hf_config(roped("single", "longrope")).save_pretrained(tmp_path)
-    data: Any = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=101, eos_token_id=1))
+    tokenizer = SimpleNamespace(vocab_size=101, eos_token_id=1)
+    data: Any = SimpleNamespace(tokenizer=tokenizer, train=None, validation=None)
     run = {"model": {"name_or_path": str(tmp_path), "init": "random"}, "data": {"seq_length": ORIGINAL + 1}}
     with pytest.raises(UserError, match="rope type longrope") as error:
         build_model(RunConfig.model_validate(run), data)
