@@ -88,7 +88,8 @@ INFO = {
     "input": {"file_name": "input.json", "columns": {
         "prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history",
     }},
-    "renamed": {"file_name": "input.json", "columns": {"prompt": "ask", "query": "with", "response": "output"}},
+    "renamed": {"file_name": "other.json", "columns": {"prompt": "ask", "query": "with", "response": "output"}},
+    "short": {"file_name": "input.json", "columns": {"prompt": "instruction", "response": "output"}},
     "identity": {"hf_hub_url": "org/identity"},
     "ranked": {"file_name": "r.json", "ranking": True, "formatting": "sharegpt",
                "columns": {"messages": "talk", "chosen": "good", "rejected": "bad"}},
@@ -278,14 +279,24 @@ def test_columns_of_llama_factory(tmp_path: Path, subtests: pytest.Subtests) -> 
     base = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset_dir: .\ndataset: "
     expected = {
         "asked": {"format": "chat", "columns": {"prompt": "ask", "completion": "say", "system": "told"}},
-        "input": {"format": "chat"},  # by their names, all five
-        "d": {"format": "chat"},
+        "input": {
+            "format": "chat",
+            "columns": {
+                "prompt": "instruction",
+                "input": "input",
+                "completion": "output",
+                "system": "system",
+                "history": "history",
+            },
+        },
+        "renamed": {"format": "chat", "columns": {"prompt": "ask", "input": "with", "completion": "output"}},
+        "d": {"format": "chat", "columns": {"prompt": "instruction", "input": "input", "completion": "output"}},
     }
     for name, source in expected.items():
         with subtests.test(dataset=name):
             (found,) = converted(tmp_path, base + name).tree["data"]["train"]
             assert found == {"path": str(tmp_path / INFO[name]["file_name"]), **source}
-    assert "renamed.columns: history, input, instruction, system: with an input" in refusal(tmp_path, base + "renamed")
+    assert "short.columns: they leave out history, system, which would be read" in refusal(tmp_path, base + "short")
     assert "seen.columns.images: text alone is trained" in refusal(tmp_path, base + "seen")
     assert "dataset: nowhere is not in" in refusal(tmp_path, base + "nowhere")
 
@@ -667,7 +678,7 @@ INPUT = {"instruction": "Q", "input": "I", "output": "A", "system": "S", "histor
         ({"d.json": [{"prompt": "Q", "completion": "A"}]}, LEAST["trl"].replace("c/d", "d.json"), "Q[[A</s>]]"),
         ({"asked.json": [ASKED]}, LEAST["llamafactory"].replace(": d\n", ": asked\n"), "{S}{U}<A>[[A</>\n</s>]]"),
         ({"input.json": [INPUT]}, LEAST["llamafactory"].replace(": d\n", ": input\n"),
-         "{S}<|im_start|>user\nq</>\n<A>[[a</>]]\n<|im_start|>user\nQ\n\nI</>\n<A>[[A</>\n</s>]]"),
+         "{S}<|im_start|>user\nq</>\n<A>[[a</>]]\n<|im_start|>user\nQ\nI</>\n<A>[[A</>\n</s>]]"),
     ],
     ids=["axolotl", "TRL", "TRL, prompt and completion", "LLaMA-Factory", "LLaMA-Factory, input and history"],
 )  # fmt: skip

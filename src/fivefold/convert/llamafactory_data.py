@@ -12,8 +12,9 @@ _KNOWN = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "
           "tags"}  # fmt: skip
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}  # unsaid
 # What a run file calls them.
-_OURS = {"messages": "messages", "prompt": "prompt", "response": "completion", "system": "system", "tools": "tools",
-         "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}  # fmt: skip
+_OURS = {"messages": "messages", "prompt": "prompt", "query": "input", "response": "completion", "history": "history",
+         "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected",
+         "kto_tag": "label"}  # fmt: skip
 _TAGS = {
     "role_tag": PROPERTIES["role"], "content_tag": PROPERTIES["content"], "user_tag": ROLES["user"],
     "assistant_tag": ROLES["assistant"], "system_tag": ROLES["system"], "observation_tag": {"observation", "tool"},
@@ -48,7 +49,9 @@ def _source(given: Given, name: str, about: Mapping[str, Any], folder: Path) -> 
     if given("stage") == "pt":
         source["text_key"] = columns.get("prompt", "text")
     else:
-        source |= _form(given, name, about, columns, source["path"])
+        source |= _form(given, name, about, columns)
+        if read := _read_besides(source, keys_of(given, source["path"])):
+            given.refuse(f"{name}.columns", f"they leave out {', '.join(read)}, which would be read: take it out there")
     if given("stage") == "sft" and (given("train_on_prompt") or given("mask_history")):
         source["train_on"] = "all" if given("train_on_prompt") else "last"
     if most := int(given("max_samples") or 0):
@@ -67,7 +70,7 @@ def _path(given: Given, name: str, about: Mapping[str, Any], folder: Path) -> st
     return str(folder / str(about.get("file_name")))
 
 
-def _form(given: Given, name: str, about: Mapping[str, Any], columns: Mapping[str, str], path: str) -> Source:
+def _form(given: Given, name: str, about: Mapping[str, Any], columns: Mapping[str, str]) -> Source:
     """How records are read: turns, or an instruction with its answer, or with two."""
     formatting, is_pair = about.get("formatting", "alpaca"), bool(about.get("ranking"))
     kind = "preference" if is_pair else "chat"
@@ -78,30 +81,21 @@ def _form(given: Given, name: str, about: Mapping[str, Any], columns: Mapping[st
         return {"format": kind, "columns": turns | _picked(named, "system", "tools", *of_answers)}
     if formatting != "alpaca":
         given.refuse(f"{name}.formatting", f"{formatting} is not converted")
-    if not is_pair and not {"query", "history"} & columns.keys():
-        return {"format": kind, "columns": _picked(named, "prompt", "completion", "system", "tools", "label")}
-    # An input and a history have no `columns`: they are read by their names, and so is everything beside them.
-    answers = ("chosen", "rejected") if is_pair else ("response",)
-    wanted = set(_picked(columns, "prompt", "query", "history", "system", "tools", *answers).values())
-    keys = set(keys_of(given, path)) or wanted
-    if differ := _read_by_name(keys, kind) ^ (wanted & keys):
-        given.refuse(
-            f"{name}.columns",
-            f"{', '.join(sorted(differ))}: with an input or a history, columns are read by their names: instruction, "
-            "input, output, system and history, and all that are there",
-        )
-    given.note(f"{name}: an instruction and its input are joined by an empty line, there by a line break")
-    return {"format": kind, **({"columns": _picked(named, "label")} if "label" in named else {})}
+    answers = ("chosen", "rejected") if is_pair else ("completion", "label")
+    return {"format": kind, "columns": _picked(named, "prompt", "input", "history", "system", "tools", *answers)}
 
 
 def _picked(named: Mapping[str, str], *keys: str) -> dict[str, str]:
     return {key: named[key] for key in keys if key in named}
 
 
-def _read_by_name(keys: Collection[str], kind: str) -> set[str]:
-    """The keys of a record that are read where no `columns` are named."""
+def _read_besides(source: Source, keys: Collection[str]) -> list[str]:
+    """The keys of a record that are read by their names, and that `columns` leave out."""
     from fivefold.data.records import parts_of
     from fivefold.data.source import Source as File
 
-    parts = parts_of(sorted(keys), File(path="", label="data.train", format=kind))
-    return set(parts.keys) if parts else set()
+    columns = source["columns"]
+    if not keys or not {columns[part] for part in ("prompt", "completion", "messages") if part in columns} <= set(keys):
+        return []
+    parts = parts_of(keys, File(path="", label="data.train", format=source["format"], columns=columns))
+    return sorted(set(parts.keys) - set(columns.values())) if parts else []
