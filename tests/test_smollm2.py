@@ -61,6 +61,8 @@ TRAINED = [  # of each, spelled out
     ["It counts:\n\n    len([1, 2]) == 2\n\nThat is all.<|im_end|>"],
     ["Johann Wolfgang von Goethe.<|im_end|>", "Gern geschehen 🙂<|im_end|>"],
 ]
+# The norm of their first gradient, by plain `transformers` in fp64. In fp32 it makes 25.42447 of it, and TRL 25.42413.
+FIRST_NORM = 25.4248375
 TEXTS = [
     "The museum opens at nine. " * 9 + "On Mondays it is closed, and the garden behind it as well.",
     "naïve façade, 東京, 12345",
@@ -240,8 +242,6 @@ def test_greedy_answers(folder: Path, subtests: pytest.Subtests) -> None:
 
 def test_two_steps_and_the_export_beside_trl(folder: Path, subtests: pytest.Subtests) -> None:
     plain = loaded(folder)
-    answers_loss(plain, folder).backward()
-    first_norm = sum(float(each.grad.double().square().sum()) for each in plain.parameters()) ** 0.5
     before = {name: weights.clone() for name, weights in plain.state_dict().items()}
     trainer = by_trl(folder, loaded(folder), 2e-5)
     after = trainer.model.state_dict()
@@ -256,8 +256,7 @@ def test_two_steps_and_the_export_beside_trl(folder: Path, subtests: pytest.Subt
             trained = [row for row in metrics(tree) if "train/loss" in row]
             assert [row["train/loss"] for row in trained] == pytest.approx(logged(trainer, "loss"), rel=1e-5)
             norms = [row["train/grad_norm"] for row in trained]
-            assert norms[0] == pytest.approx(first_norm, rel=1e-5)
-            # Theirs is 3e-5 too small: torch adds up the squares of the embedding's 28 million numbers in fp32.
+            assert norms[0] == pytest.approx(FIRST_NORM, rel=3e-6)
             assert norms == pytest.approx(logged(trainer, "grad_norm"), rel=1e-4)
             evaluated = [each for each in column(tree, "eval/loss") if each is not None]
             assert evaluated[-1] == pytest.approx(loss, rel=1e-4)
