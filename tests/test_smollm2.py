@@ -326,4 +326,5 @@ def test_every_command_of_the_page_runs(folder: Path) -> None:
         if words[0] == "fivefold":
             short = ["train.max_steps=2", "train.global_batch_size=2"] if words[1] == "train" else []
             said += fivefold([*words[1:], *short], folder.parent)
-    assert "[[PINK PLUM<|im_end|>]]" in said or "trained" in said
+    assert "[[pink<|im_end|>]]" in said  # as the page shows
+    assert (folder.parent / "smollm2-tuned" / "model.safetensors").is_file()
