@@ -11,6 +11,7 @@ import pytest
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.launch.model import check_model
+from fivefold.models.build import weights_folder
 
 CONFIG = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 128, "model_type": "llama"}
 
@@ -76,6 +77,16 @@ def test_a_name_that_is_nothing_is_said(tmp_path: Path) -> None:
     assert "neither a folder nor a hub id" in nowhere.what
     assert "those of a run to the folder that it was started in: give the command there" in str(nowhere.fix)
     assert "holds no config.json" in refusal(tmp_path).what
+
+
+def test_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.Q4_1.gguf").touch()
+    for name in (tmp_path, tmp_path / "model.Q4_1.gguf"):
+        assert f"{name} holds quantised weights as GGUF" in (error := refusal(name)).what and error.fix
+        with pytest.raises(UserError, match="GGUF"):  # where `generate` and `evaluate` look first
+            weights_folder(name)
+    (tmp_path / "config.json").write_text("{}")  # what else lies beside a model is nothing of it
+    assert weights_folder(tmp_path) == tmp_path
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ _MORE = "docs/models.md"
 
 def read_folder_config(path: Path) -> dict[str, Any]:
     """The config.json of the folder `path`, or the file `path`. Raises `UserError` for what is no model's config."""
+    check_not_gguf(path)
     file = path / "config.json" if path.is_dir() else path
     try:
         values = strict_json.read_config(file)
@@ -31,6 +32,16 @@ def read_folder_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} holds no JSON object", fix="copy it from its origin again", more=_MORE)
     check_counts(values, str(file))
     return values
+
+
+def check_not_gguf(path: Path) -> None:
+    """Raise `UserError` for a GGUF file, and for a folder that has one in place of a config.json."""
+    if path.suffix == ".gguf" or (not (path / "config.json").is_file() and any(path.glob("*.gguf"))):
+        raise UserError(
+            f"{path} holds quantised weights as GGUF, the file of llama.cpp, which is not read here",
+            fix="write a Hugging Face folder of it by transformers, once",
+            more="docs/first_fine_tune.md",
+        )
 
 
 def check_counts(values: Mapping[str, Any], name: str) -> None:

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.folder_config import check_counts, read_folder_config
+from fivefold.core.folder_config import check_counts, check_not_gguf, read_folder_config
 from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.core.shapes import no_model, shape_folder
 from fivefold.core.text import listed
@@ -232,6 +232,7 @@ def weights_folder(
 
 def _weights_folder(name_or_path: str | Path, files: Sequence[str]) -> Path:
     path = Path(name_or_path)
+    check_not_gguf(path)
     if path.is_dir():
         return path
     if path.exists() or shape_folder(str(name_or_path)):
