@@ -153,7 +153,8 @@ def test_axolotl(tmp_path: Path) -> None:
 def test_llama_factory_reads_its_list_of_datasets(tmp_path: Path) -> None:
     config, printed = loaded(tmp_path, LLAMA_FACTORY + f"dataset_dir: {tmp_path}\n", devices=2)
     first, second = config.data.train
-    assert (first.path, first.format, first.columns) == ("hub:org/identity?split=train", "chat", {})
+    assert (first.path, first.format) == ("hub:org/identity?split=train", "chat")
+    assert first.columns == {"prompt": "instruction", "input": "input", "completion": "output"}
     assert (second.path, second.columns) == (str(tmp_path / "talks.json"), {"messages": "conversations"})
     assert [each.train_on for each in config.data.train] == ["last", "last"]
     assert (config.train.global_batch_size, config.train.max_epochs) == (16, 3)
