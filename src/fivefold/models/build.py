@@ -93,8 +93,6 @@ def build_meta(
     meta too (`fivefold.models.recipe.buffer_values` knows their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
-    if weights and own_heads(weights, build_meta(hf_config, attention=attention, model_class=model_class)):
-        hf_config = hf_internals.untied_config(hf_config)
     own_attention.register()
     own_experts.register()
     try:
@@ -109,6 +107,8 @@ def build_meta(
     model.config.dtype = hf_config.dtype
     hf_internals.select_experts(model, own_experts.NAME)
     _refuse_dropout(model)
+    if weights and own_heads(weights, model):
+        return build_meta(hf_internals.untied_config(hf_config), attention=attention, model_class=model_class)
     return model
 
 
