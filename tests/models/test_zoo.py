@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OLMO3, {"rope_theta": 7.0}, "has by layer type: sliding_attention, full_attention"),
     (OLMO3, {"rope_scaling": {"factor": 7.0}}, "by layer type"),
     (OLMO3, {"rope_parameters": {"chunked_attention": {"rope_theta": 1.0}}}, "sets chunked_attention"),
-    (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all layers"),
+    (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for all layers alike"),
     (CONFIGS["gpt-2"], {"rope_theta": 7.0}, "not a key of this model's config"),
     (CONFIGS["phi 3.5"], {"rope_scaling": {"original_max_position_embeddings": 32}}, "has no effect"),
 ]  # fmt: skip

@@ -112,6 +112,11 @@ def build_meta(
     return model
 
 
+def meta_of_folder(folder: Path) -> PreTrainedModel:
+    """The model of a local folder with weights, on the meta device. Raises `UserError`, as `build_meta` does."""
+    return build_meta(load_model_config(folder), weights=folder)
+
+
 def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
     kind = hf_internals.causal_class_name(hf_config) or hf_config.model_type
     if isinstance(error, KeyError) and error.args == (attention,):
@@ -278,18 +283,14 @@ def _check_keys(overrides: Mapping[str, Any], known: set[str]) -> None:
 
 def _with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> PreTrainedConfig:
     config = hf_internals.config_of_values(values)
-    if not overrides:
-        return config
-    changed = _replaced(values, config, overrides)
-    config = hf_internals.config_of_values(changed)
-    if _rope_replaced(changed, config, overrides):
-        config = hf_internals.config_of_values(changed)
-    _check_taken(config, overrides)
+    if overrides:
+        config = hf_internals.config_of_values(_replaced(values, config, overrides))
+        _check_taken(config, overrides)
     return config
 
 
 def _replaced(values: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json, or of a section of it, with others in their place; rotary settings come later."""
+    """The keys of a config.json, or of a section of it, with others in their place."""
     names = {**config.attribute_map, **_NOW}
     own = {names.get(key, key): value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
     kept = {key: value for key, value in values.items() if names.get(key, key) not in own or key in own}
@@ -304,7 +305,12 @@ def _replaced(values: Mapping[str, Any], config: PreTrainedConfig, overrides: Ma
         if isinstance(section, PreTrainedConfig) and isinstance(value, Mapping):
             kept[key] = _replaced(kept.get(key) or {}, section, value)
         else:
-            kept[key] = _merged(kept[key], value) if _are_mappings(kept.get(key), value) else value
+            kept |= _merged(kept, {key: value})
+    rope = _rope_asked(overrides)
+    if rope:
+        kept = {key: value for key, value in kept.items() if key not in (*_ROPES, "rope_theta")}
+        kept |= {key: overrides[key] for key in _ROPE if key in overrides and key in vars(config)}
+        kept["rope_parameters"] = _rope_replaced(config, rope)
     return kept
 
 
@@ -312,54 +318,26 @@ def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, A
     """`values` with `others` in their place, at every depth."""
     merged = dict(values)
     for key, value in others.items():
-        merged[key] = _merged(merged[key], value) if _are_mappings(merged.get(key), value) else value
+        both = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
     return merged
 
 
-def _are_mappings(*values: Any) -> bool:
-    return all(isinstance(value, Mapping) for value in values)
-
-
-def _rope_replaced(values: dict[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]) -> bool:
-    """Put what overrides say of rotation into `values`, beside what `config`, which is made of them, says; whether they
-    say something."""
-    sections = [key for key, value in overrides.items() if _are_mappings(value) and _is_section(config, key)]
-    inner = [_rope_replaced(values[key], getattr(config, key), overrides[key]) for key in sections]
-    asked = _rope_asked(overrides)
-    if not asked:
-        return any(inner)
-    if not hasattr(config, "rope_parameters"):
-        raise UserError(f"model.overrides sets {listed(sorted(asked), 4)}, and {config.model_type} does not rotate")
+def _rope_replaced(config: PreTrainedConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of a config, for all layers or by layer type, with others in their place."""
     old = config.rope_parameters or {}
-    by_type = _nested(old)
-    if not by_type and _nested(asked) and not config.nested_rope_parameter_keys(asked):
+    by_type = [key for key, value in old.items() if isinstance(value, Mapping)]
+    types = by_type or config.nested_rope_parameter_keys(asked)
+    unknown = set(asked) - set(types) if types else {key for key in asked if isinstance(asked[key], Mapping)}
+    if unknown:
+        has = f"by layer type: {listed(types, 4)}" if types else "for all layers alike"
         raise UserError(
-            f"model.overrides sets {listed(sorted(asked), 4)} of rotary positions by layer type, and "
-            f"{config.model_type} has one for all layers"
+            f"model.overrides sets {listed(sorted(unknown), 4)} of rotary positions, which this model has {has}",
+            fix=f"set model.overrides.rope_parameters.{types[0]}.rope_theta, and the like" if types else None,
         )
-    if by_type and not set(asked) <= set(by_type):
-        raise UserError(
-            f"model.overrides sets {listed(sorted(set(asked) - set(by_type)), 4)} of rotary positions, which this "
-            f"model has by layer type: {listed(by_type, 4)}",
-            fix=f"set model.overrides.rope_parameters.{by_type[0]}.rope_theta, and the like",
-        )
-    for key in (*_ROPES, "rope_theta"):
-        values.pop(key, None)
-    values |= {key: value for key, value in overrides.items() if key in _ROPE and key in vars(config)}
-    values["rope_parameters"] = (
-        {**old, **{key: _one_rope(old[key] or {}, value) for key, value in asked.items()}} if by_type
-        else _one_rope(old, asked)
-    )  # fmt: skip
-    return True
-
-
-def _nested(rope: Mapping[str, Any]) -> list[str]:
-    """The layer types that rotary settings are for; none where they are for all."""
-    return [key for key, value in rope.items() if isinstance(value, Mapping)]
-
-
-def _is_section(config: PreTrainedConfig, key: str) -> bool:
-    return isinstance(getattr(config, key, None), PreTrainedConfig)
+    if not types:
+        return _one_rope(old, asked)
+    return {**(old if by_type else {}), **{key: _one_rope(old.get(key) or {}, asked[key]) for key in asked}}
 
 
 def _rope_asked(overrides: Mapping[str, Any]) -> dict[str, Any]:

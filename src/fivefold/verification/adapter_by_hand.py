@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fivefold.core.lora import NF4_BLOCK
 from fivefold.models.adapter_facts import targets_of
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import is_experts
 from fivefold.models.random_stream import Region
@@ -30,7 +30,7 @@ class Drawn(TensorSource):
         assert case.adapter is not None
         generator = torch.Generator().manual_seed(case.seed + 1_000_039)
         self.values = dict[str, Tensor]()
-        for each in targets_of(facts_of(build_meta(load_model_config(case.folder), weights=case.folder)), case.adapter):
+        for each in targets_of(facts_of(meta_of_folder(case.folder)), case.adapter):
             for name, size in each.shapes(case.adapter.rank).items():
                 self.values[name] = torch.randn(size, generator=generator) * size[-1] ** -0.5
         self.shapes = {name: tuple(values.shape) for name, values in self.values.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.parallel.balance import movable_biases
 from fivefold.parallel.plan import lower
@@ -117,7 +117,7 @@ def left_to_chance(margins: Tensor, error: float) -> float:
 
 def row_linears(case: ProofCase) -> list[str]:
     """The linears that give back to the residual stream: what they are given is what attention and the MLP made."""
-    model = build_meta(load_model_config(case.folder), weights=case.folder)
+    model = meta_of_folder(case.folder)
     try:
         return [region.row for region in facts_of(model).partition.tp_blocks]
     except UserError:
@@ -127,14 +127,14 @@ def row_linears(case: ProofCase) -> list[str]:
 def fp8_linears(case: ProofCase, layout: Layout) -> list[str]:
     """The linears and the experts that multiply in fp8, by a plan of one rank."""
     one = Layout(fp8=layout.fp8, fp8_high_layers=layout.fp8_high_layers)
-    plan = lower(facts_of(build_meta(load_model_config(case.folder), weights=case.folder)), one, 0)
+    plan = lower(facts_of(meta_of_folder(case.folder)), one, 0)
     linears = [each.name.rpartition(".")[0] for each in plan.fp8_linears]
     return linears + [each.name for each in plan.fp8_experts]
 
 
 def watched_routers(case: ProofCase) -> list[str]:
     """The routers whose load a run counts: all, if all of them say what they do."""
-    experts = facts_of(build_meta(load_model_config(case.folder), weights=case.folder)).experts
+    experts = facts_of(meta_of_folder(case.folder)).experts
     return [each.router for each in experts] if all(each.has_logits for each in experts) else []
 
 

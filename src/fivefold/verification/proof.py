@@ -20,7 +20,7 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
 from fivefold.models.adapter import Layered
-from fivefold.models.build import build_meta, load_model_config
+from fivefold.models.build import meta_of_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
@@ -57,7 +57,7 @@ class Proof:
         """Parallelize the model of `case` by `layout`. Raises `UserError` where the layout does not fit it."""
         self.case, self.reference = case, reference
         self.layout = layout.resolve(dist.get_world_size())
-        model = build_meta(load_model_config(case.folder), weights=case.folder)
+        model = meta_of_folder(case.folder)
         source: TensorSource = open_weights(case.folder, model)
         if case.adapter is not None:
             source = Layered(Drawn(case), source)
