@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import JetMoeConfig, JetMoeForCausalLM
+from transformers import JetMoeConfig, JetMoeForCausalLM, PreTrainedTokenizerFast
 
 import fivefold as ff
 from fivefold.parallel.dtensor import local
@@ -317,7 +318,27 @@ def one_process() -> bool:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     made = model.generate(batch["input_ids"][:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert made[0, 11:].tolist() == ff.generate(model, batch["input_ids"][0], max_new_tokens=5, temperature=0)[:5]
+    stop_strings(model, batch["input_ids"][0])
     return True
+
+
+def stop_strings(model: Any, ids: Tensor) -> None:
+    """They end tokens and texts where `transformers` ends them; a text leaves them out."""
+    letters = [chr(ord("a") + token) for token in range(VOCABULARY)]
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(letters, range(VOCABULARY), strict=True)), "a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    words.decoder = tokenizers.decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    greedy: dict[str, Any] = {"max_new_tokens": 5, "temperature": 0, "eos_token_ids": ()}
+    plain = ff.generate(model, ids, **greedy)
+    model.generation_config.stop_strings = ["never", letters[plain[2]]]
+    made = model.generate(ids[None], max_new_tokens=5, do_sample=False, pad_token_id=0, tokenizer=tokenizer)
+    assert ff.generate(model, ids, tokenizer=tokenizer, **greedy) == made[0, len(ids) :].tolist()
+    text = "".join(letters[each] for each in ids.tolist())
+    left = plain[: plain.index(plain[2])]
+    assert ff.generate(model, text, tokenizer=tokenizer, **greedy) == "".join(letters[each] for each in left)
+    with refuses("stop_strings is .* no tokenizer"):
+        ff.generate(model, ids)
 
 
 def budgets() -> bool:

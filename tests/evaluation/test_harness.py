@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.checkpoint.folders import OVERRIDES, hf_folder
 from tests.parity import Case
 
 pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.full
 
 QUESTIONS = [
     ("The sky is", ["blue", "a fish", "4"], 0), ("2+2 =", ["five", "4", "no"], 1), ("Well", ["a", "or not"], 0),
@@ -134,3 +136,13 @@ def test_a_task_that_is_not_known_is_said(folder: Path, tasks: Path, tmp_path: P
         evaluated(folder, Path("no_such_task_here"))
     with pytest.raises(UserError, match=r"no \.yaml in it names a task"):
         evaluated(folder, tmp_path)
+
+
+def test_stop_strings_of_the_folder_end_what_a_model_writes(folder: Path, tasks: Path, tmp_path: Path) -> None:
+    stops, plain = tmp_path / "stops", Plain(folder)
+    right = [plain.write(question, 5) for question, *_ in QUESTIONS[2:]]
+    stop = right[0].strip()[-1]
+    shutil.copytree(folder, stops)
+    (stops / "generation_config.json").write_text(json.dumps({"stop_strings": stop}), encoding="utf-8")
+    found = {(row.task, row.metric): row.value for row in evaluated(stops, tasks).tasks}
+    assert found["written", "exact_match"] == pytest.approx(sum(stop not in text for text in right) / len(QUESTIONS))

@@ -163,7 +163,8 @@ class _Ranks:
 
     def _write(self, asked: Any) -> list[str]:
         request = GenerateRequest(model="", prompt="", **asked["options"])
-        prompts = [Prompt(ids, {}, self.opened.ends, request.stop) for ids in asked["prompts"]]
+        stop = (*request.stop, *self.opened.stop)
+        prompts = [Prompt(ids, {}, self.opened.ends, stop) for ids in asked["prompts"]]
         found: list[str] = []
         for first in range(0, len(prompts), self.batch_size):
             part = prompts[first : first + self.batch_size]

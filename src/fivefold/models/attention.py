@@ -26,10 +26,11 @@ NAME = "fivefold"
 CONTEXT = "context_parallel"  # attribute of an attention module: the fold that attends in place of this file
 KEEPS = "keeps_attention"  # attribute of an attention module: wraps what attends here, to keep its result
 
-# Keywords that say nothing about what attention computes: positions are in the queries and keys already.
+# Keywords that say nothing about what attention computes: positions are in the queries and keys already, and
+# `generate` passes its tokenizer on.
 _HARMLESS = (
     "position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
-    "output_router_logits", "logits_to_keep", "num_items_in_batch",
+    "output_router_logits", "logits_to_keep", "num_items_in_batch", "tokenizer",
 )  # fmt: skip
 _SERVED = ("is_causal", "cu_seqlens", "sliding_window", "softcap", "s_aux")
 

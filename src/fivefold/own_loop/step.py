@@ -12,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
 from fivefold.generation.decode import decode, ready
-from fivefold.generation.settings import end_tokens
+from fivefold.generation.settings import end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs
@@ -157,13 +157,20 @@ def generate(
 ) -> str | list[int]:
     """Continue `prompt` with a parallelized model: text with a `tokenizer` of `transformers` (or `tokenizers`), or
     tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same. Tokens are
-    drawn, by `seed`; `temperature=0` takes the likeliest each time."""
+    drawn, by `seed`; `temperature=0` takes the likeliest each time. One of the `stop_strings` of
+    `model.generation_config` ends what comes; a text leaves it out."""
     check_runs(model)
     options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options["seed"] = seed
     ends = end_tokens(model) if eos_token_ids is None else tuple(eos_token_ids)
+    stop = stop_texts(model)
 
     def read() -> Tensor:
+        if stop and tokenizer is None:
+            raise refusal(
+                f"model.generation_config.stop_strings is {list(stop)}, and there is no tokenizer to see them by",
+                fix="ff.generate(model, prompt, tokenizer=tokenizer)",
+            )
         ids = _prompt_ids(prompt, tokenizer, ends)
         vocabulary = model.fivefold.plan.facts.vocabulary
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
@@ -177,11 +184,19 @@ def generate(
         raise refusal(
             "ranks were given different prompts, or options", fix="every rank passes the same: all compute it"
         )
+    tokens = list[int]()
+
+    def text() -> str:
+        return str(tokenizer.decode([token for token in tokens if token not in ends]))
+
     with ready(model):
-        tokens = list(decode(model, ids, eos_token_ids=ends, **options))
+        for token in decode(model, ids, eos_token_ids=ends, **options):
+            tokens.append(token)
+            if stop and any(each in text() for each in stop):
+                break
     if not isinstance(prompt, str):
         return tokens
-    return str(tokenizer.decode([token for token in tokens if token not in ends]))
+    return min((text().partition(each)[0] for each in stop), key=len, default=text())
 
 
 def _check_grad_enabled() -> None:
