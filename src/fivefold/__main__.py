@@ -6,8 +6,9 @@ from fivefold.core import interrupts
 def main() -> None:
     """Run the command line and exit with its code; the verbs take a third of a second to import."""
     interrupts.end_at_once(word="stopped\n")
-    from fivefold.core import bytecode
+    from fivefold.core import bytecode, safe_path
 
+    safe_path.leave_out_current_folder()
     bytecode.keep()
     from fivefold.cli import main as run
 

@@ -1,7 +1,8 @@
 """`python -m fivefold.cli`, for launchers that start a module: `torchrun --nproc 2 -m fivefold.cli train run.yaml`."""
 
 from fivefold.cli import main
-from fivefold.core import bytecode
+from fivefold.core import bytecode, safe_path
 
+safe_path.leave_out_current_folder()
 bytecode.keep()
 main()

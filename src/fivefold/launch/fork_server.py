@@ -1,4 +1,4 @@
-"""The process that workers are forked from: `python -m fivefold.launch.fork_server MODULE:FUNCTION REPORTS`.
+"""The process that workers are forked from: `python -P -m fivefold.launch.fork_server MODULE:FUNCTION REPORTS`.
 
 It imports once what every worker runs, while the launcher still prepares the data, and forks the workers from there:
 importing torch and transformers takes each process seconds, and many files of a disk that machines may share. It runs
@@ -44,7 +44,7 @@ def serve(body: str, reports: int) -> None:
                 os.close(reports)
                 _stand_alone(place)
                 if _has_lost_cuda():
-                    os.execv(sys.executable, [sys.executable, "-m", worker.__name__, body, start["request"]])
+                    os.execv(sys.executable, [sys.executable, "-P", "-m", worker.__name__, body, start["request"]])
                 worker.run(body, start["request"], warned)
                 return
             ranks[pid] = rank

@@ -63,7 +63,7 @@ class Workers:
         os.set_blocking(self._reports, False)
         self._heard = select.poll()  # `select` takes no descriptor from 1024 on, and Python code may have as many open
         self._heard.register(self._reports, select.POLLIN)
-        command = [sys.executable, "-m", "fivefold.launch.fork_server", self.body, str(theirs)]
+        command = [sys.executable, "-P", "-m", "fivefold.launch.fork_server", self.body, str(theirs)]
         # In a session of its own: Ctrl-C in the terminal comes to this process alone.
         self._server = subprocess.Popen(
             command, env=server_environment(self.count), stdin=subprocess.PIPE, pass_fds=[theirs],

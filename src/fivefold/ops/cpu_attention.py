@@ -194,7 +194,7 @@ def _build(library: Path) -> None:
 def _try(library: Path) -> None:
     """Raises `RunFailed` where it cannot be loaded or run here. A compiler that hands its work to another machine takes
     that one's instructions, which would end this process: the trial is another one."""
-    command = [sys.executable, "-S", "-c", _TRIAL, str(library)]
+    command = [sys.executable, "-P", "-S", "-c", _TRIAL, str(library)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name

@@ -157,7 +157,7 @@ def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -
     with (folder / "log").open("w+b") as log, os.fdopen(reports) as codes:
         out = log if quiet else sys.stderr
         process = subprocess.Popen(
-            [sys.executable, "-m", STAGE, str(theirs)],
+            [sys.executable, "-P", "-m", STAGE, str(theirs)],
             env={**environment, "TMPDIR": str(folder), LAUNCHER: str(os.getpid())},
             stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs],
             start_new_session=True,  # Ctrl-C in the terminal comes to this process alone

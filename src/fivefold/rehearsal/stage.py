@@ -108,7 +108,7 @@ def main(reports: int) -> None:
             os.close(reports)
             folder = line.removesuffix("\n")
             if torch_internals.has_lost_cuda():  # up to torch 2.12 that import starts CUDA, which no fork can use
-                os.execv(sys.executable, [sys.executable, "-m", __spec__.name, "alone", folder])
+                os.execv(sys.executable, [sys.executable, "-P", "-m", __spec__.name, "alone", folder])
             play(Path(folder))
         _, status = os.waitpid(process, 0)
         os.write(reports, f"{os.waitstatus_to_exitcode(status)}\n".encode())

@@ -1,0 +1,14 @@
+"""Python's path without the current folder, whose files are data: a model folder may hold a `heapq.py`.
+
+`python -m` and `python -c` put the current folder first, `-P` and PYTHONSAFEPATH do not (Python 3.11).
+"""
+
+import os
+import sys
+
+
+def leave_out_current_folder() -> None:
+    """Take the current folder off the path of this process, if `python -m` put it there, and of all that it starts."""
+    if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"
