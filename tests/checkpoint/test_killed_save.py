@@ -18,6 +18,7 @@ from fivefold.checkpoint import Checkpoint, newest
 from fivefold.checkpoint.load import is_valid
 from fivefold.core import files
 from fivefold.core.step_folders import step_folder
+from tests.tiers import put_off
 
 saving = sys.modules["fivefold.checkpoint.save"]
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "scandir", "unlink", "rmdir")
@@ -105,14 +106,15 @@ def content(folder: Path) -> set[float]:
 
 
 @pytest.mark.full
-def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [7, put_off(1)])
+def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     keep = 1
     monkeypatch.setattr(files, "AT_ONCE", 32)  # so that files are cut in their middle, too
     save_step(tmp_path / "whole", 1, keep)
     _, calls = in_child(lambda: save_step(tmp_path / "whole", 2, keep), None)
     assert calls > 200
     outcomes = []
-    for at in range(calls):
+    for at in range(0, calls, every):
         directory = tmp_path / f"{at}"
         save_step(directory, 1, keep)
         died, _ = in_child(lambda: save_step(directory, 2, keep), at)  # noqa: B023

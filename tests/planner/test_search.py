@@ -22,6 +22,7 @@ from fivefold.planner.search import ALIKE, NEAR, search, simplicity
 from fivefold.planner.space import Space
 from fivefold.planner.sums import ROUNDING
 from tests.planner.settings import layouts, prices, sampled
+from tests.tiers import put_off
 
 WORKLOAD = Workload(2048, 64)
 SETTINGS = [
@@ -47,11 +48,12 @@ def plan_and_step(price_list: PriceList, layout: Layout, pp_rank: int) -> tuple[
     return step, plan, replace(shape, compiled=price_list.engine.compiled)
 
 
-@pytest.mark.full  # twenty seconds of arithmetic
-def test_memory_is_that_of_the_plan() -> None:
+@pytest.mark.full  # twenty seconds of arithmetic, where every layout is asked
+@pytest.mark.parametrize("every", [3, put_off(1)])
+def test_memory_is_that_of_the_plan(every: int) -> None:
     """Of the first, a middle and the last pipeline rank, item by item."""
     assert len(sample()) >= 200
-    for price_list, layout in sample():
+    for price_list, layout in sample()[::every]:
         for rank in {0, layout.pp // 2, layout.pp - 1}:
             step, plan, shape = plan_and_step(price_list, layout, rank)
             planned = plan.bytes(shape).by_kind
