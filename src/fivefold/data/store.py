@@ -44,7 +44,7 @@ from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 3  # raise when the same records are read as other documents, or others of their tokens are trained
+_READING = 4  # raise when the same records are read as other documents, or others of their tokens are trained
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
