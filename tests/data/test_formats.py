@@ -212,3 +212,11 @@ def test_a_pipe_or_a_device_is_refused_before_it_is_read(tmp_path: Path) -> None
             prepare(config_for(path), cache=tmp_path / "cache")
     (folder / "b.txt").write_text("a text")
     assert read(tmp_path, folder) == [b"a text"]
+
+
+def test_records_inside_of_an_object_are_not_one_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps({"version": "1.1", "data": [{"instruction": "Q", "output": "A"}] * 2}))
+    with pytest.raises(UserError, match="its records are in a list under 'data'") as refused:
+        prepare(config_for(path), cache=tmp_path / "cache")
+    assert refused.value.fix == "write a record per line: jq -c '.data[]' set.json > set.jsonl"
