@@ -4,7 +4,7 @@ Written by hand. The template writes `<role>content</s>`, tools in front, and ca
 the source in a run file. `left_out`: the columns that a run must name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class Form:
     records: list[dict[str, Any]]
     rows: list[str]
     left_out: tuple[str, ...] = ()
+    by_template: tuple[str, ...] = ()  # left out of turns
     keys: dict[str, Any] = field(default_factory=dict)
     objective: str = "sft"
 
@@ -23,7 +24,8 @@ class Form:
 def form(name: str, record: Any, rows: str | list[str], left_out: str = "", **more: Any) -> Form:
     """`record`: one, or a list of them; `left_out`: names with spaces between."""
     records = record if isinstance(record, list) else [record]
-    return Form(name, records, [rows] if isinstance(rows, str) else rows, tuple(left_out.split()), **more)
+    names = tuple(left_out.split()), tuple(more.pop("by_template", "").split())
+    return Form(name, records, [rows] if isinstance(rows, str) else rows, *names, **more)
 
 
 def turns(*said: str, role: str = "role", content: str = "content", names: str = "system user assistant") -> Any:
@@ -155,6 +157,7 @@ CHAT = [
         },
         QA,
         "conversation_hash model turn language",
+        by_template="country toxic",
     ),
     form(
         "LMSYS-Chat-1M",
@@ -227,6 +230,7 @@ TOOLS = [
             "tools": [{"type": "function", "function": TOOL}],
         },
         WRITTEN_TOOL + CALLED,
+        by_template="tool_call_id",
     ),
     form(
         "OpenAI, as it was: function_call in a turn",
@@ -239,6 +243,7 @@ TOOLS = [
             "functions": [TOOL],
         },
         WRITTEN_TOOL + CALLED,
+        by_template="name",
     ),
     form(
         "transformers: call with empty content, tool result, answer",
@@ -549,7 +554,7 @@ PREFERENCES = [
         [WRITTEN_TOOL + each for each in PAIR],
     ),
 ]  # fmt: skip
-PREFERENCES = [Form(each.name, each.records, each.rows, each.left_out, each.keys, "dpo") for each in PREFERENCES]
+PREFERENCES = [replace(each, objective="dpo") for each in PREFERENCES]
 
 RATED = [
     form(

@@ -13,6 +13,7 @@ pair of a chosen and a rejected answer is in one row as a whole; one that is lon
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -44,6 +45,7 @@ _ROLES = {
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
+_READ_KEYS = ("role", "content", "tool_calls", "weight")  # of a turn as it is read, which are used in any case
 _WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # whether a turn is trained, in sets of all trainers
 
 
@@ -85,7 +87,22 @@ class Example:
         # the model to get there.
         if ends and spans and spans[-1][1] >= len(body):
             spans[-1] = spans[-1][0], len(text)
-        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None)
+        left_out = () if self.pair else self._left_out(template, text)
+        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None, left_out=tuple(left_out))
+
+    def _left_out(self, template: ChatTemplate, text: str) -> Iterator[str]:
+        """What of the turns is not in the text that the template made of them."""
+        source, at = template.text(self.tools), 0
+        for key in dict.fromkeys(key for turn in self.turns for key in turn):
+            if key not in _READ_KEYS and not re.search(rf"\b{re.escape(key)}\b", source):
+                yield repr(key)
+        for turn in self.turns:
+            content = turn.get("content") or ""
+            for part in [content] if isinstance(content, str) else [part["text"] for part in content]:
+                found = text.find(part.strip(), at)
+                if found < 0 and part.strip() not in text and turn["role"] != "tool":  # which may be written as JSON
+                    yield f"some of what the {turn['role']} says"
+                at = max(at, found)
 
     def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
         given: dict[str, Any] = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
@@ -166,12 +183,14 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
 @dataclass(frozen=True)
 class Text:
     """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, if it
-    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too."""
+    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too;
+    `left_out`: what of the turns it did not write."""
 
     text: str
     trained: tuple[Span, ...] | None = None
     ends: bool = True
     by_template: bool = False
+    left_out: tuple[str, ...] = ()
 
     def is_trained(self, ends: Sequence[int]) -> list[bool]:
         """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
