@@ -4,7 +4,7 @@ Written by hand. The template writes `<role>content</s>`, tools in front, and ca
 the source in a run file. `left_out`: the columns that a run must name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -16,6 +16,7 @@ class Form:
     records: list[dict[str, Any]]
     rows: list[str]
     left_out: tuple[str, ...] = ()
+    by_template: tuple[str, ...] = ()  # left out of turns
     keys: dict[str, Any] = field(default_factory=dict)
     objective: str = "sft"
 
@@ -23,7 +24,8 @@ class Form:
 def form(name: str, record: Any, rows: str | list[str], left_out: str = "", **more: Any) -> Form:
     """`record`: one, or a list of them; `left_out`: names with spaces between."""
     records = record if isinstance(record, list) else [record]
-    return Form(name, records, [rows] if isinstance(rows, str) else rows, tuple(left_out.split()), **more)
+    names = tuple(left_out.split()), tuple(more.pop("by_template", "").split())
+    return Form(name, records, [rows] if isinstance(rows, str) else rows, *names, **more)
 
 
 def turns(*said: str, role: str = "role", content: str = "content", names: str = "system user assistant") -> Any:
@@ -70,6 +72,12 @@ CHAT = [
         },
         f"{WRITTEN_TOOL}<user>P</s><assistant>B</s>{QA}",
         "parallel_tool_calls",
+    ),
+    form(
+        "ms-swift, axolotl: other names of a weight of 0",
+        {"messages": [of_user("P"), {**of_assistant("B"), "loss": False}, of_user("P"),
+                      {**of_assistant("B"), "train": False}, of_user("Q"), {**of_assistant("A"), "loss": True}]},
+        f"<user>P</s><assistant>B</s><user>P</s><assistant>B</s>{QA}",
     ),
     form(
         "Tulu 3",
@@ -149,6 +157,7 @@ CHAT = [
         },
         QA,
         "conversation_hash model turn language",
+        by_template="country toxic",
     ),
     form(
         "LMSYS-Chat-1M",
@@ -221,6 +230,7 @@ TOOLS = [
             "tools": [{"type": "function", "function": TOOL}],
         },
         WRITTEN_TOOL + CALLED,
+        by_template="tool_call_id",
     ),
     form(
         "OpenAI, as it was: function_call in a turn",
@@ -233,6 +243,7 @@ TOOLS = [
             "functions": [TOOL],
         },
         WRITTEN_TOOL + CALLED,
+        by_template="name",
     ),
     form(
         "transformers: call with empty content, tool result, answer",
@@ -543,7 +554,7 @@ PREFERENCES = [
         [WRITTEN_TOOL + each for each in PAIR],
     ),
 ]  # fmt: skip
-PREFERENCES = [Form(each.name, each.records, each.rows, each.left_out, each.keys, "dpo") for each in PREFERENCES]
+PREFERENCES = [replace(each, objective="dpo") for each in PREFERENCES]
 
 RATED = [
     form(
@@ -571,6 +582,18 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "no key 'text'; the keys are 'prompt', 'response_0', 'response_1', 'better_response_id'"),
     ("several answers", {"instruction": "Q", "output": "A", "response": "B"}, "sft",
      "these are instruction records ('instruction', 'output', 'response'), and which keys are asked and answered"),
+    ("NQ: answers to choose from", {"question": "Q", "answer": ["A", "B"]}, "sft",
+     "the answer: 2 texts in a list, and which is meant is not to be told"),
+    ("columns in place of records", {"instruction": ["Q", "R"], "output": ["A", "B"]}, "sft", "2 texts in a list"),
+    ("questions to choose from", {"prompt": ["Q", "R"], "completion": "A"}, "sft", "2 texts in a list"),
+    ("a history without its answer", {"history": ["q"], "instruction": "Q", "output": "A"}, "sft",
+     "the history ends with a question"),
+    ("SQuAD", {"question": "Q", "answers": {"text": ["A"], "answer_start": [0]}}, "sft",
+     "the answer, turn 1: no turn; its keys are 'text', 'answer_start'"),
+    ("a prompt beside conversations with another question",
+     {"prompt": "<user>Q", "chosen": turns("Q", "A"), "rejected": turns("Q", "B")}, "dpo",
+     "the question of both answers, 'Q', is not that of the prompt"),
+    ("half a turn", {"messages": [of_user("Q"), {**of_assistant("A"), "loss": 0.5}]}, "sft", "its loss is 0.5"),
     ("a call that is none", {"conversations": [{"from": "function_call", "value": "x"}]}, "sft",
      "turn 1: it calls no tool by name: 'x'"),
     ("an image in a column", {"messages": turns("Q", "A"), "images": ["cat.png"]}, "sft",

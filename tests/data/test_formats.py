@@ -212,3 +212,25 @@ def test_a_pipe_or_a_device_is_refused_before_it_is_read(tmp_path: Path) -> None
             prepare(config_for(path), cache=tmp_path / "cache")
     (folder / "b.txt").write_text("a text")
     assert read(tmp_path, folder) == [b"a text"]
+
+
+def test_records_inside_of_an_object_are_not_one_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps({"version": "1.1", "data": [{"instruction": "Q", "output": "A"}] * 2}))
+    with pytest.raises(UserError, match="its records are in a list under 'data'") as refused:
+        prepare(config_for(path), cache=tmp_path / "cache")
+    assert refused.value.fix == "write a record per line: jq -c '.data[]' set.json > set.jsonl"
+
+
+def test_a_folder_of_a_dataset_is_not_trained_with_its_test_files(tmp_path: Path) -> None:
+    """As the hub lays one out. Where no file is one to train on, the names say nothing."""
+    folder = tmp_path / "set"
+    for name in ("data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "some words"}\n')
+    with pytest.raises(UserError, match=r"set holds data/test-00000-of-00001\.jsonl beside data/train-0") as refused:
+        prepare(config_for(folder), cache=tmp_path / "cache")
+    assert refused.value.fix.startswith(f"name the files to train on, such as {folder}/data/*train*.jsonl")
+    named = prepare(config_for(folder / "data" / "*train*.jsonl"), cache=tmp_path / "cache")
+    (folder / "data/train-00000-of-00001.jsonl").rename(folder / "data/cases.jsonl")
+    assert len(documents(prepare(config_for(folder), cache=tmp_path / "cache"))) == 2 * len(documents(named))

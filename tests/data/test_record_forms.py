@@ -61,8 +61,8 @@ def test_their_rows_are_those_that_are_written_by_hand(subtests: pytest.Subtests
         with subtests.test(msg=f"{form.objective}: {form.name}"):
             found, lines = rows(place, in_lines(place, form.records), form.keys, form.objective)
             assert found == form.rows
-            named = [line.partition("left out: ")[2] for line in lines]
-            assert named == ([", ".join(map(repr, form.left_out))] if form.left_out else [])
+            named = [said.rpartition(": ")[2] for line in lines for said in line.split("; left out")[1:]]
+            assert named == [", ".join(map(repr, names)) for names in (form.left_out, form.by_template) if names]
 
 
 def test_what_cannot_be_read_so_is_refused_by_name(subtests: pytest.Subtests, place: Path) -> None:
@@ -113,6 +113,23 @@ def test_a_number_that_python_does_not_read_is_refused_by_its_place(tmp_path: Pa
     with pytest.raises(UserError, match=rf"records.{suffix}:2: a number of more digits than Python reads") as refused:
         prepare(config_for(path), cache=tmp_path / "cache")
     assert refused.value.fix == "write it as a string"
+
+
+def test_what_the_template_leaves_out_of_turns_is_named(tmp_path: Path) -> None:
+    """A system text, as Mistral's; thoughts, as DeepSeek's; keys that it does not have."""
+    source = (
+        "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}</s>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    byte_folder(tmp_path / "tokenizer", source, eos="</s>")
+    told, thought = {"role": "system", "content": "S"}, {"role": "assistant", "content": "<think>t</think>A"}
+    path = in_lines(tmp_path, [{"messages": [told, {**of_user("Q"), "mood": 1}, {**thought, "reasoning": "r"}]}])
+    found, lines = rows(tmp_path, path, {}, "sft")
+    assert found == ["<user>Q</s><assistant>[[A</s>]]"]
+    assert [line.partition("; ")[2] for line in lines] == [
+        "left out of turns by the template: 'mood', 'reasoning', some of what the system says, some of what the "
+        "assistant says"
+    ]
 
 
 def test_columns_are_named_once_for_all_records_of_a_source(tmp_path: Path) -> None:

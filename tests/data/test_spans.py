@@ -85,6 +85,18 @@ ENDS = {
         "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
         "<s>[INST] q1 [/INST][[ a1</s>]][INST] q2 [/INST][[ <b>a2</s>]]",
     ),
+    "the end at the front of the next turn, as Jamba": (
+        "{% for m in messages %}{{ '<end>' if not loop.first }}<{{ m.role }}>{{ m.content }}"
+        "{{ '<end>' if loop.last and m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<end><assistant>{% endif %}",
+        "<user>q1<end><assistant>[[a1<end>]]<user>q2<end><assistant>[[<b>a2<end>]]",
+    ),
+    "a question behind the last turn in any case, as Command A": (
+        "{% for m in messages %}<start><{{ m.role }}>{{ '<say>' if m.role == 'assistant' }}{{ m.content }}<end>"
+        "{% endfor %}<start><assistant>{% if add_generation_prompt %}<say>{% endif %}",
+        "<start><user>q1<end><start><assistant><say>[[a1<end>]]<start><user>q2<end><start><assistant><say>"
+        "[[<b>a2<end>]]<start><assistant>",
+    ),
     "a question that begins to answer, as DeepSeek-R1": (
         "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '</s>' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant><think>\n{% endif %}",
@@ -101,6 +113,9 @@ def test_every_answer_is_trained_with_its_end(name: str) -> None:
     text, answers = ChatTemplate(source, SPECIAL).answers([*TWO[:2] * 9, *TWO])
     trained = re.findall(r"\[\[(.*?)\]\]", expected, re.DOTALL)
     assert [text[slice(*answers[number][0])] for number in range(1, 22, 2)] == [trained[0]] * 10 + trained[1:]
+    # And where the last turn is another's.
+    text, answers = ChatTemplate(source, SPECIAL).answers([*TWO[:2], {"role": "tool", "content": "1"}])
+    assert text[slice(*answers[1][0])] == trained[0]
 
 
 def test_what_is_thought_is_asked_for_as_it_was_before_the_next_question() -> None:

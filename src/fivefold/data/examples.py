@@ -13,11 +13,13 @@ pair of a chosen and a rejected answer is in one row as a whole; one that is lon
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fivefold.core.errors import UserError
+from fivefold.core.units import many
 from fivefold.data.chat import ChatTemplate
 from fivefold.data.spans import Span, Turn, inside, words
 
@@ -43,6 +45,8 @@ _ROLES = {
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
+_READ_KEYS = ("role", "content", "tool_calls", "weight")  # of a turn as it is read, which are used in any case
+_WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # whether a turn is trained, in sets of all trainers
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,22 @@ class Example:
         # the model to get there.
         if ends and spans and spans[-1][1] >= len(body):
             spans[-1] = spans[-1][0], len(text)
-        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None)
+        left_out = () if self.pair else self._left_out(template, text)
+        return Text(text, tuple(spans), ends=ends, by_template=self.pair is None, left_out=tuple(left_out))
+
+    def _left_out(self, template: ChatTemplate, text: str) -> Iterator[str]:
+        """What of the turns is not in the text that the template made of them."""
+        source, at = template.text(self.tools), 0
+        for key in dict.fromkeys(key for turn in self.turns for key in turn):
+            if key not in _READ_KEYS and not re.search(rf"\b{re.escape(key)}\b", source):
+                yield repr(key)
+        for turn in self.turns:
+            content = turn.get("content") or ""
+            for part in [content] if isinstance(content, str) else [part["text"] for part in content]:
+                found = text.find(part.strip(), at)
+                if found < 0 and part.strip() not in text and turn["role"] != "tool":  # which may be written as JSON
+                    yield f"some of what the {turn['role']} says"
+                at = max(at, found)
 
     def _chat(self, template: ChatTemplate) -> tuple[str, list[Span]]:
         given: dict[str, Any] = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
@@ -164,12 +183,14 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
 @dataclass(frozen=True)
 class Text:
     """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, if it
-    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too."""
+    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too;
+    `left_out`: what of the turns it did not write."""
 
     text: str
     trained: tuple[Span, ...] | None = None
     ends: bool = True
     by_template: bool = False
+    left_out: tuple[str, ...] = ()
 
     def is_trained(self, ends: Sequence[int]) -> list[bool]:
         """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
@@ -197,10 +218,13 @@ def answered(
         texts = [_string(answer, where, name) for answer, name in zip(said, names, strict=True)]
         found = _texts(asked, texts, beside.get("system"), where)
         return [Example(where, pair=each, train_on=train_on) for each in found]
-    turns = [_said("assistant", each, f"{where}, {name}") for each, name in zip(said, names, strict=True)]
+    turns = [
+        _said("assistant", each, f"{where}, {name}", is_whole=asked is None)
+        for each, name in zip(said, names, strict=True)
+    ]
     before = [] if asked is None or (asked == "" and len(said) == 2) else _said("user", asked, where)
     if len(turns) == 2:
-        before, turns = _apart(before, turns)
+        before, turns = _apart(before, turns, where)
     is_context = len(turns) == 2 or isinstance(asked, list)
     both = [(before, each) if is_context else ([], [*before, *each]) for each in turns]
     return [_example(where, context, own, train_on, **beside) for context, own in both]
@@ -213,6 +237,8 @@ def _example(
     if not own:
         raise UserError(f"{where}: a conversation without turns", fix="remove the record")
     earlier = _turns(history or [], f"{where}, history")
+    if earlier and earlier[-1]["role"] == (context or own)[0]["role"] == "user":
+        raise UserError(f"{where}: the history ends with a question", fix="write its answer, or leave the question out")
     context, own = ([*earlier, *context], own) if context else ([], [*earlier, *own])
     told = "" if system is None else _string(system, where, "the system text")
     if told and (context or own)[0]["role"] not in ("system", "developer"):
@@ -237,23 +263,36 @@ def _texts(asked: object, answers: list[str], system: object, where: str) -> lis
     return [(prompt, answer) for answer in answers]
 
 
-def _apart(before: list[Turn], said: list[list[Turn]]) -> tuple[list[Turn], list[list[Turn]]]:
+def _apart(before: list[Turn], said: list[list[Turn]], where: str) -> tuple[list[Turn], list[list[Turn]]]:
     """The turns before two answers, and the answers. Where both lists repeat what is before them, or nothing is, what
-    both begin with is before them."""
+    both begin with is before them. Raises `UserError` where both begin with another question."""
     least = max(0, min(map(len, said)) - 1)  # an answer has a turn, whatever it says
     both = said[0][: min(_shared(*said), least)]
     repeats = before[: len(both)] == both or all(turn in both for turn in before)
     if both and before and not repeats:
         common = max((n for n in range(len(both) + 1) if n and before[-n:] == both[:n]), default=0)
+        if not common and before[-1]["role"] == "user" and both[0]["role"] != "assistant":
+            raise UserError(
+                f"{where}: the question of both answers, {words(both[0])[:80]!r}, is not that of the prompt",
+                fix="leave one of the two out, as by columns: {chosen: KEY, rejected: KEY}",
+            )
         return [*before, *both[common:]], [turns[len(both) :] for turns in said]
     if both:
         return both, [turns[len(both) :] for turns in said]
     return before[: -len(said[0])] if before[-len(said[0]) :] == said[0] else before, said
 
 
-def _said(role: str, what: object, where: str) -> list[Turn]:
-    """Turns, of a list of them or of a text."""
-    return _turns(what if isinstance(what, list) else [{"role": role, "content": what}], where)
+def _said(role: str, what: object, where: str, *, is_whole: bool = False) -> list[Turn]:
+    """Turns, of a list of them or of a text; `is_whole`: of a whole conversation. Raises `UserError` for texts in a
+    list that are answers to choose from, or records in columns, and no turns."""
+    turns = _turns(what if isinstance(what, list) else [{"role": role, "content": what}], where)
+    are_texts = isinstance(what, list) and bool(what) and all(isinstance(each, str) for each in what)
+    if are_texts and (turns[-1]["role"] != role or (role == "assistant" and not is_whole)):
+        raise UserError(
+            f"{where}: {many(len(turns), 'text')} in a list, and which is meant is not to be told",
+            fix='write one of them, or turns: [{"role": ..., "content": ...}]',
+        )
+    return turns
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -308,12 +347,15 @@ def _turn(value: object, where: str) -> Turn:
     if role == _CALL:
         role, content, calls = "assistant", "", content
     if role not in _KNOWN:
-        raise UserError(f"{where}: there is no role {said!r}", fix=f"one of {', '.join(_KNOWN)}")
+        what = f"there is no role {said!r}" if said else f"no turn; its keys are {', '.join(map(repr, value))}"
+        raise UserError(f"{where}: {what}", fix=f"a turn has content and a role, one of {', '.join(_KNOWN)}")
     if content is None and role == "assistant" and calls:
         content = ""
-    if value.get("weight", 1) not in (0, 1, None):
-        raise UserError(f"{where}: its weight is {value['weight']!r}", fix="1 trains the turn, 0 does not")
-    more = {key: each for key, each in value.items() if key not in _TURN_KEYS and each is not None}
+    weights = {name: value[name] for name in _WEIGHTS if value.get(name) is not None}
+    if name := next((name for name, weight in weights.items() if weight not in (0, 1)), None):
+        raise UserError(f"{where}: its {name} is {weights[name]!r}", fix="1 trains the turn, 0 does not")
+    unknown = (key for key in value if key not in (*_TURN_KEYS, *_WEIGHTS) and value[key] is not None)
+    more = {key: value[key] for key in unknown} | ({"weight": min(weights.values())} if weights else {})
     called = {"tool_calls": _calls(calls, where)} if calls else {}
     return {"role": role, "content": _content(content, where), **called, **more}
 

@@ -317,9 +317,9 @@ def conversation_of(names: Collection[str]) -> tuple[Form, tuple[str, ...]] | No
     return (form, tuple(name for name in names if name in keys)) if form else None
 
 
-def columns_read(files: FileList) -> tuple[str, tuple[str, ...]]:
-    """What to say of the columns of files that were read: those that were left out, and a warning for each kind of
-    record of which one side is trained, as a text."""
+def columns_read(files: FileList, by_template: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
+    """What to say of the columns of files that were read: those that were left out, also of turns `by_template`, and a
+    warning for each kind of record of which one side is trained, as a text."""
     read, key = files.source.read, files.source.text_key
     used = dict.fromkeys(name for names in read.values() for name in names)
     unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in keys)
@@ -334,8 +334,9 @@ def columns_read(files: FileList) -> tuple[str, tuple[str, ...]]:
                     f"{files.name} holds {form.name}, and {key!r} alone is trained on; "
                     f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
                 )
-    line = f"{files.name}: {_listed(used, 99)} read{instead}; left out: {_listed(unused, 99)}" if unused else ""
-    return line, tuple(warnings.values())
+    said = [f"{_listed(used, 99)} read{instead}"] + [f"left out: {_listed(unused, 99)}"] * bool(unused)
+    said += [f"left out of turns by the template: {', '.join(by_template)}"] * bool(by_template)
+    return f"{files.name}: {'; '.join(said)}" if len(said) > 1 else "", tuple(warnings.values())
 
 
 def no_text(

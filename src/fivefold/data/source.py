@@ -28,6 +28,9 @@ MORE = (
 )
 # What lies beside texts and is none: the card and the notes of a dataset.
 _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# What the parts of a dataset are called in the names of its files and folders, as `datasets` reads them.
+_WORDS = re.compile(r"[a-z]+")
+_HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "dev", "val"}
 _SHRINKS = 4  # times: text that is compressed, roughly
 _HEAD = 8192  # bytes by which a file of an unknown kind is judged
 
@@ -138,7 +141,7 @@ def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
         if (files := form.files(path, source, root)) is not None:
             return FileList(source, tuple((file, form) for file in files))
     if path.is_dir():
-        return _pick(source, _walk(path), formats, forced, strict=False)
+        return _of_one_split(_pick(source, _walk(path), formats, forced, strict=False))
     if path.exists() and not path.is_file():  # the text is read more than once, and by each worker
         what = f"{source.label}: {source.path} is no file but a pipe or a device"
         raise UserError(what, fix="write its text to a file, and name that", more=MORE)
@@ -162,6 +165,23 @@ def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
     raise UserError(
         f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}", more=MORE
     )
+
+
+def _of_one_split(files: FileList) -> FileList:
+    """`files`, those of a folder. Raises `UserError` where `datasets` would take some to train and others to test."""
+    root = expanded(files.source.path)
+    parts = [(path, set(_WORDS.findall(str(path.relative_to(root)).lower()))) for path, _ in files.files]
+    held = next((path for path, words in parts if words & _HELD_OUT and "train" not in words), None)
+    first = next((path for path, words in parts if "train" in words), None)
+    if held and first:
+        both = f"{held.relative_to(root)} beside {first.relative_to(root)}"
+        raise UserError(
+            f"{files.source.label}: {files.source.path} holds {both}, and would be trained on both",
+            fix=f"name the files to train on, such as {first.parent}/*train*{first.suffix}, and the others in "
+            "data.validation",
+            more=MORE,
+        )
+    return files
 
 
 def _walk(folder: Path) -> list[Path]:

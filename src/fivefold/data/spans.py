@@ -30,6 +30,7 @@ _LOOP = re.compile(
     r"|\{%[-+]?\s*(?P<word>for|endfor)\b(?:\s+(?P<each>\w+)\s+in\b)?(?P<over>.*?)(?P<close>[-+]?%\})",
     re.DOTALL,
 )
+_HEAD = 8  # characters that tell how an answer begins
 _FEW = 4  # answers that are each asked for; of more, one after each kind of turn
 _FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
 
@@ -129,7 +130,12 @@ class _Answers:
     @cached_property
     def probe(self) -> _Written:
         """With other words, and other names of tools."""
-        return _Written.of(self.write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns])
+        return self._probed(len(self.turns))
+
+    def _probed(self, most: int) -> _Written:
+        """The first `most` turns."""
+        own = (_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns[:most])
+        return _Written.of(self.write, list(own))
 
     def question(self, number: int) -> str | None:
         """What it writes behind the turns before an answer to ask for it; None where it does not take them so."""
@@ -166,16 +172,36 @@ class _Answers:
         return start + shared
 
     def end(self, number: int) -> int:
-        """Where what ends the turn ends: where the next begins, or the text."""
+        """Where what ends the turn ends: where the next begins, behind an end in front of it (Jamba), or the text."""
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
-            stop = len(self.whole.text)
+            stop = len(self.whole.text) - len(self.asks_again)
         elif not self.whole.part(number + 1):  # left out, or written within this one, as a tool's result by Gemma 4
             until = self.write(self.turns[: number + 1])[0].rstrip()
             if not self.whole.text.startswith(until):
                 raise self._untold(number)
             stop = min(stop, len(until))
+        elif self.whole.text.startswith(self.closing, stop):
+            stop += 0 if self.whole.part(number).rstrip().endswith(self.closing) else len(self.closing)
         return start + len(self.whole.text[start:stop].rstrip())
+
+    @cached_property
+    def closing(self) -> str:
+        """What it writes behind the words of the last answer where no turn follows; empty where it says none."""
+        last = max(at for at, turn in enumerate(self.turns) if turn["role"] == "assistant")
+        written = self.probe if last == len(self.turns) - 1 else self._probed(last + 1)
+        _, is_there, tail = written.part(last).rpartition(PROBE)
+        return tail.strip() if is_there else ""
+
+    @cached_property
+    def asks_again(self) -> str:
+        """The question for another answer, where the template always writes it behind the last turn (Command A)."""
+        lead, is_there, tail = self.probe.part(len(self.turns) - 1).partition(PROBE)
+        at = tail.find(lead.strip()[:_HEAD]) if is_there and lead.strip() else -1
+        if at < 0 or not self.whole.text.endswith(tail[at:]):
+            return ""
+        asked = self.write(self.turns, answer=True)[0]
+        return tail[at:] if len(asked) - len(self.whole.text) < len(lead.strip()) else ""
 
     def check(self, number: int, said: str) -> None:
         """Raises `UserError` where the template leaves out what the assistant says: an empty answer would be learnt."""

@@ -44,7 +44,7 @@ from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 3  # raise when the same records are read as other documents, or others of their tokens are trained
+_READING = 4  # raise when the same records are read as other documents, or others of their tokens are trained
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 2_000_000
@@ -273,6 +273,7 @@ class _Writer:
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths: list[int] = []
         self.hashes: list[int] = []
+        self.left_out: dict[str, None] = {}  # by the template, of all turns
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
@@ -307,7 +308,7 @@ class _Writer:
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
             np.save(self.folder / name, array)
-        meta = self._meta(int(offsets[-1]), *columns_read(files))
+        meta = self._meta(int(offsets[-1]), *columns_read(files, tuple(self.left_out)))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
@@ -319,7 +320,9 @@ class _Writer:
         self.pairs += isinstance(document, Preference)
         self.rated += isinstance(document, Preference) and document.desirable is not None
         each = [document.first, document.second] if isinstance(document, Preference) else [document]
-        return [example.rendered(self.tokenizer.template, eos) for example in each]
+        texts = [example.rendered(self.tokenizer.template, eos) for example in each]
+        self.left_out |= dict.fromkeys(what for text in texts for what in text.left_out)
+        return texts
 
     def _document(
         self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]], *, desirable: bool

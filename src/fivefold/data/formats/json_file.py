@@ -50,6 +50,12 @@ def _read(path: Path, source: Source) -> list[object]:
     except ValueError as error:
         line = next((raw.count(b"\n", 0, each.start()) + 1 for each in _LONG.finditer(raw)), 1)
         raise _too_long(f"{where}:{line}") from error
+    inner = tree.get("data") if isinstance(tree, dict) else None
+    if isinstance(inner, list) and inner and isinstance(inner[0], dict) and not inner[0].keys() & {"role", "from"}:
+        raise UserError(
+            f"{where}: its records are in a list under 'data', which would be one conversation",
+            fix=f"write a record per line: jq -c '.data[]' {path.name} > {path.stem}.jsonl",
+        )
     records = tree if isinstance(tree, list) else [tree]
     if not records:
         raise UserError(f"{where}: the list is empty", fix="remove the file, or name the files with a glob")
