@@ -84,6 +84,12 @@ def test_a_folder_that_a_glob_matches_without_its_files_is_named(tmp_path: Path)
     assert read(tmp_path, tmp_path / "corpus" / "**") == [b"a.txt", b"part2/b.txt"]
 
 
+def test_a_path_that_is_empty_is_not_the_current_folder(subtests: pytest.Subtests) -> None:
+    for key in ("data.train", "data.validation", "model.name_or_path", "tokenizer.name_or_path"):
+        with subtests.test(msg=key), pytest.raises(UserError, match=key):
+            load_config(None, [f"{key}=''"])
+
+
 def test_globs_and_forced_formats(tmp_path: Path) -> None:
     for name in ("b.rst", "a.rst", "c.txt"):
         (tmp_path / name).write_text(f"text of {name}")
