@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,7 +133,12 @@ class ChatTemplate:
         """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self.text(tools)
+        source, given = self.text(tools), given or {}
+        if own := sorted(given.keys() & {"messages", *signature(render_jinja_template).parameters} - {"documents"}):
+            raise UserError(
+                f"chat_template_kwargs: {own[0]!r} is no variable that a record can set",
+                fix="leave it out of the record",
+            )
         try:
             with within(MOST_SECONDS):
                 texts, enclosed = render_jinja_template(
@@ -141,7 +147,7 @@ class ChatTemplate:
                     chat_template=numbered(source) if is_numbered else source,
                     add_generation_prompt=answer,
                     return_assistant_tokens_mask=_ENCLOSES.search(source) is not None,
-                    **{**self.special, **(given or {})},
+                    **{**self.special, **given},
                 )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
         except TooLong as error:
