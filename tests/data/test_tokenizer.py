@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.data import PreparedData, prepare, tokenizer
+from fivefold.data import PreparedData, prepare, tokenizer, tokenizer_probe
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 READ_APART = tokenizer._read_apart  # before `tests/conftest.py` reads them here
@@ -140,6 +141,19 @@ def test_a_tokenizer_without_eos_or_without_a_file_is_refused(tmp_path: Path, fo
         prepare_texts(tmp_path, ["text"], tokenizer=folder)
     with pytest.raises(UserError, match="no folder 'nowhere'"):
         prepare_texts(tmp_path, ["text"], tokenizer="nowhere")
+
+
+def test_what_is_wrong_with_the_config_is_not_said_of_the_tokenizer(tmp_path: Path, folder: Path) -> None:
+    for config in ("", "[]", '{"a":' * 5000 + "1" + "}" * 5000):
+        (folder / "config.json").write_text(config)
+        with pytest.raises(UserError, match=r"config\.json (cannot be read|holds no JSON object)"):
+            prepare_texts(tmp_path, ["text"], tokenizer=folder)
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": "48"}')
+    with pytest.raises(Exception, match="hidden_size") as caught:
+        AutoConfig.from_pretrained(folder)
+    assert tokenizer_probe._said(caught.value, str(folder)).startswith("its config.json: StrictDataclass")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert tokenizer_probe._said(ValueError("x"), str(folder)) == "ValueError: x"
 
 
 def test_a_probe_that_someone_ended_says_nothing_of_the_file(

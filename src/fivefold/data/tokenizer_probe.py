@@ -147,6 +147,19 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+def _said(error: BaseException, folder: str) -> str:
+    """What to say of an error of reading a folder: that it is its config's, where that cannot be read by itself."""
+    from transformers import AutoConfig
+
+    where = ""
+    if Path(folder, "config.json").is_file():
+        try:
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as of_config:
+            where = "its config.json: " if str(of_config) == str(error) else ""
+    return f"{where}{type(error).__name__}: {str(error).strip()}".removesuffix(": ")
+
+
 def _limit(more: int) -> None:
     """Let this process take no more than `more` bytes of memory beyond what it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -162,5 +175,5 @@ if __name__ == "__main__":
     try:
         found = read(sys.argv[1], sys.argv[2], sys.argv[4])
     except BaseException as error:  # a panic of the Rust library is no Exception
-        found = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
+        found = _said(error, sys.argv[1])
     print((found or "").replace("\n", " ")[:300])
