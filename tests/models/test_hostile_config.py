@@ -71,6 +71,8 @@ CONFIGS: dict[str, Harm] = {
     "no layers": config(num_hidden_layers=0),
     "a text for the type of weights": config(dtype="os.system"),
     "negative layers": config(num_hidden_layers=-3),
+    "NaN": config(rms_norm_eps=float("nan")),
+    "NaN inside": config(rope_parameters={"rope_type": "default", "rope_theta": float("nan")}),
     "a padding token beyond the vocabulary": config(pad_token_id=10**6),
 }
 
