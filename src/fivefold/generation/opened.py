@@ -22,7 +22,7 @@ from fivefold.core.hub import is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
-from fivefold.generation.settings import end_tokens, stop_texts
+from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
@@ -91,6 +91,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     model.generation_config = hf_internals.generation_config(folder)
     ends = end_tokens(model) or (info.eos_token_id,)
     return Opened(folder, model, info.load(), info, ends, run, stop_texts(model))
+    check_values(model, folder)
 
 
 def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: str) -> None:
