@@ -4,6 +4,8 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,23 @@ def test_a_probe_that_someone_ended_says_nothing_of_the_file(
     with pytest.raises(RunFailed, match="ended by SIGKILL") as caught:
         prepare_texts(tmp_path, ["text"], tokenizer=folder)
     assert "MiB" not in str(caught.value) and caught.value.fix == "start the command again"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="a process elsewhere is not told")
+def test_the_probe_ends_with_the_process_that_waits_for_it(tmp_path: Path, folder: Path) -> None:
+    probe = [sys.executable, "-P", tokenizer_probe.__file__, str(folder), str(tmp_path / "out"), str(2**30), ""]
+    code = f"import subprocess; started = subprocess.Popen({probe}); print(started.pid, flush=True); started.wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = Path("/proc", parent.stdout.readline().strip())
+        while "tokenizers" not in (process / "maps").read_text():  # it has not begun
+            time.sleep(0.01)
+        parent.kill()
+    end = time.monotonic() + 10
+    while process.exists() and "Z" not in (process / "stat").read_text().split() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path, folder: Path) -> None:

@@ -7,8 +7,10 @@ some damage with a panic, which `except Exception` does not catch. Prints what i
 well.
 """
 
+import ctypes
 import json
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -167,7 +169,15 @@ def _limit(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def _end_with_parent() -> None:
+    """On Linux: the limit of time is the parent's, and it may be killed."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none, and it takes seconds
     import transformers.models.auto.tokenization_auto  # noqa: F401
 
