@@ -4,6 +4,7 @@ What is trained is read back as text: the targets of a piece that are not -100.
 """
 
 import json
+import resource
 import shutil
 import signal
 from datetime import date
@@ -18,6 +19,7 @@ from tokenizers.decoders import ByteLevel
 
 from fivefold import cli
 from fivefold.core.errors import UserError
+from fivefold.core.time_limit import within
 from fivefold.data import IGNORE, PreparedData, chat, prepare, store
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.examples import Example
@@ -25,6 +27,7 @@ from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source
 from fivefold.data.split import blocks_of
 from fivefold.data.tokenizer import _byte_characters
+from fivefold.generation.conversation import end_of_turn
 from tests.data.helpers import config_for
 
 LLAMA = (
@@ -158,6 +161,27 @@ def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> N
         ChatTemplate(loop).render([{"role": "user", "content": "a"}])
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert ChatTemplate().render([{"role": "user", "content": "a"}])
+    tried = list[float]()
+    monkeypatch.setattr(chat, "within", lambda seconds: tried.append(seconds) or within(seconds))
+    for use in (lambda: ChatTemplate(loop).answers(TALK), lambda: end_of_turn(ChatTemplate(loop))):
+        with pytest.raises(UserError, match="is not done"):
+            use()
+    assert len(tried) == 2  # once each: no other form of the conversation is tried
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "{{ 'a'.center(4000000000) }}",
+        "{{ 'a'|center(4000000000) }}",
+        "{% set ns = namespace(x='a' * 8) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    ],
+)
+def test_a_template_that_takes_all_memory_is_stopped(harm: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(UserError, match=r"is not done with a conversation of 1 turns with 1,024 MiB"):
+        ChatTemplate(harm + CHATML).render([{"role": "user", "content": "a"}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_a_template_may_mark_the_answers_itself(tmp_path: Path, folder: Any) -> None:

@@ -1,5 +1,6 @@
 """What can be read, in which order, and what is said about what cannot."""
 
+import errno
 import json
 import os
 import shlex
@@ -46,6 +47,47 @@ def test_a_folder_is_read_below_itself_sorted_with_formats_mixed(tmp_path: Path)
     assert documents(data) == [b"first", b"second", b"third", b"last"]
     assert (data.counts.files, data.counts.files_left_out, data.counts.documents) == (3, 1, 4)
     assert "1 file of an unknown kind left out" in data.counts.lines()[-1]
+
+
+def test_links_in_a_folder_are_followed_and_each_folder_is_read_once(tmp_path: Path) -> None:
+    for name in ("corpus", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"of {name}")
+    (tmp_path / "corpus" / "part2").symlink_to("../elsewhere")
+    (tmp_path / "elsewhere" / "round").symlink_to("../corpus")
+    assert read(tmp_path, tmp_path / "corpus") == [b"of corpus", b"of elsewhere"]
+    (tmp_path / "corpus" / "gone.txt").symlink_to("nowhere.txt")
+    for named in (tmp_path / "corpus", tmp_path / "corpus" / "*.txt"):
+        assert "nowhere.txt, which does not exist" in refusal(tmp_path, named).what
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus" / "shut").mkdir(parents=True)
+    (tmp_path / "corpus" / "a.txt").write_text("text")
+    scan = os.scandir
+
+    def forbid(folder: str) -> Any:
+        if str(folder).endswith("shut"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", forbid)
+    assert "shut cannot be read: Permission denied" in refusal(tmp_path, tmp_path / "corpus").what
+
+
+def test_a_folder_that_a_glob_matches_without_its_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "part2").mkdir(parents=True)
+    (tmp_path / "corpus" / "empty").mkdir()
+    for name in ("a.txt", "part2/b.txt"):
+        (tmp_path / "corpus" / name).write_text(name)
+    assert "part2 and none of the files in it" in refusal(tmp_path, tmp_path / "corpus" / "*").what
+    assert read(tmp_path, tmp_path / "corpus" / "**") == [b"a.txt", b"part2/b.txt"]
+
+
+def test_a_path_that_is_empty_is_not_the_current_folder(subtests: pytest.Subtests) -> None:
+    for key in ("data.train", "data.validation", "model.name_or_path", "tokenizer.name_or_path"):
+        with subtests.test(msg=key), pytest.raises(UserError, match=key):
+            load_config(None, [f"{key}=''"])
 
 
 def test_globs_and_forced_formats(tmp_path: Path) -> None:

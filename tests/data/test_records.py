@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from fivefold.core.errors import UserError
 from fivefold.data import prepare
@@ -121,6 +122,29 @@ def test_a_key_that_is_set_is_trained_on_and_what_is_left_out_is_said(
     for _ in range(2):  # found in the cache the second time
         (line,) = prepare(config, cache=tmp_path / "cache").counts.answers_alone
         assert f"{path} holds " in line and f"and {key!r} alone is trained on; {left_out}" in line
+
+
+NO_USE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a system text that no record has": (
+        {"messages": TURNS}, "{columns: {system: sytsem}}", "columns.system: no record has 'sytsem'",
+    ),
+    "a text that no record has": ({"messages": TURNS}, "{text_key: txet}", "text_key: no record has 'txet'"),
+    "what is trained of texts": ({"text": "a text"}, "{train_on: last}", "train_on: last: the records are texts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_USE)
+def test_what_is_said_of_records_and_has_no_use_is_refused(tmp_path: Path, name: str) -> None:
+    record, said, expected = NO_USE[name]
+    assert expected in refusal(written(tmp_path, record, "jsonl"), **yaml.safe_load(said)).what
+
+
+def test_what_is_said_of_records_is_refused_of_plain_texts(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    for said in ({"columns": {"messages": "m"}}, {"text_key": "m"}, {"train_on": "all"}):
+        with subtests.test(msg=str(said)):
+            refused = refusal(tmp_path / "a.txt", **said)
+            assert f"data.train.{next(iter(said))} is of records" in refused.what and refused.fix
 
 
 def test_texts_that_were_rendered_are_trained_on_without_a_word(tmp_path: Path) -> None:

@@ -377,8 +377,9 @@ def test_what_else_a_record_gives_the_template() -> None:
     assert read(source, TWO[:2], chat_template_kwargs={"thinks": 0}) == (
         "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n<no>[[a1<|im_end|>]]\n"
     )
-    with pytest.raises(UserError, match=r"does not take the conversation: .*multiple values"):
-        read(source, TWO, chat_template_kwargs={"chat_template": "x"})
+    for own in ("chat_template", "messages", "add_generation_prompt", "continue_final_message"):
+        with pytest.raises(UserError, match=f"'{own}' is no variable that a record can set"):
+            read(source, TWO, chat_template_kwargs={own: True})
 
 
 def test_a_template_writes_the_day_that_it_is_told() -> None:

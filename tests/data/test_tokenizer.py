@@ -4,13 +4,16 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.data import PreparedData, prepare, tokenizer
+from fivefold.data import PreparedData, prepare, tokenizer, tokenizer_probe
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 READ_APART = tokenizer._read_apart  # before `tests/conftest.py` reads them here
@@ -142,6 +145,19 @@ def test_a_tokenizer_without_eos_or_without_a_file_is_refused(tmp_path: Path, fo
         prepare_texts(tmp_path, ["text"], tokenizer="nowhere")
 
 
+def test_what_is_wrong_with_the_config_is_not_said_of_the_tokenizer(tmp_path: Path, folder: Path) -> None:
+    for config in ("", "[]", '{"a":' * 5000 + "1" + "}" * 5000):
+        (folder / "config.json").write_text(config)
+        with pytest.raises(UserError, match=r"config\.json (cannot be read|holds no JSON object)"):
+            prepare_texts(tmp_path, ["text"], tokenizer=folder)
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": "48"}')
+    with pytest.raises(Exception, match="hidden_size") as caught:
+        AutoConfig.from_pretrained(folder)
+    assert tokenizer_probe._said(caught.value, str(folder)).startswith("its config.json: StrictDataclass")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert tokenizer_probe._said(ValueError("x"), str(folder)) == "ValueError: x"
+
+
 def test_a_probe_that_someone_ended_says_nothing_of_the_file(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +168,23 @@ def test_a_probe_that_someone_ended_says_nothing_of_the_file(
     with pytest.raises(RunFailed, match="ended by SIGKILL") as caught:
         prepare_texts(tmp_path, ["text"], tokenizer=folder)
     assert "MiB" not in str(caught.value) and caught.value.fix == "start the command again"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="a process elsewhere is not told")
+def test_the_probe_ends_with_the_process_that_waits_for_it(tmp_path: Path, folder: Path) -> None:
+    probe = [sys.executable, "-P", tokenizer_probe.__file__, str(folder), str(tmp_path / "out"), str(2**30), ""]
+    code = f"import subprocess; started = subprocess.Popen({probe}); print(started.pid, flush=True); started.wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = Path("/proc", parent.stdout.readline().strip())
+        while "tokenizers" not in (process / "maps").read_text():  # it has not begun
+            time.sleep(0.01)
+        parent.kill()
+    end = time.monotonic() + 10
+    while process.exists() and "Z" not in (process / "stat").read_text().split() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path, folder: Path) -> None:

@@ -1,14 +1,16 @@
 """What a generation config changes: greedy tokens are those of `generate` of `transformers`, setting by setting; the
 rest is named."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
+from fivefold.core.errors import UserError
 from fivefold.generation.sampling import Choice, Sampling
-from fivefold.generation.settings import end_tokens, not_used, stop_texts
+from fivefold.generation.settings import check_values, end_tokens, not_used, stop_texts
 from tests.models import tiny
 
 PROMPT, TOKENS, END = [5, 71, 3, 44, 9, 71, 3], 24, 33
@@ -132,3 +134,22 @@ def test_ends_and_stops(model: Any) -> None:
     assert end_tokens(model) == (3, 4) and stop_texts(model) == ("END",)
     model.generation_config = GenerationConfig(stop_strings=["a", "b"])
     assert end_tokens(model) == () and stop_texts(model) == ("a", "b")
+
+
+ODD: list[dict[str, Any]] = [
+    {"eos_token_id": "x"}, {"eos_token_id": [33, 1.5]}, {"eos_token_id": []}, {"repetition_penalty": 0},
+    {"repetition_penalty": "x"}, {"repetition_penalty": float("nan")}, {"bad_words_ids": 5},
+    {"bad_words_ids": [[99_999]]}, {"suppress_tokens": "abc"}, {"stop_strings": 5}, {"stop_strings": [5]},
+    {"sequence_bias": [[[1], "x"]]}, {"min_length": "a", "eos_token_id": 33}, {"exponential_decay_length_penalty": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", ODD, ids=str)
+def test_a_value_that_transformers_does_not_take_is_refused_before_a_text(model: Any, settings: dict[str, Any]) -> None:
+    plain, model.generation_config = model.generation_config, GenerationConfig(**settings)
+    try:
+        with pytest.raises(UserError, match=r"generation_config\.json has a value that transformers does not take: ."):
+            check_values(model, Path("folder"))
+    finally:
+        model.generation_config = plain
+    check_values(model, Path("folder"))

@@ -69,8 +69,12 @@ CONFIGS: dict[str, Harm] = {
     "rope parameters that are a list": config(rope_parameters=[1, 2]),
     "code": config(auto_map={"AutoModelForCausalLM": "evil.Evil"}),
     "no layers": config(num_hidden_layers=0),
+    "a number for the type of weights": config(dtype=-1),
+    "an object for the type of weights": config(dtype={"a": 1}),
     "a text for the type of weights": config(dtype="os.system"),
     "negative layers": config(num_hidden_layers=-3),
+    "NaN": config(rms_norm_eps=float("nan")),
+    "NaN inside": config(rope_parameters={"rope_type": "default", "rope_theta": float("nan")}),
     "a padding token beyond the vocabulary": config(pad_token_id=10**6),
 }
 

@@ -120,7 +120,7 @@ def of_layout(name: str, **options: Any) -> Any:
 
 class ModelSection(Section):
     name_or_path: PathText = Field(
-        default="demo", description="hub id, local Hugging Face folder, config.json or built-in shape"
+        default="demo", min_length=1, description="hub id, local Hugging Face folder, config.json or built-in shape"
     )
     init: Literal["pretrained", "random"] = Field(
         default="pretrained", description="where the first weights come from; not set, and a built-in shape: random"
@@ -131,6 +131,7 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     name_or_path: PathText = Field(
         default="auto",
+        min_length=1,
         description="auto: the model's (of a built-in shape: train:2048); byte: built in; train:8192: BPE of that many "
         "tokens, trained on data.train; or a name or path",
     )
@@ -149,7 +150,9 @@ class TokenizerSection(Section):
 
 
 class DataSource(Section):
-    path: PathText = Field(description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib")
+    path: PathText = Field(
+        min_length=1, description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib"
+    )
     format: str = Field(
         default="auto",
         description="auto (by the name's ending), txt, jsonl, json, csv, parquet, tokens; of records: chat (or "

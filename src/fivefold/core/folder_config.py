@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ def check_not_gguf(path: Path) -> None:
 def check_counts(values: Mapping[str, Any], name: str) -> None:
     """Raise `UserError` for numbers that no model has, before anything is built by them."""
     for key, number in _numbers(values):
+        if isinstance(number, float):  # infinities are written by transformers
+            if isnan(number):
+                raise UserError(f"{name}: {key} is NaN, which is not a number", more=_MORE)
+            continue
         most = MOST_LAYERS if "layer" in key and not key.endswith(("_id", "_idx")) else MOST_NUMBER
         if number > most:
             raise UserError(f"{name}: {key} is {number}, and at most {most} can be built", more=_MORE)
@@ -55,12 +60,12 @@ def check_counts(values: Mapping[str, Any], name: str) -> None:
             raise UserError(f"{name}: {key} is {number}, and the least is {least}", more=_MORE)
 
 
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Every whole number with its key, sections included."""
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every number with its key, sections included."""
     open_sections = [values]
     while open_sections:
         for key, value in open_sections.pop().items():
             if isinstance(value, dict):
                 open_sections.append(value)
-            elif isinstance(value, int):
+            elif isinstance(value, int | float):
                 yield str(key), value

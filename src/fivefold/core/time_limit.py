@@ -1,9 +1,11 @@
-"""A limit of time for code that is not ours."""
+"""Limits of time and memory for code that is not ours."""
 
+import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 
@@ -40,3 +42,26 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def limit_memory(more: int) -> tuple[int, int]:
+    """Let this process take no more than `more` bytes of memory beyond what it has, and raise `MemoryError` beyond;
+    what `resource.setrlimit` takes to undo it. Without /proc nothing is limited."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):  # ValueError: what there was is less
+        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    return before
+
+
+@contextmanager
+def with_memory(more: int) -> Iterator[None]:
+    """Inside, `limit_memory` holds; in the main thread alone, so that no two undo each other's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = limit_memory(more)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -16,19 +16,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property, partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
-from fivefold.core.time_limit import TooLong, within
-from fivefold.data.spans import PROBE, Span, Turn, find_spans, numbered, words
+from fivefold.core.time_limit import TooLong, with_memory, within
+from fivefold.data.spans import PROBE, Endless, Span, Turn, find_spans, numbered, words
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BUILT_IN = "the built-in ChatML"
+MOST_BYTES = 2**30  # of memory beside, to write one
 MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
 _ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -106,6 +108,8 @@ class ChatTemplate:
         for form in (turns, [_with_json(turn) for turn in turns]):
             try:
                 self._write(form)
+            except Endless:
+                raise
             except UserError:
                 continue
             return form is not turns
@@ -119,6 +123,8 @@ class ChatTemplate:
         for form, content in forms.items():
             try:
                 text = self._write([{"role": "user", "content": content}])[0]
+            except Endless:
+                raise
             except UserError:
                 continue
             if PROBE in text if form is str else text.count(PROBE) > 1 and not _QUOTED.search(text):
@@ -132,21 +138,27 @@ class ChatTemplate:
         """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        source = self.text(tools)
+        source, given = self.text(tools), given or {}
+        if own := sorted(given.keys() & {"messages", *signature(render_jinja_template).parameters} - {"documents"}):
+            raise UserError(
+                f"chat_template_kwargs: {own[0]!r} is no variable that a record can set",
+                fix="leave it out of the record",
+            )
         try:
-            with within(MOST_SECONDS):
+            with within(MOST_SECONDS), with_memory(MOST_BYTES):
                 texts, enclosed = render_jinja_template(
                     conversations=[[{key: each for key, each in turn.items() if each is not None} for turn in turns]],
                     tools=None if tools is None else list(tools),
                     chat_template=numbered(source) if is_numbered else source,
                     add_generation_prompt=answer,
                     return_assistant_tokens_mask=_ENCLOSES.search(source) is not None,
-                    **{**self.special, **(given or {})},
+                    **{**self.special, **given},
                 )
             texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
-        except TooLong as error:
-            raise UserError(
-                f"{self.name} is not done with a conversation of {len(turns)} turns after {MOST_SECONDS:g} s",
+        except (TooLong, MemoryError) as error:
+            most = f"after {MOST_SECONDS:g} s" if isinstance(error, TooLong) else f"with {MOST_BYTES >> 20:,} MiB"
+            raise Endless(
+                f"{self.name} is not done with a conversation of {len(turns)} turns {most}",
                 fix="look for a loop in the template, or leave that conversation out",
             ) from error
         except Exception as error:  # of Jinja, of the template itself

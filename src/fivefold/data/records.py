@@ -306,6 +306,37 @@ def given(value: Any) -> Any:
     return [given(each) for each in value] if isinstance(value, list) else value
 
 
+def check_plain(files: FileList) -> None:
+    """Raises `UserError` for what the source of files without records says of records."""
+    source, plain = files.source, Source("", "")
+    for setting in ("columns", "text_key", "train_on"):
+        if getattr(source, setting) != getattr(plain, setting):
+            raise UserError(
+                f"{source.named(setting)} is of records, and {files.name} has none",
+                fix=f"leave {source.named(setting)} out",
+            )
+
+
+def check_used(source: Source, *, are_examples: bool) -> None:
+    """Raises `UserError` for what `source` says of records, which were read, that none of them has a use for."""
+    names = dict.fromkeys(name for names in source.read for name in names)
+    keys = {f"columns.{part}": key for part, key in source.columns.items()}
+    keys |= {"text_key": source.text_key} if source.text_key != Source.text_key else {}
+    for setting, key in keys.items():
+        if key not in names and len(source.read) < _MOST_FORMS:
+            raise UserError(
+                f"{source.named(setting)}: no record has {key!r}; they have {_listed(names)}",
+                fix=f"name one of them, or leave {source.named(setting)} out",
+            )
+    if source.train_on != Source.train_on and not are_examples:
+        raise UserError(
+            f"{source.named('train_on')}: {source.train_on}: the records are texts, all of which is trained",
+            fix=f"leave {source.named('train_on')} out, or say which keys are asked and answered: "
+            f"{source.label}.columns",
+            more=_MORE,
+        )
+
+
 # ---- what is said of them --------------------------------------------------------------------------------------------
 
 

@@ -142,14 +142,13 @@ def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
             return FileList(source, tuple((file, form) for file in files))
     if path.is_dir():
         return _of_one_split(_pick(source, _walk(path), formats, forced, strict=False))
-    if path.exists() and not path.is_file():  # the text is read more than once, and by each worker
-        what = f"{source.label}: {source.path} is no file but a pipe or a device"
-        raise UserError(what, fix="write its text to a file, and name that", more=MORE)
     if path.exists():
         return _pick(source, [path], formats, forced, strict=True)
     if glob.has_magic(source.path):
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        return _pick(source, [file for file in found if file.is_file()], formats, forced, strict=True)
+        files = [file for file in found if not file.is_dir()]
+        _check_folders(source, [folder for folder in found if folder.is_dir()], files)
+        return _pick(source, files, formats, forced, strict=True)
     raise UserError(
         f"{source.label}: {source.path} does not exist", fix=f"paths are relative to {Path.cwd()}", more=MORE
     )
@@ -185,12 +184,28 @@ def _of_one_split(files: FileList) -> FileList:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Every file below `folder` except hidden ones, sorted by path."""
-    found = []
-    for where, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(where, name) for name in names if not name.startswith(".")]
+    """Every file below `folder` except hidden ones, sorted by path. Links are followed; a folder is read once."""
+
+    def unreadable(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}", fix=f"chmod u+rx {error.filename}")
+
+    found, seen = [], set()
+    for where, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        is_new = os.path.realpath(where) not in seen
+        seen.add(os.path.realpath(where))
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        found += [Path(where, name) for name in names if is_new and not name.startswith(".")]
     return sorted(path for path in found if path.is_file() or not path.exists())  # no pipe, no device
+
+
+def _check_folders(source: Source, folders: list[Path], files: list[Path]) -> None:
+    """Raises `UserError` for a folder that a glob matches without the files in it."""
+    for folder in folders:
+        if (inner := _walk(folder)) and not set(inner) & set(files):
+            raise UserError(
+                f"{source.label}: {source.path} matches the folder {folder} and none of the files in it",
+                fix="name the files, such as 'notes/**/*.txt', or the folder as a source of its own",
+            )
 
 
 def _pick(
@@ -203,6 +218,10 @@ def _pick(
         form = _format_of(path, formats, forced, strict=strict)
         if not strict and path.name.lower() in _BESIDE:
             form = None
+        if (form or strict) and not path.is_file():  # the text is read more than once, and by each worker
+            is_lost = f"is a link to {os.path.realpath(path)}, which does not exist"
+            what = f"{source.at(path)} {'is no file but a pipe or a device' if path.exists() else is_lost}"
+            raise UserError(what, fix="write its text to a file, and name that", more=MORE)
         if form and not os.access(path, os.R_OK):
             raise UserError(f"{source.at(path)} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:

@@ -35,6 +35,10 @@ _FEW = 4  # answers that are each asked for; of more, one after each kind of tur
 _FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
 
 
+class Endless(UserError):
+    """A template takes more time or memory than any conversation needs: it is not tried otherwise."""
+
+
 @lru_cache(64)
 def numbered(source: str) -> str:
     """A template whose outermost loops begin each round with the mark of the turn, if it is one, that they are at."""
@@ -150,6 +154,8 @@ class _Answers:
             # Something before is written otherwise now. The last turn before it may be as it is without later ones.
             said = _Written.of(self.write, [*before, self.turns[number]]).part(last)
             behind = asked.text[asked.turns[last][0] :]
+        except Endless:
+            raise
         except (UserError, KeyError):
             return None
         return behind.removeprefix(said) if behind.startswith(said) else None

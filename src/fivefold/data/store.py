@@ -38,7 +38,7 @@ from fivefold.core.integrity import (
     trust,
 )
 from fivefold.data.examples import Document, Preference, Text
-from fivefold.data.records import Records, columns_read
+from fivefold.data.records import Records, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, put_bos
 
@@ -209,6 +209,8 @@ def store_for(
     A store of the cache that is damaged is made again, and `say` is told. Raises UserError for bad input (file and row
     named), or for a token store that is damaged, or that another tokenizer made.
     """
+    if not any(isinstance(form, Records) for _, form in files.files):
+        check_plain(files)
     if files.store:
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
@@ -304,6 +306,8 @@ class _Writer:
                 f"{files.source.label}: {files.name} holds pairs of answers and other examples",
                 fix="write them to files of their own, and name each as a source",
             )
+        if files.source.read:
+            check_used(files.source, are_examples=self.examples > 0)
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fivefold.core.cache import Progress, entry, file_digest, key_of, say_aloud
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import expanded
+from fivefold.core.folder_config import read_folder_config
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data import tokenizer_probe
@@ -231,6 +232,8 @@ def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
     for file in files:
         if (size := file.stat().st_size) > _MOST_BYTES:
             raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
+    if folder / _CONFIG in files:
+        read_folder_config(folder)  # which AutoTokenizer reads too, and says of what is wrong there less than we
     digests = {str(file.relative_to(folder)): file_digest(file, root) for file in files}
     versions = [version(package) for package in ("transformers", "tokenizers")]
     parts = ["read", _READ_VERSION, versions, digests, hub_id]

@@ -7,8 +7,10 @@ some damage with a panic, which `except Exception` does not catch. Prints what i
 well.
 """
 
+import ctypes
 import json
 import resource
+import signal
 import sys
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -147,6 +149,19 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+def _said(error: BaseException, folder: str) -> str:
+    """What to say of an error of reading a folder: that it is its config's, where that cannot be read by itself."""
+    from transformers import AutoConfig
+
+    where = ""
+    if Path(folder, "config.json").is_file():
+        try:
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as of_config:
+            where = "its config.json: " if str(of_config) == str(error) else ""
+    return f"{where}{type(error).__name__}: {str(error).strip()}".removesuffix(": ")
+
+
 def _limit(more: int) -> None:
     """Let this process take no more than `more` bytes of memory beyond what it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -154,7 +169,15 @@ def _limit(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def _end_with_parent() -> None:
+    """On Linux: the limit of time is the parent's, and it may be killed."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    _end_with_parent()
     sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers need none, and it takes seconds
     import transformers.models.auto.tokenization_auto  # noqa: F401
 
@@ -162,5 +185,5 @@ if __name__ == "__main__":
     try:
         found = read(sys.argv[1], sys.argv[2], sys.argv[4])
     except BaseException as error:  # a panic of the Rust library is no Exception
-        found = f"{type(error).__name__}: {str(error).strip()}" if str(error).strip() else type(error).__name__
+        found = _said(error, sys.argv[1])
     print((found or "").replace("\n", " ")[:300])

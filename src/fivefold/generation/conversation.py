@@ -8,7 +8,7 @@ import torch
 
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Turn
+from fivefold.data.spans import Endless, Turn
 from fivefold.generation import GenerateRequest
 from fivefold.generation.decode import Seen
 from fivefold.generation.opened import Opened
@@ -33,6 +33,8 @@ def end_of_turn(template: ChatTemplate) -> str:
     turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}] * 2
     try:
         text, spans = template.answers(turns)
+    except Endless:
+        raise
     except UserError:
         return ""
     early, last = (text[spans[at][0][0] : spans[at][-1][1]].rpartition(_PROBE)[2].strip() for at in (1, 3))

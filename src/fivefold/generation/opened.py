@@ -22,7 +22,7 @@ from fivefold.core.hub import is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
-from fivefold.generation.settings import end_tokens, stop_texts
+from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
@@ -77,6 +77,8 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     for remark in info.remarks(converses=converses) if world.is_first else ():
         say_aloud(f"tokenizer: {remark}")
     config = without_dropout(load_model_config(folder))
+    if config.dtype not in (None, *PRECISION_OF):
+        raise UserError(f"{folder}/config.json: dtype is {config.dtype}, in which no model computes", fix="take it out")
     resolved = _layout(layout, config.dtype).resolve(world.size)
     model = build_meta(config, weights=weights)
     source = open_source(model)
@@ -89,6 +91,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
         source = Layered(PeftFolder(weights, lora, targets_of(facts_of(model), lora)), source)
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     model.generation_config = hf_internals.generation_config(folder)
+    check_values(model, folder)
     ends = end_tokens(model) or (info.eos_token_id,)
     return Opened(folder, model, info.load(), info, ends, run, stop_texts(model))
 

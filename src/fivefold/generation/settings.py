@@ -1,10 +1,13 @@
 """What a model's generation config, such as the generation_config.json of its folder, asks for beside a request."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 
+from fivefold.core.errors import UserError, first_line
 from fivefold.generation.sampling import Sampling
 from fivefold.models import hf_internals
 
@@ -41,6 +44,24 @@ def stop_texts(model: Any) -> tuple[str, ...]:
     """Texts that end an answer by the model's generation config."""
     found = model.generation_config.stop_strings or ()
     return (found,) if isinstance(found, str) else tuple(found)
+
+
+def check_values(model: Any, folder: Path) -> None:
+    """Raises `UserError` for values of a generation config, that of a `folder`, which `transformers` does not take."""
+    ids_1T = torch.zeros(1, 1, dtype=torch.int64)
+    logits_1V = torch.zeros(1, model.config.get_text_config().vocab_size)
+    options = Sampling(temperature=1.0).options
+    try:
+        for kind, values in ((int, end_tokens(model)), (str, stop_texts(model))):
+            if wrong := [value for value in values if not isinstance(value, kind)]:
+                raise TypeError(f"{wrong[0]!r} ends no text")
+        hf_internals.logits_processors(model, ids_1T, 1, options)(ids_1T, logits_1V)
+    except Exception as error:  # of any of the processors
+        raise UserError(
+            f"{folder / 'generation_config.json'} has a value that transformers does not take: {first_line(error)}",
+            fix="copy the file from its origin again, or take the key out",
+            more="docs/generate.md",
+        ) from error
 
 
 def not_used(settings: GenerationConfig, sampling: Sampling, max_new_tokens: int) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -74,6 +75,8 @@ def load_model_config(
         raise
     except Exception as error:  # the validators of transformers raise several kinds
         raise UserError(f"{name_or_path}: the model's config is not valid: {error}") from error
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise UserError(f"{name_or_path}: the model's config is not valid: dtype is {config.dtype!r}")
     config.name_or_path = str(name_or_path)
     return config
 

@@ -43,7 +43,7 @@ def _read(path: Path, source: Source) -> list[object]:
         line = raw.count(b"\n", 0, error.start) + 1
         raise not_utf8(f"{where}:{line}", error, f"byte offset {error.start}") from error
     except json.JSONDecodeError as error:
-        what = "more than one JSON value" if error.msg == "Extra data" else f"not JSON: {error.msg}"
+        what = "more than one JSON value" if error.msg == "Extra data" else f"not JSON: {error.msg.removesuffix(' at')}"
         raise UserError(f"{where}:{error.lineno}: {what} at column {error.colno}", fix=as_lines) from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
@@ -84,7 +84,7 @@ def _parsed(line: bytes, where: str) -> object:
         raise not_utf8(where, error, f"offset {error.start} of the row") from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{where}: not JSON: {error.msg} at column {error.colno}",
+            f"{where}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
             fix="one JSON object per line; a file that is one JSON list is read by format json",
         ) from error
     except RecursionError as error:
