@@ -91,7 +91,9 @@ def test_a_config_is_that_of_autoconfig_and_goes_out_as_it_came_in(subtests: pyt
             assert without_name(again) == without_name(expected) | changed
 
 
-LOUD = ("olmo 3, yarn", "gemma 3, old words", "phi 3.5", "qwen3, theta beside parameters", "gpt-neox")  # in every run
+# In every run.
+LOUD = ("olmo 3, yarn", "gemma 3, old words", "phi 3.5", "phi 3.5 with experts", "qwen3, theta beside parameters",
+        "gpt-neox")  # fmt: skip
 
 
 @pytest.mark.parametrize("names", [LOUD, pytest.param([*CONFIGS], marks=pytest.mark.full)], ids=["some", "all"])

@@ -95,6 +95,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "phi3", "original_max_position_embeddings": 64, "pad_token_id": 0,
         "rope_scaling": {"type": "longrope", **LONG},
     },
+    "phi 3.5 with experts": {
+        "model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+        "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.01,
+    },
     "gpt-2": {"model_type": "gpt2", **GPT, "n_ctx": 128, "activation_function": "gelu_new"},
     "gpt-neox": {
         "model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 10000, "hidden_act": "gelu",

@@ -36,6 +36,7 @@ _ROPE = {"rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "partial_r
 _ROPES = ("rope_scaling", "rope_parameters")
 # Keys of other heads than that of a language model.
 _NO_DROPOUT = ("classifier_", "summary_")
+_THRESHOLDS = {("phimoe", "router_jitter_noise")}  # also says which experts count: 0 would be another model
 _NOW = {"torch_dtype": "dtype"}
 _ALWAYS = {*_NOW, *_NOW.values()}
 
@@ -209,6 +210,8 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
 def _noise(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
     """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
     for key, value in values.items():
+        if (values.get("model_type"), key) in _THRESHOLDS:
+            continue
         if isinstance(value, Mapping):
             yield from _noise(value, f"{inside}{key}.")
         elif re.search("drop|jitter", str(key)) and not str(key).startswith(_NO_DROPOUT) and _is_positive(value):
