@@ -25,6 +25,9 @@ gc.disable()  # a sixth of the time of imports and collection, which leave nothi
 # barrier of OpenMP, spinning, double the time of a run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)  # of another job: commands would take themselves for its ranks
+
 from fivefold.core import bytecode  # noqa: E402
 
 bytecode.keep()  # of commands too, those with an empty cache of their own among them

@@ -162,7 +162,12 @@ def test_a_template_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> N
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert ChatTemplate().render([{"role": "user", "content": "a"}])
     tried = list[float]()
-    monkeypatch.setattr(chat, "within", lambda seconds: tried.append(seconds) or within(seconds))
+
+    def counted(seconds: float) -> Any:
+        tried.append(seconds)
+        return within(seconds)
+
+    monkeypatch.setattr(chat, "within", counted)
     for use in (lambda: ChatTemplate(loop).answers(TALK), lambda: end_of_turn(ChatTemplate(loop))):
         with pytest.raises(UserError, match="is not done"):
             use()

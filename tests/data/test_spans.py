@@ -217,6 +217,8 @@ def test_what_is_not_told_is_refused(subtests: pytest.Subtests) -> None:
     cases = {
         "{% for m in messages %}{{ m.content | length }}{% endfor %}": "writes nothing of what the assistant says",
         "{{ messages | tojson }}": "does not write turn after turn",
+        CHATML.replace("in messages", "in messages|reverse"): "does not write turn after turn",
+        CHATML.replace("in messages", "in messages[::-1]"): "does not write turn after turn",
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}": (
             "does not tell where the assistant's turn 2 of 4 begins and ends"
         ),

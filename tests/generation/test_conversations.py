@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +22,14 @@ from fivefold.core.errors import UserError
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.generation import GenerateRequest, prompts
-from fivefold.generation.conversation import end_of_turn, endings
+from fivefold.generation.conversation import asked_ids, end_of_turn, endings
 from fivefold.generation.launch import start
 from fivefold.generation.opened import Opened, open_model
 from fivefold.generation.prompts import read_records
 from fivefold.generation.text import StoppedText
 from fivefold.launch.world import World, join
 from tests.checkpoint.folders import OVERRIDES, hf_folder
+from tests.models import tiny
 from tests.parity import Case
 
 TOKENS = 9
@@ -172,6 +175,13 @@ def test_the_end_of_a_turn_is_a_token_or_a_text(is_token: bool, tmp_path: Path) 
         tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     opened = Opened(tmp_path, None, tokenizer, info, (256,), {})
     assert endings(opened) == (((256, 257), ()) if is_token else ((256,), ("<|im_end|>",)))
+
+
+def test_a_template_that_writes_nothing_is_named(tmp_path: Path) -> None:
+    info = replace(find_tokenizer("byte", model="", corpus=(), root=tmp_path), template=ChatTemplate(""))
+    opened = Opened(tmp_path, SimpleNamespace(config=tiny.llama()), info.load(), info, (256,), {})
+    with pytest.raises(UserError, match="writes nothing of the conversation"):
+        asked_ids(opened, [{"role": "user", "content": "hi"}])
 
 
 def test_a_text_ends_before_a_stop_and_nothing_of_it_is_shown(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import save_file
 
 from fivefold.core.errors import UserError
+from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
 from fivefold.models.sources import SafetensorsFolder
 from tests.models import tiny
@@ -223,3 +224,9 @@ def test_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
 
 def test_there_are_many() -> None:
     assert len(HARM) >= 40
+
+
+@pytest.mark.parametrize("alpha", ["x", None, float("nan"), 0])
+def test_an_adapter_with_an_alpha_that_is_no_number_is_refused(alpha: Any) -> None:
+    with pytest.raises(UserError, match="an adapter with alpha="):
+        Lora(alpha=alpha)

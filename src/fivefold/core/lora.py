@@ -41,7 +41,7 @@ class Lora:
         object.__setattr__(self, "target_parameters", tuple(self.target_parameters))
         wrong = {
             "rank": not isinstance(self.rank, int) or self.rank < 1,
-            "alpha": not (isfinite(self.alpha) and self.alpha > 0),
+            "alpha": not (isinstance(self.alpha, int | float) and isfinite(self.alpha) and self.alpha > 0),
             "targets": not (named or self.target_parameters)
             or not all(isinstance(each, str) and each for each in named),
             "quantize": self.quantize not in ("none", "nf4"),

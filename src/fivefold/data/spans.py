@@ -70,7 +70,9 @@ def find_spans(
     text, enclosed = write(turns)
     own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
     whole = _Written.of(write, turns)
-    if whole.text != text or not whole.turns.keys() >= set(own):
+    starts = [whole.turns[number][0] for number in sorted(whole.turns)]
+    is_in_order = encloses or starts == sorted(starts)  # an answer ends where the next turn begins
+    if whole.text != text or not whole.turns.keys() >= set(own) or not is_in_order:
         if encloses and len(enclosed) == len(own):
             return text, {number: [span] for number, span in zip(own, enclosed, strict=True)}
         raise UserError(f"{name} does not write turn after turn, and so does not tell whose a text is", fix=_FIX)

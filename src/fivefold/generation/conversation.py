@@ -24,7 +24,9 @@ def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None
     """The tokens of a conversation up to where the assistant begins: those of `apply_chat_template`, as in training.
     Raises `UserError`."""
     text = opened.info.template.render(turns, tools=tools, answer=True)
-    return opened.encode(text)
+    if not (ids := opened.encode(text)):
+        raise UserError(f"{opened.info.template.name} writes nothing of the conversation", fix="leave --chat out")
+    return ids
 
 
 def end_of_turn(template: ChatTemplate) -> str:
