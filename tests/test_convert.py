@@ -480,6 +480,9 @@ def test_what_is_asked_beside_is_kept_or_refused(tmp_path: Path) -> None:
     assert converted(tmp_path, trl + "eval_strategy: false\n").tree["data"]["validation"] == 0
     dpo = axolotl.replace("chat_template", "chat_template.default") + "rl: dpo\ntrl: {beta: 0.1, use_vllm: true}\n"
     assert "trl: of it, beta alone has a counterpart" in refusal(tmp_path, dpo)
+    assert converted(tmp_path, dpo.replace("0.1, use_vllm: true", "0.3")).keys["objective.beta"] == 0.3
+    experts = axolotl + "max_steps: 9\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nexpert_parallel_size: 2\n"
+    assert converted(tmp_path, experts, devices=4).keys["train.global_batch_size"] == 4  # ranks of ep have other rows
 
 
 def test_what_is_null_is_not_the_default(tmp_path: Path) -> None:
