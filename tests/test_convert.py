@@ -189,6 +189,12 @@ def test_continued_pre_training(tmp_path: Path) -> None:
         assert "objective" not in found.tree and RunConfig.model_validate(found.tree)
 
 
+def test_a_text_column_of_axolotl_has_its_name(tmp_path: Path) -> None:
+    text = "base_model: a/b\nlearning_rate: 1e-5\nsequence_len: 64\nmax_steps: 10\n"
+    found = converted(tmp_path, text + "pretraining_dataset: [{path: p.jsonl, text_column: body}]\n")
+    assert [each["text_key"] for each in found.tree["data"]["train"]] == ["body"]
+
+
 # ---- every key of every schema ---------------------------------------------------------------------------------------
 
 
@@ -461,6 +467,22 @@ def test_warm_up_of_axolotl(tmp_path: Path) -> None:
         assert converted(tmp_path, LEAST["axolotl"] + more).tree["scheduler"]["warmup_steps"] == expected
     found = converted(tmp_path, LEAST["axolotl"])
     assert found.tree["scheduler"]["warmup_steps"] == "3%" and "at most 100" in found.changed["scheduler.warmup_steps"]
+
+
+def test_what_is_asked_beside_is_kept_or_refused(tmp_path: Path) -> None:
+    axolotl, trl = LEAST["axolotl"] + "sequence_len: 64\n", LEAST["trl"]
+    assert "special_tokens: tokens are those of the folder" in refusal(
+        tmp_path, axolotl + "special_tokens: {eos_token: X}"
+    )
+    converted(tmp_path, axolotl + "special_tokens: {pad_token: X}")
+    assert "train+test is a part of a split" in refusal(tmp_path, trl + "dataset_train_split: train+test\n")
+    assert "fp16" in converted(tmp_path, trl + "fp16: true\n").changed["precision.compute"]
+    assert converted(tmp_path, trl + "eval_strategy: false\n").tree["data"]["validation"] == 0
+    dpo = axolotl.replace("chat_template", "chat_template.default") + "rl: dpo\ntrl: {beta: 0.1, use_vllm: true}\n"
+    assert "trl: of it, beta alone has a counterpart" in refusal(tmp_path, dpo)
+    assert converted(tmp_path, dpo.replace("0.1, use_vllm: true", "0.3")).keys["objective.beta"] == 0.3
+    experts = axolotl + "max_steps: 9\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nexpert_parallel_size: 2\n"
+    assert converted(tmp_path, experts, devices=4).keys["train.global_batch_size"] == 4  # ranks of ep have other rows
 
 
 def test_what_is_null_is_not_the_default(tmp_path: Path) -> None:

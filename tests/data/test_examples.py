@@ -22,7 +22,8 @@ from fivefold.core.errors import UserError
 from fivefold.core.time_limit import within
 from fivefold.data import IGNORE, PreparedData, chat, prepare, store
 from fivefold.data.chat import CHATML, ChatTemplate
-from fivefold.data.examples import Example
+from fivefold.data.examples import Example, Rated, beside_others
+from fivefold.data.examples import chat as chat_example
 from fivefold.data.records import Records, example_of
 from fivefold.data.source import Source
 from fivefold.data.split import blocks_of
@@ -272,6 +273,25 @@ def test_what_says_which_tokens_are_trained_is_checked_too(tmp_path: Path) -> No
     assert texts(read(tmp_path, records)) == before
 
 
+def test_no_end_is_trained_behind_a_turn_of_the_user(tmp_path: Path, folder: Any) -> None:
+    data = read(tmp_path, [{"messages": [*TALK, {"role": "user", "content": "Why?"}]}], folder(CHATML))
+    assert texts(data)[1] == "4\n\n  yes<|im_end|>Yés.<|im_end|>"
+
+
+def test_what_is_read_of_a_file_is_in_the_key_of_its_tokens(tmp_path: Path) -> None:
+    records = [{"a": "first", "b": "second"}]
+    found = [texts(read(tmp_path, records, text_key=key))[0] for key in ("a", "b")]
+    assert found == ["first<|endoftext|>", "second<|endoftext|>"]
+
+
+def test_examples_longer_than_a_block_have_each_a_hash_of_its_own(tmp_path: Path) -> None:
+    long, short = ({"prompt": "p", "completion": each} for each in ("l" * 20_000, "s"))
+    (both,), (alone,) = (
+        read(tmp_path, records, seq_length=30_000).train.stores for records in ([long, short], [short])
+    )
+    assert blocks_of([both]).hash.tolist()[1:] == blocks_of([alone]).hash.tolist()
+
+
 def test_an_example_is_one_block_beside_texts_that_are_cut() -> None:
     def store(trained: int | None, *lengths: int) -> Any:
         offsets, tokens = np.cumsum([0, *lengths]), np.arange(sum(lengths), dtype=np.uint16)
@@ -339,6 +359,12 @@ def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
         ({"messages": ROUND, "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
         ({"prompt": "q", "instruction": "i", "context": "c", "answer": "a"}, "q\ni\nc|a", ["a"]),
         ({"instruction": "i", "output": "a", "response": "b"}, None, []),  # which of them is the answer?
+        ({"messages": [{"role": "developer", "content": "s"}, *ROUND], "system": "t"}, "s|q|a", ["a"]),
+        ({"messages": ROUND, "images": []}, "q|a", ["a"]),
+        ({"messages": ROUND, "tools": ' [{"name": "TOOL"}]'}, "TOOL|q|a", ["a"]),
+        ({"prompt": "q", "completion": ROUND[1:], "tools": [{"name": "TOOL"}]}, "TOOL|q|a", ["a"]),
+        ({"prompt": ROUND[:1], "completion": ROUND[1:], "history": [["u", "v"]]}, "u|v|q|a", ["a"]),
+        ({"instruction": "q", "output": '[{"a": 1}]'}, 'q|[{"a": 1}]', ['[{"a": 1}]']),  # JSON is a text, too
     ]
     for record, said, trained in cases:
         with subtests.test(msg=str(record)):
@@ -354,6 +380,31 @@ def test_what_else_a_record_may_say(subtests: pytest.Subtests) -> None:
             assert [each.removesuffix("\n").removesuffix("<|im_end|>") for each in said_by_it] == trained
 
 
+def test_a_column_that_is_named_takes_the_place_of_all_like_it() -> None:
+    source = Source("x", "data.train", columns={"prompt": "q", "completion": "a"})
+    example = example_of({"q": "q", "instruction": "i", "context": "c", "definition": "d", "a": "a"}, source, "x:1")
+    assert isinstance(example, Example) and example.pair == ("q", "a")
+
+
+def test_calls_and_tools_keep_what_stands_around_them() -> None:
+    turns = [*ROUND[:1], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}, "index": 1, "id": "x"}]}]
+    example = chat_example("x:1", turns, tools="[]")
+    function = {"name": "f", "arguments": {}}
+    assert example.turns[1]["tool_calls"] == [{"type": "function", "index": 1, "id": "x", "function": function}]
+    assert example.tools is None  # of several templates, not that for tools
+    with pytest.raises(UserError, match="x:1, turn 1: no turn; its keys are"):  # what the third text is, nothing says
+        chat_example("x:1", [{"question": "q", "answer": "a", "doubt": "d"}])
+
+
+def test_an_answer_to_something_else_has_the_turns_before_it_of_its_own_question() -> None:
+    system = {"role": "system", "content": "s"}
+    one, other = ({"role": "assistant", "content": each} for each in "ab")
+    first = Rated(Example("x:1", (ROUND[0], one), context=1), desirable=True)
+    second = Rated(Example("x:2", (system, ROUND[0], other), context=2), desirable=False)
+    pairs = list(beside_others([first, second]))
+    assert pairs[0].second.turns == (ROUND[0], other) and pairs[1].second.turns == (system, ROUND[0], one)
+
+
 def test_of_several_templates_the_tools_decide() -> None:
     template = ChatTemplate({"tool_use": "TOOLS", "default": "OWN", "rag": "RAG"})
     assert template.render(TALK) == "OWN" and template.render(TALK, tools=[{}]) == "TOOLS"
@@ -364,7 +415,8 @@ def test_of_several_templates_the_tools_decide() -> None:
 def test_what_changes_the_tokens_of_examples_is_in_the_key_of_their_cache() -> None:
     assert ChatTemplate("x", {"bos_token": "a"}).digest != ChatTemplate("x", {"bos_token": "b"}).digest
     some: list[dict[str, Any]] = [
-        {}, {"columns": {"prompt": "q", "completion": "a"}}, {"train_on": "last"}, {"format": "chat"},
+        {}, {"columns": {"prompt": "q", "completion": "a"}}, {"train_on": "last"}, {"format": "chat"}, {"pairs": True},
+        {"rates": True}, {"text_key": "body"},
     ]  # fmt: skip
     options = [Records("json").options(Source("x", "data.train", **each)) for each in some]
     assert all(one != other for at, one in enumerate(options) for other in options[:at])

@@ -247,3 +247,9 @@ def test_labels_change_nothing_where_answers_are_not_rated(tmp_path: Path) -> No
 def test_what_is_not_rated_is_refused(tmp_path: Path, records: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(UserError, match=said):
         read(tmp_path, records, objective="kto")
+
+
+def test_a_pair_as_long_as_a_row_fits(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "chosen": "c" * length, "rejected": "r"} for length in (SEQ - 5, SEQ - 4)]
+    data = read(tmp_path, rows)
+    assert (data.counts.train.pairs, data.counts.train.too_long) == (1, 1)

@@ -195,6 +195,8 @@ def test_arguments_are_what_the_template_takes() -> None:
     assert '[[<call>get{"a": 1}</call><|im_end|>]]' in read(as_text, CALLS)
     given = [{**CALLS[1], "tool_calls": [{**CALL, "function": {"name": "get", "arguments": '{"a": 1}'}}]}]
     assert read(as_text, [CALLS[0], *given, *CALLS[2:]]) == read(as_text, CALLS)
+    call = {**CALL, "function": {"name": "get", "arguments": {"a": "é"}}}
+    assert '<call>get{"a": "é"}</call>' in read(as_text, [CALLS[0], said("", tool_calls=[call])])
 
 
 def test_an_answer_that_is_not_written_is_no_empty_answer(subtests: pytest.Subtests) -> None:
@@ -204,6 +206,11 @@ def test_an_answer_that_is_not_written_is_no_empty_answer(subtests: pytest.Subte
     cases: list[tuple[str, list[dict[str, Any]], str]] = [
         (named_elsewhere, CALLS, "turn 2 calls the tool 'get', and the template leaves out tool_calls"),
         (CHATML, [user("q"), said("I call get", tool_calls=[CALL])], "turn 2 calls the tool 'get'"),
+        (  # the first of two calls alone, as Llama 3.1
+            QWEN.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            [user("q"), said("", tool_calls=[CALL, {**CALL, "function": {"name": "put", "arguments": {}}}])],
+            "turn 2 calls the tool 'put'",
+        ),
         (drops, TWO, "the template writes nothing of what the assistant says in turn 2 of 4"),
         (thinks, [*TWO, user("q"), said("<think>all of it</think>")], "writes nothing of .* in turn 6 of 6"),
     ]
@@ -221,6 +228,16 @@ def test_what_is_not_told_is_refused(subtests: pytest.Subtests) -> None:
         CHATML.replace("in messages", "in messages[::-1]"): "does not write turn after turn",
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}": (
             "does not tell where the assistant's turn 2 of 4 begins and ends"
+        ),
+        # Questions are not written, and how many turns there are is.
+        "{{ messages | length }}{% for m in messages if m.role == 'assistant' %}<a>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}": (
+            "does not tell where the assistant's turn 2 of 4 begins and ends"
+        ),
+        # Three blocks for two answers, in no loop.
+        "{% generation %}{{ messages[1].content }}{% endgeneration %}{{ messages[2].content }}{% generation %}"
+        "{{ messages[3].content }}{% endgeneration %}{% generation %}</s>{% endgeneration %}": (
+            "does not write turn after turn"
         ),
     }
     for source, why in cases.items():
@@ -244,6 +261,12 @@ def test_what_a_template_encloses_is_trained_also_in_several_parts() -> None:
     assert [len(answers[number]) for number in (1, 3)] == [1, 2]
     by_hand = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}"
     assert read(by_hand, TWO[:2]) == "q1[[a1]]"
+    dashes = "{% for m in messages %}{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }}"
+    dashes += "{%- endgeneration -%}#{%- else -%}{{ m.content }}?{%- endif -%}{% endfor %}"
+    assert read(dashes, TWO[:2]) == "q1?[[a1]]#"
+    # Of several templates, that for the tools of the record.
+    two = ChatTemplate({"default": CHATML, "tool_use": dashes}, SPECIAL)
+    assert two.answers(TWO[:2], tools=[TOOL]) == ("q1?a1#", {1: [(3, 5)]})
 
 
 TEMPLATES = Path(str(trl.__file__)).parent / "chat_templates"
@@ -368,6 +391,8 @@ def test_contents_are_what_the_template_takes() -> None:
     assert read(CHATML, apart) == read(CHATML, together) == chatml
     written = "{% for m in messages %}{{ m.content }}{% endfor %}"  # of a list, what Python writes
     assert read(written, apart) == "qr[[a]]"
+    first = EITHER.replace("{% for part in m.content %}({{ part.text }}){% endfor %}", "{{ m.content[0].text }}")
+    assert read(first, apart) == "<user>qr</s>[[<assistant>a</s>]]"  # the second part would be lost
 
 
 def test_what_else_a_record_gives_the_template() -> None:
@@ -379,6 +404,9 @@ def test_what_else_a_record_gives_the_template() -> None:
     assert read(source, TWO[:2], chat_template_kwargs={"thinks": 0}) == (
         "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n<no>[[a1<|im_end|>]]\n"
     )
+    ends = CHATML + "{{ eos_token }}{% for m in messages if m.thought is defined %}{{ m.thought }}{% endfor %}"
+    assert ChatTemplate(ends, SPECIAL).render(TWO[:1], chat_template_kwargs={"eos_token": "</e>"}).endswith("</e>")
+    assert ChatTemplate(ends, SPECIAL).render([{**TWO[0], "thought": None}]).endswith("<|im_end|>\n<eos>")
     for own in ("chat_template", "messages", "add_generation_prompt", "continue_final_message"):
         with pytest.raises(UserError, match=f"'{own}' is no variable that a record can set"):
             read(source, TWO, chat_template_kwargs={own: True})
@@ -407,6 +435,17 @@ def test_a_long_conversation_is_written_a_few_times(name: str, monkeypatch: pyte
         assert len(found) == length
         counts.append(len(written))
     assert counts[0] == counts[1] < 10
+
+
+def test_many_answers_are_each_asked_for_by_what_the_turn_before_says() -> None:
+    """Of more than a few answers one of a kind is asked for, and a key of a turn makes another kind."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ '<no>' if messages[loop.index0 - 1].quick }}"
+        "{{ m.content }}</s>{% else %}<u>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{{ '<no>' if messages[-1].quick }}{% endif %}"
+    )
+    turns = [user("q"), said("a"), {**user("r"), "quick": True}, said("b")]
+    assert read(source, turns * 3) == "<u>q<a>[[a</s>]]<u>r<a><no>[[b</s>]]" * 3
 
 
 def test_many_spans_and_many_tokens() -> None:

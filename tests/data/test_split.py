@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fivefold.data import PackedRows, prepare
+from fivefold.data import pack as pack_module
 from fivefold.data.pack import pack
 from fivefold.data.split import block_size, blocks_of
 from fivefold.data.store import BLOCK, _hash, open_store
@@ -111,6 +112,19 @@ def test_packing_places_every_piece_once_in_order_and_within_capacity(capacity: 
 def _more_than_half(lengths: np.ndarray, capacity: int) -> int:
     """A lower bound of the rows: no two of these fit together."""
     return int((2 * lengths > capacity).sum())
+
+
+def test_many_pieces_are_packed_some_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_module, "_WINDOW", 7)
+    lengths = np.random.default_rng(1).integers(1, 62, 100).astype(np.int32)
+    offsets, order = pack(lengths, 61)
+    assert sorted(order.tolist()) == list(range(100)) and offsets[-1] == 100
+    assert max(lengths[order[start:end]].sum() for start, end in pairwise(offsets)) <= 61
+
+
+def test_rows_that_are_packed_are_kept_apart_from_those_that_are_not(tmp_path: Path) -> None:
+    packed, apart = (prepare_texts(tmp_path, ["one", "two", "three"], packing=packing) for packing in (True, False))
+    assert (len(packed.train), len(apart.train)) == (1, 3) and packed.fingerprint != apart.fingerprint
 
 
 def test_packing_nothing_gives_no_row() -> None:

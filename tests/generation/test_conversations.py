@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.core.errors import UserError
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation import GenerateRequest, prompts
+from fivefold.generation import GenerateRequest, conversation, prompts
 from fivefold.generation.conversation import asked_ids, end_of_turn, endings
 from fivefold.generation.launch import start
 from fivefold.generation.opened import Opened, open_model
@@ -359,3 +360,45 @@ def test_half_of_a_surrogate_pair_is_refused_before_anything_is_generated(tmp_pa
     file.write_text('{"prompt": "one", "note": "\\ud800"}\n')
     with pytest.raises(UserError, match="line 1: half of a surrogate pair"):
         list(read_records(file))
+
+
+class Letters:
+    """A model opened, without the model: a token is a letter."""
+
+    ends, stop, model, tokenizer = (0,), ("<folder>",), None, None
+
+    def __init__(self) -> None:
+        source = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + CHATML
+        self.info = SimpleNamespace(template=ChatTemplate(source))
+        self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: SimpleNamespace(ids=self.encode(text)))
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(each) for each in text]
+
+
+def test_a_record_says_its_system_text_and_its_tools() -> None:
+    request = GenerateRequest(model="x", prompts="p", chat=True, system="ours", stop=("#",))
+    record = {"messages": [{"role": "user", "content": "q"}], "system": "its", "tools": [{"name": "TOOL"}]}
+    prompt = prompts._prompt(Letters(), request, record, "line 1")  # type: ignore[arg-type]
+    said = "".join(map(chr, prompt.ids))
+    assert said == "[TOOL]<|im_start|>system\nits<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.stop == ("#", "<folder>", "<|im_end|>")
+    del record["system"]
+    prompt = prompts._prompt(Letters(), request, record, "line 1")  # type: ignore[arg-type]
+    assert "system\nours<|im_end|>" in "".join(map(chr, prompt.ids))
+
+
+def test_each_answer_of_a_conversation_draws_other_numbers_and_ends_at_the_stops_of_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def pieces(*_: object, **options: Any) -> Iterator[str]:
+        given.append(options)
+        yield "a"
+
+    monkeypatch.setattr(conversation, "pieces", pieces)
+    chat = conversation.Chat(Letters(), GenerateRequest(model="x", chat=True, stop=("#",), seed=5))  # type: ignore[arg-type]
+    assert [*chat.answer("q"), *chat.answer("r")] == ["a", "a"]
+    assert [each["seed"] for each in given] == [5, 6]
+    assert all(each["stop"] == ("#", "<folder>", "<|im_end|>") for each in given)

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
-from fivefold.generation.text import TextStream, encode_prompt
+from fivefold.generation.text import StoppedText, TextStream, encode_prompt
 
 TEXTS = ["plain words, no more", "naïve façade — “quoted”", "日本語"]
 TEXTS += ["🙂👩‍👩‍👧 flags 🇩🇪", "  indented\n\ttabs \n"]
@@ -65,5 +65,15 @@ def test_prompts(byte_tokenizer: Any) -> None:
     assert encode_prompt(byte_tokenizer, "ab", (256,)).tolist() == [[97, 98]]
     assert encode_prompt(byte_tokenizer, "", (256,)).tolist() == [[256]]
     assert encode_prompt(byte_tokenizer, "ab<|endoftext|>", (256,)).tolist() == [[97, 98]]
+    assert encode_prompt(byte_tokenizer, "ab<|endoftext|><|endoftext|>", (256,)).tolist() == [[97, 98]]
     with pytest.raises(UserError, match="the prompt is empty"):
         encode_prompt(byte_tokenizer, "", ())
+
+
+def test_a_text_ends_before_the_first_of_several_stops() -> None:
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(("say ", "b and c")[each] for each in ids)
+
+    stream = StoppedText(Words(), ("c", "b"))
+    assert [stream.push(0), stream.push(1)] == ["say ", ""] and stream.is_over and stream.finish() == ""

@@ -29,9 +29,9 @@ from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, without_dropout
 from fivefold.models.discover import facts_of
 from fivefold.models.forwards import check_rows
-from fivefold.models.pairs import FeatureGroup, by_features
+from fivefold.models.pairs import FeatureGroup, by_features, pairs_of
 from fivefold.models.partition import Partition, derive
-from fivefold.models.record import BlockTrace, Event, MixesTokens, Untraceable
+from fivefold.models.record import RESIDUAL, BlockTrace, Event, MixesTokens, Untraceable
 from fivefold.models.trace import trace
 from fivefold.parallel.plan import lower
 from tests.families import TINY
@@ -382,6 +382,27 @@ def test_models_that_attend_by_code_of_their_own_are_refused():
 def test_relu_models_are_derived_at_full_width(config):
     """Without memory for a weight."""
     assert partition_of(build_meta(config)).refusal is None
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [(("RESIDUAL", "mixer"), "extra reads .*mixer"), ((), "extra reads nothing")],
+    ids=["the residual and more", "nothing"],
+)
+def test_a_projection_is_no_column_unless_it_reads_the_residual_alone(sources, said):
+    """One that reads something else beside it would be split, and what else it reads would not be."""
+    sources = frozenset(RESIDUAL if each == "RESIDUAL" else each for each in sources)
+    hidden, wide = torch.zeros(1, 3, 4), torch.zeros(1, 3, 6)
+    events = [
+        Event("linear", "up", (hidden,), wide, frozenset([RESIDUAL])),
+        Event("linear", "down", (wide,), hidden, frozenset(["up"])),
+        Event("linear", "extra", (hidden,), wide, sources),
+        Event("linear", "back", (wide,), hidden, frozenset(["extra"])),
+    ]
+    with pytest.raises(Untraceable, match=said):
+        pairs_of(BlockTrace("layer", {RESIDUAL: hidden}, events))
+    pairs = pairs_of(BlockTrace("layer", {RESIDUAL: hidden}, events[:2]))
+    assert [(pair.row, pair.columns) for pair in pairs] == [("down", ("up",))]
 
 
 def test_features_that_a_relu_shuts_are_no_reason_to_refuse():

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fivefold.core.errors import UserError
-from fivefold.models import random_stream
+from fivefold.models import merged, random_stream
 from fivefold.models.build import build_meta
 from fivefold.models.random_stream import Normal, RandomStream, TruncatedNormal, Uniform, philox
 from fivefold.models.recipe import Constant, check_drawable, read_recipe
-from fivefold.models.sources import RandomInit, SafetensorsFolder
+from fivefold.models.sources import RandomInit, SafetensorsFolder, weights_digest
 from tests.models import tiny
 
 DISTRIBUTIONS = [Normal(0.5, 2.0), Uniform(-1.0, 3.0), TruncatedNormal(0.0, 1.0, -1.5, 2.0)]
@@ -352,3 +352,27 @@ def test_an_index_that_is_none(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match="not an index"):
         SafetensorsFolder(tmp_path, build_meta(tiny.llama()))
+
+
+def test_a_region_of_experts_that_lie_apart_in_the_files() -> None:
+    names = [(expert, part) for expert in range(12) for part in range(2)]
+    files = {f"{expert}.{part}": torch.randn(3, 5) for expert, part in names}
+    pieces = [("w", merged.Piece(f"{expert}.{part}", expert, part, 2)) for expert, part in sorted(names, key=str)]
+    (own,) = merged.merged(pieces).values()
+    shapes = {name: (3, 5) for name in files}
+    assert merged.shape_of(own, shapes) == (12, 6, 5)
+    whole = torch.stack([torch.cat([files[f"{expert}.{part}"] for part in range(2)]) for expert in range(12)])
+    for region in ((slice(1, 11), slice(1, 5), slice(2, 4)), (slice(9, 12), slice(0, 2), slice(0, 5))):
+        assert torch.equal(merged.read(own, 3, region, lambda name, place: files[name][place]), whole[region])
+    assert merged.merged([each for each in pieces if each[1].stored != "11.1"]) == {}  # the last part is missing
+    assert merged.shape_of(own, {**shapes, "3.1": (3, 4)}) is None
+
+
+def test_weights_are_named_by_what_is_in_them(tmp_path: Path) -> None:
+    found = []
+    for value in (0.0, 0.0, 1.0):
+        tensor = torch.zeros(8, 64)
+        tensor[4, 0] = value
+        save_file({"w": tensor}, tmp_path / "model.safetensors")
+        found.append(weights_digest(tmp_path))
+    assert found[0] == found[1] != found[2]

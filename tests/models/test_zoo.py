@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fivefold.checkpoint.model_folder import CONFIG, model_files
 from fivefold.core.errors import UserError
+from fivefold.models import sources
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import SafetensorsFolder, open_weights
@@ -220,6 +221,15 @@ def test_a_head_of_its_own_stays_apart_from_the_embedding(tmp_path: Path) -> Non
     assert model.config.tie_word_embeddings is False and load_model_config(folder).tie_word_embeddings is True
     with pytest.raises(UserError, match=r"lm_head\.weight is not the tensor that this model ties it to"):
         SafetensorsFolder(folder, build_meta(load_model_config(folder)))
+
+
+def test_a_head_that_differs_in_its_last_row_is_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_COMPARED", 64)  # two rows at once
+    folder = model_folder(tmp_path, TIED)
+    head = load_file(folder / SINGLE)["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert torch.equal(stored(folder)["lm_head.weight"], head)
 
 
 def test_a_head_that_is_the_embedding_is_tied(tmp_path: Path) -> None:
