@@ -45,7 +45,8 @@ _ROLES = {
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
-_READ_KEYS = ("role", "content", "tool_calls", "weight")  # of a turn as it is read, which are used in any case
+# Of a turn as it is read: used in any case, and what says no more than which call a result answers.
+_READ_KEYS = ("role", "content", "tool_calls", "weight", "tool_call_id")
 _WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # whether a turn is trained, in sets of all trainers
 
 

@@ -1,5 +1,6 @@
 """`ff.parallelize` and the model it returns."""
 
+import atexit
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from fivefold.checkpoint.live import export_live
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
-from fivefold.launch.world import open_world
+from fivefold.launch.world import leave, open_world
 from fivefold.models.adapter import Layered
 from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import use_our_attention
@@ -201,7 +202,8 @@ def parallelize(
     layout = _with_precision(layout, precision, given)
     settings: Any = model.config
     load = own_coefficient(settings.get_text_config())
-    open_world()
+    if open_world() and dist.get_backend() == "gloo":
+        atexit.register(leave)  # threads of a group that is open while Python ends have ended processes with SIGABRT
     _check_same_everywhere(model, values=source is None)
     lora = adapter if adapter is None or isinstance(adapter, Lora) else lora_of(adapter)
     if isinstance(adapter, str | Path):
