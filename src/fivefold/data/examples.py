@@ -15,11 +15,15 @@ pair of a chosen and a rejected answer is in one row as a whole; one that is lon
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.core.errors import UserError
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Span, Turn, inside, words
+from fivefold.data.spans import Span, Turn, alike, words
 
 TrainOn = Literal["assistant", "all", "last"]
 
@@ -144,21 +148,15 @@ Document = str | Example | Preference  # as a format gives it
 def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
     """Each rated answer of a file with that of the record before it; the first with that of the second. Raises
     `UserError` for one alone."""
-    first: Rated | None = None
-    before: Rated | None = None
-    for each in answers:
-        if first is not None and before is None:
-            yield Preference(first.example, first.answered_by(each), first.desirable)
-            before = first
-        if before is not None:
-            yield Preference(each.example, each.answered_by(before), each.desirable)
-            before = each
-        first = first or each
-    if first is not None and before is None:
+    answers = iter(answers)
+    first = list(islice(answers, 2))
+    if len(first) == 1:
         raise UserError(
-            f"{first.example.where}: one rated answer alone; kto compares with answers to other prompts",
+            f"{first[0].example.where}: one rated answer alone; kto compares with answers to other prompts",
             fix="add records",
         )
+    for before, each in pairwise(chain(first[1:], first, answers)):
+        yield Preference(each.example, each.answered_by(before), each.desirable)
 
 
 @dataclass(frozen=True)
@@ -171,10 +169,11 @@ class Text:
     ends: bool = True
     by_template: bool = False
 
-    def is_trained(self, ends: Sequence[int]) -> list[bool]:
-        """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
-        with the answer "yes" the token " yes" is."""
-        return inside(self.trained or (), ends)
+    def is_trained(self, ends: Sequence[int]) -> NDArray[np.bool_]:
+        """Trained tokens, of those that end at these characters: a token is trained where its last character is.
+        Example: of "Q: yes" with the answer "yes" the token " yes" is."""
+        firsts, lasts = np.array(sorted([(-1, -1), *(self.trained or ())])).T
+        return np.asarray(np.maximum.accumulate(lasts)[np.searchsorted(firsts, ends) - 1] >= ends)
 
 
 def chat(where: str, turns: object, *, train_on: TrainOn = "assistant", **beside: object) -> Example:
@@ -229,7 +228,7 @@ def _example(
 def _texts(asked: object, answers: list[str], system: object, where: str) -> list[tuple[str, str]]:
     """A prompt with each of the answers."""
     if asked is None:
-        shared = _shared(*answers)
+        shared = alike(*answers)
         shared -= answers[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
         asked, answers = answers[0][:shared], [text[shared:] for text in answers]
     told = "" if system is None else _string(system, where, "the system text")
@@ -241,7 +240,7 @@ def _apart(before: list[Turn], said: list[list[Turn]]) -> tuple[list[Turn], list
     """The turns before two answers, and the answers. Where both lists repeat what is before them, or nothing is, what
     both begin with is before them."""
     least = max(0, min(map(len, said)) - 1)  # an answer has a turn, whatever it says
-    both = said[0][: min(_shared(*said), least)]
+    both = said[0][: min(alike(*said), least)]
     repeats = before[: len(both)] == both or all(turn in both for turn in before)
     if both and before and not repeats:
         common = max((n for n in range(len(both) + 1) if n and before[-n:] == both[:n]), default=0)
@@ -254,12 +253,6 @@ def _apart(before: list[Turn], said: list[list[Turn]]) -> tuple[list[Turn], list
 def _said(role: str, what: object, where: str) -> list[Turn]:
     """Turns, of a list of them or of a text."""
     return _turns(what if isinstance(what, list) else [{"role": role, "content": what}], where)
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many of their first elements are equal."""
-    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------

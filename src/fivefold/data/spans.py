@@ -9,7 +9,7 @@ in its place, a probe, tells what stands in front of the words and behind them, 
 """
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -157,10 +157,10 @@ class _Answers:
         if not is_there:  # calls alone: as words would begin in their place
             words_alone = [*self.turns[:number], {"role": "assistant", "content": PROBE}]
             lead, is_there, _ = _Written.of(self.write, words_alone).part(number).partition(PROBE)
-        lead = lead[: _alike(lead, said)]
+        lead = lead[: alike(lead, said)]
         if question and question in lead:  # of the first turn, behind what a text begins with
             return start + lead.index(question) + len(question)
-        shared = len(lead) if question is None else _alike(lead, question)
+        shared = len(lead) if question is None else alike(lead, question)
         if not (shared if question else is_there):
             raise self._untold(number)
         return start + shared
@@ -224,18 +224,7 @@ def _probe(turn: Turn) -> Turn:
     return probe
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters at the front are the same."""
+def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements at the front are the same."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
-
-
-def inside(spans: Sequence[Span], ends: Sequence[int]) -> list[bool]:
-    """Whether each of these ends lies in one of some spans, behind its first character."""
-    firsts, most, lasts = [], 0, []
-    for first, last in sorted(spans):
-        most = max(most, last)
-        firsts.append(first)
-        lasts.append(most)
-    places = [bisect_left(firsts, end) - 1 for end in ends]
-    return [at >= 0 and end <= lasts[at] for at, end in zip(places, ends, strict=True)]
