@@ -59,11 +59,11 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """What identifies it."""
+        """A hash of its texts and special tokens."""
         return key_of(self.source, sorted(self.special.items()))
 
     def on(self, day: date) -> "ChatTemplate":
-        """What it is on that day, if it writes the day."""
+        """The template as it writes the text on that day."""
         several = {"": self.source} if isinstance(self.source, str) else self.source
         dated = {name: _TODAY.sub(lambda now: repr(day.strftime(now[2])), text) for name, text in several.items()}
         return replace(self, source=dated[""] if isinstance(self.source, str) else dated)
@@ -124,7 +124,7 @@ class ChatTemplate:
         self, turns: Sequence[Turn], tools: Sequence[Any] | None = None, given: Mapping[str, Any] | None = None, *,
         answer: bool = False, is_numbered: bool = False,
     ) -> tuple[str, list[Span]]:  # fmt: skip
-        """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
+        """The text of `apply_chat_template`, and the spans that `{% generation %}` encloses."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self.text(tools)

@@ -130,7 +130,7 @@ class Rated:
     desirable: bool
 
     def answered_by(self, other: "Rated") -> Example:
-        """What was asked here, with the answer that was given there. Raises `UserError`."""
+        """The question of this one with the answer of the other. Raises `UserError`."""
         own, others = self.example, other.example
         if (own.pair is None) != (others.pair is None):
             raise UserError(
@@ -400,7 +400,7 @@ def _turns_or_text(value: object, *, calls: bool = False) -> object:
 
 
 def _parsed(value: object) -> Any:
-    """What is written as JSON inside a string (a cell of CSV, of Parquet)."""
+    """The value that a string writes as JSON (a cell of CSV, of Parquet)."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:

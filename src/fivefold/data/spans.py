@@ -113,7 +113,7 @@ class _Written:
         return cls(_MARK.sub("", text), places, owners)
 
     def part(self, number: int) -> str:
-        """What it has of a turn."""
+        """The text of a turn."""
         return self.text[slice(*self.turns.get(number, (0, 0)))]
 
 
@@ -132,7 +132,7 @@ class _Answers:
         return _Written.of(self.write, [_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns])
 
     def question(self, number: int) -> str | None:
-        """What it writes behind the turns before an answer to ask for it; None where it does not take them so."""
+        """The text behind the turns before an answer that asks for it; None where it does not take them so."""
         before, front = list(self.turns[:number]), self.whole.text[: self.whole.turns[number][0]]
         if all(turn["role"] in ("system", "developer") for turn in before):  # the assistant begins
             before.append({"role": "user", "content": PROBE})
@@ -149,7 +149,7 @@ class _Answers:
         return behind.removeprefix(said) if behind.startswith(said) else None
 
     def begin(self, number: int, question: str | None) -> int:
-        """Where an answer begins: behind the question for it, or behind what both have in front of the words."""
+        """The first character of an answer: behind the question, or behind what both have in front of the words."""
         start, said = self.whole.turns[number][0], self.whole.part(number)
         if question is not None and said.startswith(question):
             return start + len(question)
@@ -166,7 +166,7 @@ class _Answers:
         return start + shared
 
     def end(self, number: int) -> int:
-        """Where what ends the turn ends: where the next begins, or the text."""
+        """The end of a turn, with what ends it: the beginning of the next, or the end of the text."""
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
             stop = len(self.whole.text)

@@ -57,7 +57,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest.
+    """The contents of meta.json. `content` names the texts and options, `tokenizer` the tokenizer's digest.
 
     `bos`: the tokens in front of each document. `columns`: what to say of columns of the records that no document is
     made of; `answers_alone`: where the texts are the answers of chat or instruction records, without their prompts.
@@ -129,7 +129,7 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """Whether the folder says that it is a token store."""
+    """True where the folder has the files of a token store."""
     return (path / "tokens.bin").is_file() and (path / "meta.json").is_file()
 
 
@@ -252,7 +252,7 @@ def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: 
 
 @contextmanager
 def _after(damage: str, files: FileList) -> Iterator[None]:
-    """Where damaged tokens cannot be made again, both are said."""
+    """Name the damage too where damaged tokens cannot be made again."""
     try:
         yield
     except UserError as error:
