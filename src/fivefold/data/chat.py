@@ -102,7 +102,10 @@ class ChatTemplate:
     def _takes_json(self) -> bool:
         """True where it takes arguments of calls as JSON alone (DeepSeek-V3), which others would write as a string."""
         call = {"id": "0" * 9, "type": "function", "function": {"name": PROBE, "arguments": {}}}
-        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns: list[Turn] = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
         return self._tried(turns) is None and self._tried([_with_json(turn) for turn in turns]) is not None
 
     @cached_property
