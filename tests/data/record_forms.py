@@ -230,7 +230,6 @@ TOOLS = [
             "tools": [{"type": "function", "function": TOOL}],
         },
         WRITTEN_TOOL + CALLED,
-        by_template="tool_call_id",
     ),
     form(
         "OpenAI, as it was: function_call in a turn",

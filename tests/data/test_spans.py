@@ -16,8 +16,8 @@ import trl
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fivefold.core.errors import UserError
-from fivefold.data import spans
 from fivefold.data.chat import CHATML, ChatTemplate
+from fivefold.data.examples import Text
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<eos>"}
 
@@ -454,4 +454,5 @@ def test_many_spans_and_many_tokens() -> None:
         edges = np.sort(rng.integers(0, 60, 8)).reshape(-1, 2)
         some = [(int(first), int(last)) for first, last in rng.permutation(edges)]
         ends = rng.integers(0, 64, 40).tolist()
-        assert spans.inside(some, ends) == [any(first < end <= last for first, last in some) for end in ends]
+        trained = Text("", tuple(some)).is_trained(ends).tolist()
+        assert trained == [any(first < end <= last for first, last in some) for end in ends]

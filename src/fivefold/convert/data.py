@@ -28,7 +28,7 @@ def data(given: Given) -> Keys:
 
 
 def _template(given: Given) -> str:
-    """What is said of the chat template where the file names one."""
+    """The remark on the chat template where the file names one."""
     if given.trainer == "TRL" or given("stage") == "pt":
         return ""
     key = "template" if given.trainer == "LLaMA-Factory" else "chat_template"

@@ -76,7 +76,7 @@ class Given:
         self._refused: dict[str, str] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the file says it."""
+        """True where the file says it."""
         return self._values.get(name) is not None
 
     def __call__(self, name: str) -> Any:
@@ -123,7 +123,7 @@ class Given:
 
 
 def _is_off(value: Any, default: Any) -> bool:
-    """Whether a value that is written is the default, or nothing."""
+    """True for a written value that is the default, or nothing."""
     if value is None or value == default or (not value and not default):
         return True
     try:

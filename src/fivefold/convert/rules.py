@@ -1,4 +1,4 @@
-"""What the keys of other trainers are called in a run file, but for data: a function for each group of keys.
+"""The keys of other trainers as keys of a run file, but for data: a function for each group of keys.
 
 A rule gives keys of the run file with their values, and after them what is done otherwise than there.
 """
@@ -128,7 +128,7 @@ def _has(given: Given, key: str) -> bool:
 
 
 def _bits(given: Given) -> tuple[bool, bool]:
-    """Whether frozen weights rest in 4 bits, and whether in 8."""
+    """Two flags: frozen weights in 4 bits, and in 8."""
     bits = str(given("quantization_bit") or "")
     kinds = {given("quantization_type"), given("quantization_method")} if bits else set()
     if bits not in ("", "4", "8") or not kinds <= {None, "nf4", "bnb", "bitsandbytes"}:

@@ -27,7 +27,7 @@ class Schema:
     only: frozenset[str] = frozenset()
 
     def name(self, key: str) -> str:
-        """What the rules call `key`."""
+        """The name that the rules use for `key`."""
         return self.names.get(key, key)
 
 

@@ -1,4 +1,4 @@
-"""What datasets of all trainers have in common: where they are, how turns look, which keys records have."""
+"""The common parts of datasets of all trainers: their places, the form of turns, the keys of records."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -66,7 +66,7 @@ def keys_of(given: Given, path: str) -> tuple[str, ...]:
 
 
 def has_more(given: Given, path: str, most: int) -> bool | None:
-    """Whether a file has more than so many records; None where there is no such file here."""
+    """True where a file has more than so many records; None where there is no such file here."""
     found = sum(1 for _ in islice(_records(given, path), most + 1))
     return found > most if found else None
 

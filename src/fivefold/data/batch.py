@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class TeacherTargets:
-    """What a teacher finds likeliest at every target: K tokens int32 and their log-probabilities, [B, T, K] each, zeros
+    """The likeliest tokens of a teacher at each target: K int32 and their log-probabilities, [B, T, K] each, zeros
     where there is no target. `temperature` and `alpha` as `objective` in the run file has them."""
 
     tokens: NDArray[np.int32]

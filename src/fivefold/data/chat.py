@@ -48,6 +48,8 @@ class ChatTemplate:
 
     def text(self, tools: Sequence[Any] | None = None) -> str:
         """The Jinja text for a conversation with these tools. Raises `UserError` where none of several is for it."""
+        if isinstance(self.source, str):
+            return self.source
         from transformers import PreTrainedTokenizerBase
 
         read: Any = SimpleNamespace(chat_template=self.source)
@@ -59,11 +61,11 @@ class ChatTemplate:
 
     @property
     def digest(self) -> str:
-        """What identifies it."""
+        """A hash of its texts and special tokens."""
         return key_of(self.source, sorted(self.special.items()))
 
     def on(self, day: date) -> "ChatTemplate":
-        """What it is on that day, if it writes the day."""
+        """The template as it writes the text on that day."""
         several = {"": self.source} if isinstance(self.source, str) else self.source
         dated = {name: _TODAY.sub(lambda now: repr(day.strftime(now[2])), text) for name, text in several.items()}
         return replace(self, source=dated[""] if isinstance(self.source, str) else dated)
@@ -95,47 +97,41 @@ class ChatTemplate:
             for turn in turns
         ]  # fmt: skip
         calls = any(turn.get("tool_calls") for turn in turns)
-        return [_with_json(turn) for turn in found] if calls and self._takes_json else found
+        found = [_with_json(turn) for turn in found] if calls and self._takes_json else found
+        return [{key: value for key, value in turn.items() if value is not None} for turn in found]
 
     @cached_property
     def _takes_json(self) -> bool:
-        """Whether it takes arguments of calls as JSON alone (DeepSeek-V3), which others would write as a string."""
+        """True where it takes arguments of calls as JSON alone (DeepSeek-V3), which others would write as a string."""
         call = {"id": "0" * 9, "type": "function", "function": {"name": PROBE, "arguments": {}}}
         turns: list[Turn] = [
             {"role": "user", "content": ""},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
-        for form in (turns, [_with_json(turn) for turn in turns]):
-            try:
-                self._write(form)
-            except Endless:
-                raise
-            except UserError:
-                continue
-            return form is not turns
-        return False
+        return self._tried(turns) is None and self._tried([_with_json(turn) for turn in turns]) is not None
 
     @cached_property
     def _forms(self) -> tuple[type, ...]:
-        """What contents may be: a template writes nothing of the others, or how Python writes them."""
-        forms: dict[type, Any] = {str: PROBE, list: [{"type": "text", "text": f"{PROBE}{n}"} for n in range(2)]}
-        taken = []
-        for form, content in forms.items():
-            try:
-                text = self._write([{"role": "user", "content": content}])[0]
-            except Endless:
-                raise
-            except UserError:
-                continue
-            if PROBE in text if form is str else text.count(PROBE) > 1 and not _QUOTED.search(text):
-                taken.append(form)
-        return tuple(taken) or (str,)
+        """The types that it takes as contents: of others it writes nothing, or how Python writes them."""
+        parts = [{"type": "text", "text": f"{PROBE}{n}"} for n in range(2)]
+        of_text, of_parts = (self._tried([{"role": "user", "content": content}]) or "" for content in (PROBE, parts))
+        takes_parts = of_parts.count(PROBE) > 1 and not _QUOTED.search(of_parts)
+        return (*[str] * (PROBE in of_text or not takes_parts), *[list] * takes_parts)
+
+    def _tried(self, turns: Sequence[Turn]) -> str | None:
+        """The text of these turns; None where it does not take them."""
+        try:
+            return self._write(turns)[0]
+        except Endless:
+            raise
+        except UserError:
+            return None
 
     def _write(
         self, turns: Sequence[Turn], tools: Sequence[Any] | None = None, given: Mapping[str, Any] | None = None, *,
         answer: bool = False, is_numbered: bool = False,
     ) -> tuple[str, list[Span]]:  # fmt: skip
-        """What `apply_chat_template` writes, and what of it `{% generation %}` encloses."""
+        """The text of `apply_chat_template`, and the spans that `{% generation %}` encloses."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source, given = self.text(tools), given or {}
@@ -147,7 +143,7 @@ class ChatTemplate:
         try:
             with within(MOST_SECONDS), with_memory(MOST_BYTES):
                 texts, enclosed = render_jinja_template(
-                    conversations=[[{key: each for key, each in turn.items() if each is not None} for turn in turns]],
+                    conversations=[list(turns)],
                     tools=None if tools is None else list(tools),
                     chat_template=numbered(source) if is_numbered else source,
                     add_generation_prompt=answer,

@@ -41,7 +41,7 @@ def ending(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name says so."""
+    """True where the name says so."""
     return path.suffix.lower() in _MODULES
 
 
@@ -137,7 +137,7 @@ class _Bounded(io.RawIOBase):
 
 @contextmanager
 def _readable(path: Path, where: str) -> Iterator[None]:
-    """What the decompressors say, as a UserError."""
+    """Errors of the decompressors, as a UserError."""
     from lzma import LZMAError
     from zlib import error as zlib_error
 
@@ -160,7 +160,7 @@ def _readable(path: Path, where: str) -> Iterator[None]:
 
 
 def _zstd_errors() -> Iterator[type[Exception]]:
-    """Of whichever is installed."""
+    """The errors of the libraries that are installed."""
     for module in ("compression.zstd", "zstandard"):
         with suppress(ImportError):
             yield import_module(module).ZstdError

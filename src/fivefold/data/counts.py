@@ -1,4 +1,4 @@
-"""What became of the documents, in numbers for the screen."""
+"""Counts of documents, tokens and rows, for the screen."""
 
 from dataclasses import astuple, dataclass
 

@@ -16,12 +16,16 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.chat import ChatTemplate
-from fivefold.data.spans import Span, Turn, inside, words
+from fivefold.data.spans import Span, Turn, alike, words
 
 TrainOn = Literal["assistant", "all", "last"]
 
@@ -146,7 +150,7 @@ class Rated:
     desirable: bool
 
     def answered_by(self, other: "Rated") -> Example:
-        """What was asked here, with the answer that was given there. Raises `UserError`."""
+        """The question of this one with the answer of the other. Raises `UserError`."""
         own, others = self.example, other.example
         if (own.pair is None) != (others.pair is None):
             raise UserError(
@@ -164,21 +168,15 @@ Document = str | Example | Preference  # as a format gives it
 def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
     """Each rated answer of a file with that of the record before it; the first with that of the second. Raises
     `UserError` for one alone."""
-    first: Rated | None = None
-    before: Rated | None = None
-    for each in answers:
-        if first is not None and before is None:
-            yield Preference(first.example, first.answered_by(each), first.desirable)
-            before = first
-        if before is not None:
-            yield Preference(each.example, each.answered_by(before), each.desirable)
-            before = each
-        first = first or each
-    if first is not None and before is None:
+    answers = iter(answers)
+    first = list(islice(answers, 2))
+    if len(first) == 1:
         raise UserError(
-            f"{first.example.where}: one rated answer alone; kto compares with answers to other prompts",
+            f"{first[0].example.where}: one rated answer alone; kto compares with answers to other prompts",
             fix="add records",
         )
+    for before, each in pairwise(chain(first[1:], first, answers)):
+        yield Preference(each.example, each.answered_by(before), each.desirable)
 
 
 @dataclass(frozen=True)
@@ -193,10 +191,11 @@ class Text:
     by_template: bool = False
     left_out: tuple[str, ...] = ()
 
-    def is_trained(self, ends: Sequence[int]) -> list[bool]:
-        """Of tokens that end at these characters: a token is trained where its last character is. Example: of "Q: yes"
-        with the answer "yes" the token " yes" is."""
-        return inside(self.trained or (), ends)
+    def is_trained(self, ends: Sequence[int]) -> NDArray[np.bool_]:
+        """Trained tokens, of those that end at these characters: a token is trained where its last character is.
+        Example: of "Q: yes" with the answer "yes" the token " yes" is."""
+        firsts, lasts = np.array(sorted([(-1, -1), *(self.trained or ())])).T
+        return np.asarray(np.maximum.accumulate(lasts)[np.searchsorted(firsts, ends) - 1] >= ends)
 
 
 def chat(where: str, turns: object, *, train_on: TrainOn = "assistant", **beside: object) -> Example:
@@ -256,7 +255,7 @@ def _example(
 def _texts(asked: object, answers: list[str], system: object, where: str) -> list[tuple[str, str]]:
     """A prompt with each of the answers."""
     if asked is None:
-        shared = _shared(*answers)
+        shared = alike(*answers)
         shared -= answers[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
         asked, answers = answers[0][:shared], [text[shared:] for text in answers]
     told = "" if system is None else _string(system, where, "the system text")
@@ -268,7 +267,7 @@ def _apart(before: list[Turn], said: list[list[Turn]], where: str) -> tuple[list
     """The turns before two answers, and the answers. Where both lists repeat what is before them, or nothing is, what
     both begin with is before them. Raises `UserError` where both begin with another question."""
     least = max(0, min(map(len, said)) - 1)  # an answer has a turn, whatever it says
-    both = said[0][: min(_shared(*said), least)]
+    both = said[0][: min(alike(*said), least)]
     repeats = before[: len(both)] == both or all(turn in both for turn in before)
     if both and before and not repeats:
         common = max((n for n in range(len(both) + 1) if n and before[-n:] == both[:n]), default=0)
@@ -294,12 +293,6 @@ def _said(role: str, what: object, where: str, *, is_whole: bool = False) -> lis
             fix='write one of them, or turns: [{"role": ..., "content": ...}]',
         )
     return turns
-
-
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many of their first elements are equal."""
-    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
 
 
 # ---- turns -----------------------------------------------------------------------------------------------------------
@@ -450,7 +443,7 @@ def _turns_or_text(value: object, *, calls: bool = False) -> object:
 
 
 def _parsed(value: object) -> Any:
-    """What is written as JSON inside a string (a cell of CSV, of Parquet)."""
+    """The value that a string writes as JSON (a cell of CSV, of Parquet)."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:

@@ -36,7 +36,7 @@ Stores = tuple[TokenStore, ...]
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """What a run reads. `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length
+    """The data of a run. `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length
     and packing. Runs with the same fingerprint and seed read the same batches."""
 
     tokenizer: TokenizerInfo
@@ -158,7 +158,7 @@ class _Plan:
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """What stands in front of each document; the same in all the stores of a run."""
+        """The tokens in front of each document; the same in all the stores of a run."""
         return self.stores[0].meta.bos
 
     @property
@@ -225,7 +225,7 @@ class _Plan:
         return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing)
 
     def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:
-        """What each source brings: `tokens` of them in the rows."""
+        """The counts of each source: `tokens` of them in the rows."""
         drawn = [number * Fraction(weight) for number, weight in zip(tokens, self.weights, strict=True)]
         shares = [float(part / sum(drawn)) for part in drawn]
         return tuple(
@@ -240,7 +240,7 @@ def _repeated(validation: Blocks, train: Blocks) -> int:
 
 
 def _counts_of(folder: Path, root: Path) -> dict[str, Any]:
-    """What `_Plan.build` counted, after all of the rows in `folder` is read. Raises `DamagedError`."""
+    """The counts of `_Plan.build`, after all of the rows in `folder` is read. Raises `DamagedError`."""
     counts = read_signed(folder / "counts.json")
     for name, checksum in counts["arrays"].items():
         check_file(folder / name, checksum, root)
@@ -291,7 +291,7 @@ def _open(
 
 
 def _bos_line(tokenizer: TokenizerInfo, stores: Stores) -> str:
-    """What to say of BOS; nothing where neither the run nor the tokenizer has any."""
+    """The line about BOS; nothing where neither the run nor the tokenizer has any."""
     if tokenizer.bos_token_ids:
         converses = any(store.meta.trained is not None for store in stores)
         return f"BOS {tokenizer.bos} in front of each document" + (

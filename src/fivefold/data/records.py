@@ -60,7 +60,7 @@ class Form:
     is_plain: bool = False
 
     def fits(self, found: Mapping[str, tuple[str, ...]]) -> bool:
-        """Whether a record with these keys, by part, has what it needs."""
+        """True where a record with these keys, by part, has all that it needs."""
         return all(found[part] for part in self.needs)
 
 
@@ -138,7 +138,7 @@ class Parts:
 
 
 def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], Parts | None]) -> Parts | None:
-    """What makes the document of a record, noted for others with the same keys, and in `source.read`."""
+    """The parts of a record that make its document, noted for others with the same keys, and in `source.read`."""
     names = tuple(record)
     if names in known:
         return known[names]
@@ -237,7 +237,7 @@ def example_of(
 
 
 def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
-    """What is asked, each text once, one below the other. A `prompt` in which all the others stand says it alone,
+    """The question: each text once, one below the other. A `prompt` in which all the others stand says it alone,
     unless it ends with the answer. None where nothing is asked."""
     given = [record[key] for key in parts.asked if record[key] not in (None, "")]
     if len(given) == 1 and isinstance(given[0], str | list | tuple | Mapping):
@@ -349,8 +349,8 @@ def conversation_of(names: Collection[str]) -> tuple[Form, tuple[str, ...]] | No
 
 
 def columns_read(files: FileList, by_template: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
-    """What to say of the columns of files that were read: those that were left out, also of turns `by_template`, and a
-    warning for each kind of record of which one side is trained, as a text."""
+    """The lines about the columns of files that were read: those that were left out, also of turns `by_template`, and
+    a warning for each kind of record of which one side is trained, as a text."""
     read, key = files.source.read, files.source.text_key
     used = dict.fromkeys(name for names in read.values() for name in names)
     unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in keys)

@@ -231,7 +231,7 @@ class PackedRows:
         return [piece for span in spans for piece in self._sequences(*span)]
 
     def _sequences(self, number: int, start: int, length: int, has_next: bool) -> list[Piece]:
-        """Of a piece, or the two of a pair of answers, whose number is that of the piece."""
+        """The sequence of a piece, or the two of a pair of answers, which have its number."""
         which = int(store_at(self._bases, start))
         store, at = self.stores[which], start - int(self._bases[which])
         if store.meta.pairs and store.trained is not None:

@@ -1,4 +1,4 @@
-"""Where documents come from: a source of the run file, the files it names, and what a format must know to read them."""
+"""The origin of documents: a source of the run file, the files it names, and what a format must know to read them."""
 
 import glob
 import json
@@ -87,7 +87,7 @@ class Format:
     holds_tokens: bool = False  # a token store, used as it is
 
     def matches(self, path: Path) -> bool:
-        """Whether `format: auto` reads `path` with this format."""
+        """True where `format: auto` reads `path` with this format."""
         return ending(path) in self.suffixes
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
@@ -102,7 +102,7 @@ class Format:
         return None
 
     def digest(self, path: Path, root: Path) -> str:
-        """What identifies the contents of one file."""
+        """A hash of the contents of one file."""
         return file_digest(path, root)
 
     def size(self, path: Path) -> int:
@@ -129,37 +129,35 @@ class FileList:
 
     @property
     def name(self) -> str:
-        """What the screen calls the source: its path, with the commit if it is on the hub."""
+        """The name of the source on the screen: its path, with the commit if it is on the hub."""
         return str(self.files[0][0]) if self.source.path.startswith(HUB) else self.source.path
 
 
 def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
     """The files `source` names. Raises UserError for what is not there, what no format reads."""
     path = expanded(source.path)
-    forced = _named_format(source, formats)
-    for form in formats if forced is None else (forced,):
+    is_named = source.format not in ("auto", *RECORD_KINDS)
+    formats = [_named_format(source, formats)] if is_named else formats
+    for form in formats:
         if (files := form.files(path, source, root)) is not None:
             return FileList(source, tuple((file, form) for file in files))
     if path.is_dir():
-        return _of_one_split(_pick(source, _walk(path), formats, forced, strict=False))
+        return _of_one_split(_pick(source, _walk(path), formats, is_folder=True))
     if path.exists():
-        return _pick(source, [path], formats, forced, strict=True)
+        return _pick(source, [path], formats, is_named=is_named)
     if glob.has_magic(source.path):
         found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         files = [file for file in found if not file.is_dir()]
         _check_folders(source, [folder for folder in found if folder.is_dir()], files)
-        return _pick(source, files, formats, forced, strict=True)
+        return _pick(source, files, formats, is_named=is_named)
     raise UserError(
         f"{source.label}: {source.path} does not exist", fix=f"paths are relative to {Path.cwd()}", more=MORE
     )
 
 
-def _named_format(source: Source, formats: Sequence[Format]) -> Format | None:
-    if source.format in ("auto", *RECORD_KINDS):
-        return None
-    for form in formats:
-        if form.name == source.format:
-            return form
+def _named_format(source: Source, formats: Sequence[Format]) -> Format:
+    if named := next((form for form in formats if form.name == source.format), None):
+        return named
     names = ", ".join([*RECORD_KINDS, *(form.name for form in formats)])
     raise UserError(
         f"{source.label}.format: there is no format {source.format!r}", fix=f"one of auto, {names}", more=MORE
@@ -209,16 +207,17 @@ def _check_folders(source: Source, folders: list[Path], files: list[Path]) -> No
 
 
 def _pick(
-    source: Source, paths: list[Path], formats: Sequence[Format], forced: Format | None, *, strict: bool
+    source: Source, paths: list[Path], formats: Sequence[Format], *, is_folder: bool = False, is_named: bool = False
 ) -> FileList:
-    """A format for each file. In a folder (not strict) other files may lie around: they are left out and counted."""
+    """A format for each file; the one of `formats` where it `is_named`. Other files of a folder are left out and
+    counted."""
     picked: list[tuple[Path, Format]] = []
     left_out: list[Path] = []
     for path in paths:
-        form = _format_of(path, formats, forced, strict=strict)
-        if not strict and path.name.lower() in _BESIDE:
+        form = next((each for each in formats if is_named or each.matches(path)), None)
+        if is_folder and path.name.lower() in _BESIDE:
             form = None
-        if (form or strict) and not path.is_file():  # the text is read more than once, and by each worker
+        if (form or not is_folder) and not path.is_file():  # the text is read more than once, and by each worker
             is_lost = f"is a link to {os.path.realpath(path)}, which does not exist"
             what = f"{source.at(path)} {'is no file but a pipe or a device' if path.exists() else is_lost}"
             raise UserError(what, fix="write its text to a file, and name that", more=MORE)
@@ -226,10 +225,10 @@ def _pick(
             raise UserError(f"{source.at(path)} cannot be read: permission denied", fix=f"chmod u+r {path}")
         if form:
             picked.append((path, form))
-        elif strict:
-            raise _unknown(source, path, formats)
-        else:
+        elif is_folder:
             left_out.append(path)
+        else:
+            raise _unknown(source, path, formats)
     if not picked:
         seen = sorted({path.suffix or path.name for path in left_out})[:5]
         saw = f" (saw {', '.join(seen)})" if seen else ""
@@ -239,12 +238,6 @@ def _pick(
             more=MORE,
         )
     return FileList(source, tuple(picked), tuple(left_out))
-
-
-def _format_of(path: Path, formats: Sequence[Format], forced: Format | None, *, strict: bool) -> Format | None:
-    if forced:
-        return forced if strict or forced.matches(path) else None
-    return next((form for form in formats if form.matches(path)), None)
 
 
 def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError:
@@ -259,15 +252,15 @@ def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError
 
 
 def not_utf8(where: str, error: UnicodeDecodeError, offset: str, *, fix: str = "write the file as UTF-8") -> UserError:
-    """What to say of a byte that is in no text; `offset`: where it is."""
+    """The error of a byte that is in no text; `offset`: its place."""
     return UserError(f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x} at {offset}", fix=fix)
 
 
 def no_documents(where: str, what: str = "the file is empty") -> UserError:
-    """What to say of a file that gives nothing."""
+    """The error of a file that gives nothing."""
     return UserError(f"{where}: {what}", fix="remove it, or name the files with a glob")
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether the beginning of a file is not text: no UTF-8, nor one of the encodings that know no NUL."""
+    """True where the beginning of a file is not text: no UTF-8, nor one of the encodings that know no NUL."""
     return b"\0" in head

@@ -9,7 +9,7 @@ in its place, a probe, tells what stands in front of the words and behind them, 
 """
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -120,7 +120,7 @@ class _Written:
         return cls(_MARK.sub("", text), places, owners)
 
     def part(self, number: int) -> str:
-        """What it has of a turn."""
+        """The text of a turn."""
         return self.text[slice(*self.turns.get(number, (0, 0)))]
 
 
@@ -144,7 +144,7 @@ class _Answers:
         return _Written.of(self.write, list(own))
 
     def question(self, number: int) -> str | None:
-        """What it writes behind the turns before an answer to ask for it; None where it does not take them so."""
+        """The text behind the turns before an answer that asks for it; None where it does not take them so."""
         before, front = list(self.turns[:number]), self.whole.text[: self.whole.turns[number][0]]
         if all(turn["role"] in ("system", "developer") for turn in before):  # the assistant begins
             before.append({"role": "user", "content": PROBE})
@@ -163,7 +163,7 @@ class _Answers:
         return behind.removeprefix(said) if behind.startswith(said) else None
 
     def begin(self, number: int, question: str | None) -> int:
-        """Where an answer begins: behind the question for it, or behind what both have in front of the words."""
+        """The first character of an answer: behind the question, or behind what both have in front of the words."""
         start, said = self.whole.turns[number][0], self.whole.part(number)
         if question is not None and said.startswith(question):
             return start + len(question)
@@ -171,16 +171,17 @@ class _Answers:
         if not is_there:  # calls alone: as words would begin in their place
             words_alone = [*self.turns[:number], {"role": "assistant", "content": PROBE}]
             lead, is_there, _ = _Written.of(self.write, words_alone).part(number).partition(PROBE)
-        lead = lead[: _alike(lead, said)]
+        lead = lead[: alike(lead, said)]
         if question and question in lead:  # of the first turn, behind what a text begins with
             return start + lead.index(question) + len(question)
-        shared = len(lead) if question is None else _alike(lead, question)
+        shared = len(lead) if question is None else alike(lead, question)
         if not (shared if question else is_there):
             raise self._untold(number)
         return start + shared
 
     def end(self, number: int) -> int:
-        """Where what ends the turn ends: where the next begins, behind an end in front of it (Jamba), or the text."""
+        """The end of a turn, with what ends it: the beginning of the next, behind an end in front of it (Jamba), or the
+        end of the text."""
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
             stop = len(self.whole.text) - len(self.asks_again)
@@ -258,18 +259,7 @@ def _probe(turn: Turn) -> Turn:
     return probe
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters at the front are the same."""
+def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements at the front are the same."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
-
-
-def inside(spans: Sequence[Span], ends: Sequence[int]) -> list[bool]:
-    """Whether each of these ends lies in one of some spans, behind its first character."""
-    firsts, most, lasts = [], 0, []
-    for first, last in sorted(spans):
-        most = max(most, last)
-        firsts.append(first)
-        lasts.append(most)
-    places = [bisect_left(firsts, end) - 1 for end in ends]
-    return [at >= 0 and end <= lasts[at] for at, end in zip(places, ends, strict=True)]

@@ -81,13 +81,13 @@ def blocks_of(stores: Sequence[TokenStore], size: int = BLOCK) -> Blocks:
 
 
 def _size_in(store: TokenStore, size: int) -> int:
-    """Of the blocks of a store: an example is one block."""
+    """The size of the blocks of a store: an example is one block."""
     return size if store.meta.trained is None else max(1, store.meta.tokens)
 
 
 def _hashes(store: TokenStore, size: int) -> NDArray[np.uint64]:
-    """Of the blocks of a store. Those of whole documents are there; a document that is cut finer is hashed anew. An
-    example has the hash of its first 16,384 tokens."""
+    """The hashes of the blocks of a store. Those of whole documents are there; a document that is cut finer is hashed
+    anew. An example has the hash of its first 16,384 tokens."""
     lengths = np.diff(store.offsets)
     first = np.cumsum(-(-lengths // BLOCK)) - (-(-lengths // BLOCK))
     if store.meta.trained is not None:
@@ -106,7 +106,7 @@ def _hashes(store: TokenStore, size: int) -> NDArray[np.uint64]:
 
 
 def bases_of(stores: Sequence[TokenStore]) -> Int64s:
-    """Where each store starts in the count over all of them, int64 [stores]."""
+    """The first token of each store in the count over all of them, int64 [stores]."""
     sizes = [store.meta.tokens for store in stores]
     return np.cumsum(sizes, dtype=np.int64) - sizes
 
@@ -156,13 +156,13 @@ def spans_of(blocks: Blocks, side: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
 
 
 def are_examples(stores: Sequence[TokenStore], start: Int64s) -> NDArray[np.bool_]:
-    """Whether the documents that begin at `start` are examples, bool like `start`."""
+    """True for documents that begin at `start` and are examples, bool like `start`."""
     of_store = np.array([store.meta.trained is not None for store in stores])
     return of_store[store_at(bases_of(stores), start)]
 
 
 def are_pairs(stores: Sequence[TokenStore], start: Int64s) -> NDArray[np.bool_]:
-    """Whether the documents that begin at `start` are pairs of answers, bool like `start`."""
+    """True for documents that begin at `start` and are pairs of answers, bool like `start`."""
     return np.array([store.meta.pairs for store in stores])[store_at(bases_of(stores), start)]
 
 

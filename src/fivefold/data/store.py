@@ -57,7 +57,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What meta.json says. `content` names the texts and options, `tokenizer` the tokenizer's digest.
+    """The contents of meta.json. `content` names the texts and options, `tokenizer` the tokenizer's digest.
 
     `bos`: the tokens in front of each document. `columns`: what to say of columns of the records that no document is
     made of; `answers_alone`: where the texts are the answers of chat or instruction records, without their prompts.
@@ -129,7 +129,7 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """Whether the folder says that it is a token store."""
+    """True where the folder has the files of a token store."""
     return (path / "tokens.bin").is_file() and (path / "meta.json").is_file()
 
 
@@ -254,7 +254,7 @@ def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: 
 
 @contextmanager
 def _after(damage: str, files: FileList) -> Iterator[None]:
-    """Where damaged tokens cannot be made again, both are said."""
+    """Name the damage too where damaged tokens cannot be made again."""
     try:
         yield
     except UserError as error:
@@ -296,16 +296,13 @@ class _Writer:
                     mask.write(trained.tobytes())
         if not self.examples:
             (self.folder / _TRAINED).unlink()
-        elif self.examples < len(self.lengths):
-            raise UserError(
-                f"{files.source.label}: {files.name} holds texts and examples",
-                fix="write them to files of their own, and name each as a source",
-            )
-        if 0 < self.pairs < len(self.lengths):
-            raise UserError(
-                f"{files.source.label}: {files.name} holds pairs of answers and other examples",
-                fix="write them to files of their own, and name each as a source",
-            )
+        mixed = {"texts and examples": self.examples, "pairs of answers and other examples": self.pairs}
+        for kinds, number in mixed.items():
+            if 0 < number < len(self.lengths):
+                raise UserError(
+                    f"{files.source.label}: {files.name} holds {kinds}",
+                    fix="write them to files of their own, and name each as a source",
+                )
         if files.source.read:
             check_used(files.source, are_examples=self.examples > 0)
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
@@ -351,13 +348,11 @@ class _Writer:
         ends = [self.tokenizer.eos_token_id] * (text.ends and not has_end)
         self.ended += has_end
         tokens = np.array([*ids, *ends], dtype=self.dtype)
-        trained = np.ones(len(tokens), np.uint8)
-        if text.trained is not None:
-            is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
-            flags = [*text.is_trained([end for _, end in encoded.offsets]), *[is_last] * len(ends)]
-            trained[: len(tokens) - len(flags)] = 0  # BOS
-            trained[len(tokens) - len(flags) :] = flags
-        return tokens, trained
+        if text.trained is None:
+            return tokens, np.ones(len(tokens), np.uint8)
+        is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
+        flags = [*text.is_trained([end for _, end in encoded.offsets]).tolist(), *[is_last] * len(ends)]
+        return tokens, np.array([False] * (len(tokens) - len(flags)) + flags, np.uint8)  # BOS in front
 
     def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
         files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}

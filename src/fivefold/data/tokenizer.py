@@ -91,7 +91,7 @@ class TokenizerInfo:
         return tokenizer
 
     def remarks(self, *, converses: bool) -> tuple[str, ...]:
-        """What a user may not expect of it; `converses`: where it writes conversations."""
+        """Lines about what a user may not expect of it; `converses`: where it writes conversations."""
         found = []
         if self.overrules:
             found.append(
@@ -300,7 +300,7 @@ def _not_a_tokenizer(path: Path, why: object) -> UserError:
 
 
 def _ours(folder: Path, root: Path) -> TokenizerInfo:
-    """What is known of a folder that `_save` wrote: `AutoTokenizer` takes it as it is."""
+    """The facts of a folder that `_save` wrote: `AutoTokenizer` takes it as it is."""
     info = TokenizerInfo(folder, digest="", vocab_size=0, eos_token_id=0, saved=folder)
     tokenizer = info.load()
     eos = tokenizer.get_vocab(with_added_tokens=True)[EOS]

@@ -91,7 +91,7 @@ def _restore_settings(original: Path, saved: Path) -> None:
 
 
 def template_ids(tokenizer: Any) -> tuple[int, ...]:
-    """What the post-processor of a tokenizer of `tokenizers` puts in front of a text: BOS for Llama, Mistral and Gemma,
+    """The ids that the post-processor of a tokenizer puts in front of a text: BOS for Llama, Mistral and Gemma,
     nothing for GPT-2."""
     encoded = tokenizer.encode("a")
     ids: list[int] = encoded.ids
@@ -100,7 +100,7 @@ def template_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _eos(read: Any, folder: str) -> int | None:
-    """Of the tokenizer, else the first that the model's config names."""
+    """The EOS of the tokenizer, else the first that the model's config names."""
     config = Path(folder) / "config.json"
     if read.eos_token_id is not None or not config.is_file():
         return read.eos_token_id  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """CSV and TSV: the first row names the columns, every other is a document, its text in the column `text_key`."""
 
 import csv
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,19 +39,14 @@ def _header(path: Path, names: list[str], source: Source) -> list[str]:
     where = f"{source.at(path)}:1"
     if not names:
         raise no_documents(where)
-    if parts := parts_of(names, source):
-        return _named_once(names, parts.keys, where)
-    if source.text_key not in names:
+    parts = parts_of(names, source)
+    if not parts and source.text_key not in names:
         other = next((each for each in (";", "\t", "|") if len(names) == 1 and each in names[0]), None)
         if other:
             raise UserError(f"{where}: the fields are separated by {other!r}", fix="write them as .csv with commas")
         refused = no_text(names, source, where, likely=None, noun="column")
         raise UserError(refused.what, fix=refused.fix, more=refused.more or "the first row names the columns")
-    return _named_once(names, (source.text_key,), where)
-
-
-def _named_once(names: list[str], used: Iterable[str], where: str) -> list[str]:
-    for key in used:
+    for key in parts.keys if parts else (source.text_key,):
         if names.count(key) > 1:
             raise UserError(f"{where}: {names.count(key)} columns are named {key!r}", fix="name one")
     return names

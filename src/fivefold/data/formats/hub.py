@@ -158,7 +158,7 @@ def _stream(address: Address, where: str) -> Any:
 
 @contextmanager
 def _readable(where: str) -> Iterator[None]:
-    """What `datasets` and all that it stands on say, as a UserError."""
+    """Errors of `datasets` and of all that it stands on, as a UserError."""
     try:
         yield
     except UserError:

@@ -98,7 +98,7 @@ def _too_long(where: str) -> UserError:
 
 
 def _object(record: object, where: str, *, fix: str) -> Mapping[str, object]:
-    """What was read from JSON as the record that it should be. Raises UserError."""
+    """The JSON value as a record. Raises UserError where it is no object."""
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix=fix)
     return record

@@ -49,7 +49,7 @@ def _open(path: Path, where: str) -> Any:
 
 @contextmanager
 def _readable(where: str) -> Iterator[None]:
-    """What pyarrow says about a file that it cannot read, as a UserError."""
+    """Errors of pyarrow about a file that it cannot read, as a UserError."""
     try:
         yield
     except UserError:

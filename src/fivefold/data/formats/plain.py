@@ -1,4 +1,4 @@
-"""What needs no parsing: text files, the sources of the interpreter's standard library, and token stores of our own."""
+"""Formats without parsing: text files, the interpreter's standard library, and token stores of our own."""
 
 import os
 import sysconfig
