@@ -1,6 +1,7 @@
 """What lies on the disk: published or not at all, whole or passed over, and old steps kept no longer than asked."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,18 @@ from tests.pool import run_ranks
 CASE = Case("shard2+fp32")
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The steps 100, 200 and 300."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    run_ranks(2, save_steps, CASE, folder, [100, 200, 300], 3)
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run folder with the steps 100, 200 and 300."""
-    run_ranks(2, save_steps, CASE, tmp_path / "checkpoints", [100, 200, 300], 3)
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run folder of its own with these steps."""
+    shutil.copytree(saved, tmp_path / "checkpoints", symlinks=True)
     return tmp_path
 
 

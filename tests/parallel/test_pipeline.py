@@ -30,6 +30,7 @@ from fivefold.training.step import evaluating, gradients, to_device
 from tests.parallel.test_parity import run
 from tests.parity import Case, assert_proved, batch_of, build, documents, hf_config, refusal
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 LAYERS_4 = (("num_hidden_layers", 4),)
 OTHERS = [
@@ -273,7 +274,7 @@ def bf16_gradients(case: Case) -> dict[str, np.ndarray]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", [name for name, record in RECORDS.items() if record.splits_backward])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [put_off(1), 3])
 def test_weights_put_off_are_summed_as_precisely_in_bf16(schedule: str, zero: int) -> None:
     """Each micro batch's gradient is rounded to bf16, and their sum is not: under 1F1B as where matrices come late."""
     cases = [Case(f"pp2+{name}+zero{zero}", overrides=LAYERS_4) for name in ("1f1b", schedule)]

@@ -37,7 +37,7 @@ def found(layout: str, family: str) -> tuple[Outcome, list[dict[str, Any]]]:
     ("layout", "family", "recompute"),
     [
         ("single", "gemma2", "selective"),
-        ("tp2+fp32", "qwen2", "selective"),
+        put_off("tp2+fp32", "qwen2", "selective"),
         ("tp2+fp32", "qwen2", "keep0.001GiB"),
         ("cp2+ring+mb2", "llama", "selective"),
         ("pp2+zb+fp64+fp8_rowwise", "llama", "selective"),

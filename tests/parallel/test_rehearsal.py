@@ -59,7 +59,7 @@ def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
     assert not rehearse(case).unlike
 
 
-@pytest.mark.parametrize("layout", ["shard2", "tp2", "shard2+full", "pp2.shard2.tp2+zero1"])
+@pytest.mark.parametrize("layout", [put_off("shard2"), put_off("tp2"), "shard2+full", "pp2.shard2.tp2+zero1"])
 def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
     """One graph of the first batch, and one whose number of documents is free, for twelve layers; three of the loss."""
     seen = rehearse(Rehearsal(layout, overrides=DEEP, compiled=True, steps=4))
@@ -82,11 +82,18 @@ def test_recomputed_layers_are_compiled_in_the_same_pieces(layout: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "tp2",
         "tp2+full",
         *(
             put_off(one)
-            for one in ("pp2.tp2", "pp2.tp2+zb", "tp2.cp2", "tp2+selective", "shard2.tp2.cp2+full", "pp2.tp2+zb+full")
+            for one in (
+                "tp2",
+                "pp2.tp2",
+                "pp2.tp2+zb",
+                "tp2.cp2",
+                "tp2+selective",
+                "shard2.tp2.cp2+full",
+                "pp2.tp2+zb+full",
+            )
         ),
     ],
 )

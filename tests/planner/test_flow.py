@@ -42,7 +42,7 @@ def test_a_span_is_that_of_all_slots(subtests: pytest.Subtests) -> None:
                 of_round, beyond = rounds_beyond(layout, count)
                 counts = np.array([count - min(number, beyond) * of_round for number in range(5)])
                 together = span(layout, counts, seconds, transfer)
-                for number in range(5):
+                for number in range(0, 5, 2):
                     alone = {kind: each[:, [number]] for kind, each in seconds.items()}
                     whole = SchedulePlan.of(layout, int(counts[number])).simulate(
                         lambda slot, alone=alone: float(alone[slot.kind][slot.stage, 0]), transfer=transfer[number]
