@@ -1,11 +1,12 @@
 """Limits of time and memory for code that is not ours."""
 
+import os
 import resource
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import cache
 from types import FrameType
 
 
@@ -49,9 +50,15 @@ def limit_memory(more: int) -> tuple[int, int]:
     what `resource.setrlimit` takes to undo it. Without /proc nothing is limited."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     with suppress(OSError, ValueError):  # ValueError: what there was is less
-        most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
+        most = int(os.pread(_sizes(os.getpid()), 32, 0).split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     return before
+
+
+@cache
+def _sizes(process: int) -> int:
+    """The descriptor of the sizes of this process, open from then on: a limit is set for each of many conversations."""
+    return os.open(f"/proc/{process}/statm", os.O_RDONLY)
 
 
 @contextmanager

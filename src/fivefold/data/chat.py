@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BUILT_IN = "the built-in ChatML"
-MOST_BYTES = 2**30  # of memory beside, to write one
+MOST_BYTES = 2**30  # of memory beside, for a conversation
 MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
 _ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -70,6 +70,7 @@ class ChatTemplate:
         dated = {name: _TODAY.sub(lambda now: repr(day.strftime(now[2])), text) for name, text in several.items()}
         return replace(self, source=dated[""] if isinstance(self.source, str) else dated)
 
+    @with_memory(MOST_BYTES)
     def render(
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -78,6 +79,7 @@ class ChatTemplate:
         template is given beside. Raises `UserError`."""
         return self._write(self._in_form(turns), tools, chat_template_kwargs, answer=answer)[0]
 
+    @with_memory(MOST_BYTES)
     def answers(
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -118,6 +120,7 @@ class ChatTemplate:
         takes_parts = of_parts.count(PROBE) > 1 and not _QUOTED.search(of_parts)
         return (*[str] * (PROBE in of_text or not takes_parts), *[list] * takes_parts)
 
+    @with_memory(MOST_BYTES)
     def _tried(self, turns: Sequence[Turn]) -> str | None:
         """The text of these turns; None where it does not take them."""
         try:
@@ -135,13 +138,13 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source, given = self.text(tools), given or {}
-        if own := sorted(given.keys() & {"messages", *signature(render_jinja_template).parameters} - {"documents"}):
+        if given and (own := sorted(given.keys() & _not_for_records())):
             raise UserError(
                 f"chat_template_kwargs: {own[0]!r} is no variable that a record can set",
                 fix="leave it out of the record",
             )
         try:
-            with within(MOST_SECONDS), with_memory(MOST_BYTES):
+            with within(MOST_SECONDS):
                 texts, enclosed = render_jinja_template(
                     conversations=[list(turns)],
                     tools=None if tools is None else list(tools),
@@ -161,6 +164,14 @@ class ChatTemplate:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
         return texts[0], [(first, last) for first, last in (enclosed[0] if enclosed else [])]
+
+
+@cache
+def _not_for_records() -> set[str]:
+    """Variables and options of a rendering that are said elsewhere."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return {"messages", *signature(render_jinja_template).parameters} - {"documents"}
 
 
 def _with_json(turn: Turn) -> Turn:
