@@ -281,6 +281,15 @@ TOOLS = [
 ]  # fmt: skip
 
 INSTRUCTIONS = [
+    form(
+        "a system text beside the turn that says another one",
+        {"system": "T", "messages": [{"role": "system", "content": "S"}, *turns("Q", "A")]},
+        f"<system>S</s>{QA}", "system",
+    ),
+    form(
+        "the same question in two columns",
+        {"question": "Q", "instruction": "Q", "output": "A"}, QA,
+    ),
     form("Alpaca", {"instruction": "Do:", "input": "it", "output": "A"}, "<user>Do:\nit</s><assistant>[[A</s>]]"),
     form("Alpaca without input", {"instruction": "Q", "input": "", "output": "A"}, QA),
     form(

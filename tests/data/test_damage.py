@@ -148,9 +148,9 @@ def _other_offsets(store: Path) -> None:
 
 
 def _beyond(store: Path) -> None:
-    """An id that the tokenizer does not have, under checksums that fit."""
+    """The first id that the tokenizer does not have, under checksums that fit."""
     tokens = np.fromfile(store / "tokens.bin", "<u2")
-    tokens[600_001] = 60_000
+    tokens[600_001] = 257
     tokens.tofile(store / "tokens.bin")
     np.save(store / "checksums.npy", integrity.chunk_checksums(store / "tokens.bin"))
     rewritten_files(store)
@@ -182,7 +182,7 @@ WRONG: dict[Callable[[Path], None], str] = {
     _other_byte_order: "meta.json says dtype '>u2'; 257 tokens are stored as '<u2', little-endian",
     _wider: "tokens.bin has ",
     _other_offsets: "offsets.npy does not cut ",
-    _beyond: "tokens.bin holds 60000 as token 600,001, beyond the 257 of its tokenizer",
+    _beyond: "tokens.bin holds 257 as token 600,001, beyond the 257 of its tokenizer",
     _no_numbers: "",
     _earlier_version: "meta.json has no checksum: it is of an earlier version",
     _later_version: "meta.json is of version 3; this fivefold reads 2",

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from fivefold.checkpoint.model_folder import model_files
 from fivefold.core.errors import UserError
-from fivefold.data import prepare
+from fivefold.data import prepare, tokenizer
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer, tokenizer_files
 from fivefold.models.hf_internals import forced_tokenizer_class
 from tests.data import tokenizers_zoo as zoo
@@ -142,3 +142,23 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     zoo.put(folder, "merges.txt", "#version\n")
     with pytest.raises(UserError, match="CTRLTokenizer has no form that the tokenizers library runs"):
         found(folder, tmp_path)
+
+
+def test_another_version_of_the_libraries_or_another_hub_id_reads_a_folder_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked, read = zoo.made("class: GPT-2", tmp_path / "tokenizer"), list[str](), tokenizer._read_apart
+
+    def noted(folder: Path, out: Path, hub_id: str) -> None:
+        asked.append(hub_id)
+        read(folder, out, hub_id)
+
+    monkeypatch.setattr(tokenizer, "_read_apart", noted)
+    for _ in range(2):
+        found(folder, tmp_path)
+    assert asked == [""]
+    tokenizer._inspect(folder, tmp_path / "cache", "org/name")
+    assert asked == ["", "org/name"]
+    monkeypatch.setattr(tokenizer, "version", lambda package: f"{package} of tomorrow")
+    found(folder, tmp_path)
+    assert asked == ["", "org/name", ""]
