@@ -458,6 +458,35 @@ GOOD, BAD = turns("Q", "A"), turns("Q", "B")
 
 PREFERENCES = [
     form(
+        "PKU-SafeRLHF: which of two is better, by its number",
+        {
+            "prompt": "Q", "response_0": "B", "response_1": "A", "better_response_id": 1, "safer_response_id": 0,
+            "is_response_0_safe": True,
+        },
+        ["Q[[A</s>]]", "Q[[B</s>]]"], "safer_response_id is_response_0_safe",
+    ),
+    form(
+        "HelpSteer3: a context, two answers, and by how much which is better",
+        {"domain": "code", "context": [of_user("Q")], "response1": "A", "response2": "B", "overall_preference": -2},
+        PAIR, "domain",
+    ),
+    form(
+        "Chatbot Arena: two whole conversations, and which of them won",
+        {
+            "model_a": "x", "model_b": "y", "winner": "model_b", "conversation_a": turns("Q", "B"),
+            "conversation_b": turns("Q", "A"),
+        },
+        PAIR, "model_a model_b",
+    ),
+    form(
+        "OpenAI's preferences: a request, and two answers to it",
+        {
+            "input": {"messages": [of_user("Q")], "tools": [], "parallel_tool_calls": True},
+            "preferred_output": [of_assistant("A")], "non_preferred_output": [of_assistant("B")],
+        },
+        PAIR,
+    ),
+    form(
         "hh-rlhf: texts with one beginning",
         {"chosen": "\n\nHuman: Q\n\nAssistant: yes", "rejected": "\n\nHuman: Q\n\nAssistant: no"},
         ["\n\nHuman: Q\n\nAssistant:[[ yes</s>]]", "\n\nHuman: Q\n\nAssistant:[[ no</s>]]"],
@@ -586,8 +615,6 @@ ALL = [*CHAT, *TOOLS, *INSTRUCTIONS, *TEXTS, *PREFERENCES, *RATED]
 
 # What cannot be read as it is meant -> what is said of it.
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("PKU-SafeRLHF", {"prompt": "Q", "response_0": "A", "response_1": "B", "better_response_id": 0}, "dpo",
-     "no key 'text'; the keys are 'prompt', 'response_0', 'response_1', 'better_response_id'"),
     ("several answers", {"instruction": "Q", "output": "A", "response": "B"}, "sft",
      "these are instruction records ('instruction', 'output', 'response'), and which keys are asked and answered"),
     ("NQ: answers to choose from", {"question": "Q", "answer": ["A", "B"]}, "sft",

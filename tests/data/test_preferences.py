@@ -143,6 +143,36 @@ def test_a_pair_of_which_one_has_no_answer_is_left_out_and_counted(tmp_path: Pat
     assert (data.counts.train.untrained, data.counts.train.pairs) == (1, 2)
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_records_that_prefer_neither_answer_are_left_out_and_counted(tmp_path: Path, objective: str) -> None:
+    verdicts = (0, "1", 1.0, None, -3, "-2.0", 0.0)
+    records = [
+        {"context": f"q{number}", "response1": "one", "response2": "two", "overall_preference": verdict}
+        for number, verdict in enumerate(verdicts)
+    ]
+    data = read(tmp_path, records, objective=objective)
+    if objective == "dpo":
+        rows = (data.train.rows([row], row_multiple=1) for row in range(len(data.train)))
+        found = sorted(text for row in rows for text, _ in answers(row)[::2])
+        assert found == ["q1two$", "q2two$", "q4one$", "q5one$"]
+    else:
+        assert [(own, good) for _, own, _, good in rated(data)[:2]] == [("one$", False), ("two$", True)]
+        assert len(rated(data)) == 8
+    assert "; 3 records left out: 'overall_preference' prefers neither answer" in "".join(data.counts.lines())
+
+
+def test_records_of_which_none_prefers_an_answer_are_refused(tmp_path: Path) -> None:
+    records = [{"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": None}]
+    with pytest.raises(UserError):
+        read(tmp_path, records)
+
+
+def test_columns_that_are_named_go_before_a_verdict(tmp_path: Path) -> None:
+    record = {"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 1}
+    data = read(tmp_path, [record], source={"columns": {"chosen": "response_0", "rejected": "response_1"}})
+    assert [trained for _, trained in answers(data.train.rows([0], row_multiple=1))] == ["a$", "b$"]
+
+
 @pytest.mark.parametrize(
     ("records", "options", "said"),
     [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.core.units import many
 from fivefold.data import examples
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, Preference, Rated
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
@@ -19,6 +20,7 @@ from fivefold.data.spans import words
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
+_REQUEST = {"messages", "tools", "parallel_tool_calls"}  # what an `input` of OpenAI's preference form holds
 _MOST_FORMS = 256  # sets of keys in one source of which is remembered what they mean
 _MORE = "docs/data.md, 'Conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -44,6 +46,13 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _BY_TEMPLATE = ("tools", "history", "chat_template_kwargs")  # parts that only a template has a place for
 _BESIDE = ("system", *_BY_TEMPLATE)
 _PAIR = ("chosen", "rejected")
+# Two answers and the column that says which is better, in small letters -> what it says of the first, of the second;
+# whatever else it says prefers neither.
+_VERDICTS: Mapping[tuple[str, str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    ("response_0", "response_1", "better_response_id"): (("0",), ("1",)),
+    ("response1", "response2", "overall_preference"): (("-3", "-2", "-1"), ("1", "2", "3")),
+    ("conversation_a", "conversation_b", "winner"): (("model_a",), ("model_b",)),
+}
 _WORKED = {"solution": "answer"}  # two answers: the one with its working is trained
 
 
@@ -92,7 +101,11 @@ class Records(Format):
         known: dict[tuple[str, ...], Parts | None] = {}
         with closing(self.records(path, source)) as records:
             if source.rates:
-                answers = (rated_of(record, source, where, _known(record, source, known)) for where, record in records)
+                answers = (
+                    rated_of(record, source, where, parts)
+                    for where, record in records
+                    if _is_decided(record, source, parts := _known(record, source, known))
+                )
                 yield from examples.beside_others(answer for each in answers for answer in each)
                 return
             whole: Parts | None = None  # of the last record that was an example
@@ -101,6 +114,8 @@ class Records(Format):
                 if parts is None and whole is not None:
                     _check_complete(record, whole, source, where, self.noun)
                 whole = parts or whole
+                if not _is_decided(record, source, parts):
+                    continue
                 yield example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
 
     def options(self, source: Source) -> dict[str, str]:
@@ -128,12 +143,14 @@ class Parts:
     is_plain: bool = False
     beside: Mapping[str, str] = field(default_factory=dict)
     label: str | None = None
+    verdict: str | None = None  # which of the answers is better
     media: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All of them."""
-        named = (self.turns, *self.asked, *self.answers, *self.beside.values(), self.label, *self.media)
+        of_answers = (*self.answers, self.label, self.verdict)
+        named = (self.turns, *self.asked, *of_answers, *self.beside.values(), *self.media)
         return tuple(key for key in named if key is not None)
 
 
@@ -186,6 +203,7 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
         is_plain=is_plain,
         beside={part: found[part][0] for part in _BESIDE if found[part] and not (is_plain and part in _BY_TEMPLATE)},
         label=found["label"][0] if source.rates and found["label"] else None,
+        verdict=found["verdict"][0] if form.answers == _PAIR and found["verdict"] else None,
         media=found["media"],
     )
 
@@ -200,11 +218,32 @@ def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[
     found = {part: tuple(by_name[name] for name in known if name in by_name) for part, known in _NAMES.items()}
     short = [_WORKED.get(key.lower()) for key in found["answered"]]
     found["answered"] = tuple(key for key in found["answered"] if key.lower() not in short)
+    found["verdict"] = ()
+    is_said = any(found[part] or part in columns for part in _PAIR)
+    for keys in _VERDICTS if not is_said else ():
+        if all(name in by_name for name in keys):
+            found |= {part: (by_name[name],) for part, name in zip((*_PAIR, "verdict"), keys, strict=True)}
     if "prompt" in columns:
         found |= {"task": (), "input": ()}
     for part, key in columns.items():
         found |= {each: (key,) if key in names else () for each in (part, _BROAD.get(part, part))}
     return found
+
+
+def _better(record: Mapping[str, object], parts: Parts) -> int | None:
+    """Which of the two answers is the better one, 0 or 1; None where neither is."""
+    assert parts.verdict is not None
+    said = str(record[parts.verdict]).strip().lower().removesuffix(".0")
+    verdicts = _VERDICTS[parts.answers[0].lower(), parts.answers[1].lower(), parts.verdict.lower()]
+    return next((number for number, each in enumerate(verdicts) if said in each), None)
+
+
+def _is_decided(record: Mapping[str, object], source: Source, parts: Parts | None) -> bool:
+    """True where a record is to be trained; one that prefers neither answer is counted."""
+    if parts is None or parts.verdict is None or _better(record, parts) is not None:
+        return True
+    source.undecided[parts.verdict] += 1
+    return False
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -229,9 +268,13 @@ def example_of(
         if beside.get("system") and words(example.turns[0]) != beside["system"]:  # a turn says another
             source.read[tuple(record)] = tuple(key for key in parts.keys if key != parts.beside["system"])
         return example
+    asked = _question(record, parts, where)
+    if isinstance(asked, Mapping) and "messages" in asked and asked.keys() <= _REQUEST:
+        asked, beside = asked["messages"], {"tools": asked.get("tools"), **beside}
+    answers = parts.answers[::-1] if parts.verdict and _better(record, parts) else parts.answers
     found = examples.answered(
-        where, _question(record, parts, where), [record[key] for key in parts.answers], by_template=not parts.is_plain,
-        train_on=source.train_on, **beside,
+        where, asked, [record[key] for key in answers], by_template=not parts.is_plain, train_on=source.train_on,
+        **beside,
     )  # fmt: skip
     return Preference(found[0], found[1]) if len(found) == 2 else found[0]
 
@@ -366,6 +409,10 @@ def columns_read(files: FileList, by_template: tuple[str, ...] = ()) -> tuple[st
                     f"{_listed(others)} {'is' if len(others) == 1 else 'are'} left out"
                 )
     said = [f"{_listed(used, 99)} read{instead}"] + [f"left out: {_listed(unused, 99)}"] * bool(unused)
+    said += [
+        f"{many(count, 'record')} left out: {key!r} prefers neither answer"
+        for key, count in files.source.undecided.items()
+    ]
     said += [f"left out of turns by the template: {', '.join(by_template)}"] * bool(by_template)
     return f"{files.name}: {'; '.join(said)}" if len(said) > 1 else "", tuple(warnings.values())
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class Source:
     of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`, `label`) ->
     the key that holds it. `pairs`: where records have two answers, these are meant, not a conversation or a text beside
     them. `rates`: records are answers that are desirable or not. `read`: the keys of records that were read -> those
-    of them that documents are made of.
+    of them that documents are made of. `undecided`: how many records prefer neither answer, by the key that says so.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Source:
     pairs: bool = False
     rates: bool = False
     read: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, compare=False)
+    undecided: Counter[str] = field(default_factory=Counter, compare=False)
 
     def at(self, path: Path) -> str:
         """How messages name a file of it."""
