@@ -18,6 +18,7 @@ from fivefold.rehearsal.request import Request
 @pytest.fixture(autouse=True)
 def _another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "STAGE", "tests.rehearsed.stages")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
 
 
 def request(folder: Path, told: str) -> Request:
@@ -74,13 +75,17 @@ def children() -> set[str]:
 def test_sigterm_leaves_neither_process_nor_folder() -> None:
     """While a rank runs, which would go on for long."""
     before = children()
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
     began = time.monotonic()
     with (
         pytest.raises(Stopped) as stopped, sigterm_raises(), launch.scratch() as folder,
         launch.stage(os.environ, folder) as play,
     ):  # fmt: skip
-        play(request(folder, "sleep"))
+        try:
+            play(request(folder, "sleep"))
+        finally:
+            timer.cancel()  # a rehearsal that fails before must not end the process of the tests
     assert stopped.value.code == 143 and time.monotonic() - began < 60
     assert not folder.exists()
     assert children() <= before
