@@ -203,7 +203,8 @@ def parallelize(
     settings: Any = model.config
     load = own_coefficient(settings.get_text_config())
     if open_world() and dist.get_backend() == "gloo":
-        atexit.register(leave)  # threads of a group that is open while Python ends have ended processes with SIGABRT
+        # One loop in sixty ended with SIGABRT as Python ended, its group open. Whether that was the cause is not known.
+        atexit.register(leave)
     _check_same_everywhere(model, values=source is None)
     lora = adapter if adapter is None or isinstance(adapter, Lora) else lora_of(adapter)
     if isinstance(adapter, str | Path):
