@@ -30,3 +30,10 @@ def test_no_verb_runs_a_file_of_the_current_folder(tmp_path: Path) -> None:
     for command in COMMANDS:
         as_process([str(BIN / "fivefold"), *command], tmp_path)
         assert not (tmp_path / "executed").exists(), command
+
+
+@pytest.mark.full
+def test_a_folder_that_was_removed_stops_no_command(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    said = as_process(["sh", "-c", f"cd gone && rmdir ../gone && '{BIN / 'fivefold'}' --version"], tmp_path)
+    assert said.startswith("fivefold ")

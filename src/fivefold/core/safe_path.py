@@ -5,10 +5,12 @@
 
 import os
 import sys
+from contextlib import suppress
 
 
 def leave_out_current_folder() -> None:
     """Take the current folder off the path of this process, if `python -m` put it there, and of all that it starts."""
-    if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]
+    with suppress(FileNotFoundError):  # a folder that was removed has no files
+        if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
+            del sys.path[0]
     os.environ["PYTHONSAFEPATH"] = "1"
