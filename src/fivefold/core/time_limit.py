@@ -45,16 +45,6 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
-def limit_memory(more: int) -> tuple[int, int]:
-    """Let this process take no more than `more` bytes of memory beyond what it has, and raise `MemoryError` beyond;
-    what `resource.setrlimit` takes to undo it. Without /proc nothing is limited."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # ValueError: what there was is less
-        most = int(os.pread(_sizes(os.getpid()), 32, 0).split()[0]) * resource.getpagesize() + more
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    return before
-
-
 @cache
 def _sizes(process: int) -> int:
     """The descriptor of the sizes of this process, open from then on: a limit is set for each of many conversations."""
@@ -63,11 +53,15 @@ def _sizes(process: int) -> int:
 
 @contextmanager
 def with_memory(more: int) -> Iterator[None]:
-    """Inside, `limit_memory` holds; in the main thread alone, so that no two undo each other's."""
+    """Inside, this process takes at most `more` bytes of memory beyond what it has, and `MemoryError` is raised beyond.
+    In the main thread alone, so that no two undo each other's limit. Without /proc nothing is limited."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = limit_memory(more)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):  # ValueError: the limit that there was is lower
+        most = int(os.pread(_sizes(os.getpid()), 32, 0).split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:
         yield
     finally:

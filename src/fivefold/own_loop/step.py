@@ -13,7 +13,7 @@ from fivefold.data.batch import MicroBatch
 from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.settings import end_tokens, stop_texts
-from fivefold.generation.text import encode_prompt
+from fivefold.generation.text import StoppedText, encode_prompt
 from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs
 from fivefold.own_loop.optimizer import check_optimizer
@@ -184,19 +184,19 @@ def generate(
         raise refusal(
             "ranks were given different prompts, or options", fix="every rank passes the same: all compute it"
         )
-    tokens = list[int]()
-
-    def text() -> str:
-        return str(tokenizer.decode([token for token in tokens if token not in ends]))
-
+    tokens, pieces, stream = list[int](), list[str](), StoppedText(tokenizer, stop)
     with ready(model):
         for token in decode(model, ids, eos_token_ids=ends, **options):
             tokens.append(token)
-            if stop and any(each in text() for each in stop):
+            if stop and token not in ends:
+                pieces.append(stream.push(token))
+            if stream.is_over:
                 break
     if not isinstance(prompt, str):
         return tokens
-    return min((text().partition(each)[0] for each in stop), key=len, default=text())
+    if stop:
+        return "".join([*pieces, stream.finish()])
+    return str(tokenizer.decode([token for token in tokens if token not in ends]))
 
 
 def _check_grad_enabled() -> None:
