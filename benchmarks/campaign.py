@@ -5,8 +5,9 @@
     python benchmarks/campaign.py --only compositions faults
 
 The parts: the tests marked `campaign`, a file at a time; every composition of folds; every planted fault; clean proofs;
-damage and kills. Most write their own results and tables. What became of each part, when and in how many seconds, is in
-benchmarks/results/campaign.json, and `--list` prints it. Exits with 1 when a part failed.
+and `reliability`: kills and signals, frozen processes, damage, hostile folders and files, and the page of them
+(docs/reliability.md). Most write their own results and tables. What became of each part, when and in how many seconds,
+is in benchmarks/results/campaign.json, and `--list` prints it. Exits with 1 when a part failed.
 """
 
 import argparse
@@ -27,8 +28,11 @@ SCRIPTS = {
     "faults": ("faults.py",),
     "fault matrix": ("fault_matrix.py", "--again", "--minutes", "240"),
     "clean proofs": ("clean_proofs.py", "--more"),
-    "damage": ("reliability/damage.py",),
-    "kills": ("reliability/kills.py",),
+    "reliability: damage": ("reliability/damage.py",),
+    "reliability: hostile": ("reliability/hostile.py",),
+    "reliability: frozen": ("reliability/frozen.py",),
+    "reliability: kills": ("reliability/kills.py",),
+    "reliability: page": ("reliability/page.py",),
 }
 # What a script proves as well, of the same cases: no time is spent twice. `faults.py` plants every fault for 20 steps
 # and asks the same of it as the tests, which plant it for 2. `compositions.py` compares what the tests compare.

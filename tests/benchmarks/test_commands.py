@@ -328,17 +328,6 @@ def test_the_page_of_faults_is_what_was_measured_last(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.campaign
-def test_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FIVEFOLD_CACHE", str(tmp_path / "cache"))
-    done = run("reliability/damage", "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout)
-    for kind, count in {"flips": 200, "cuts": 20, "swaps": 5}.items():
-        assert result[kind]["refused"] == result[kind]["done"] == count
-        assert result[kind]["tensor named"] == result[kind]["in tensors"]
-
-
-@pytest.mark.campaign
 def test_stall() -> None:
     done = run("reliability/stall", "--quick", "--repeats", "1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,8 +19,9 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
 from fivefold.models.adapter import Merged
+from fivefold.models.adapter_facts import Target
 from fivefold.models.build import build_meta, load_model_config
-from fivefold.models.peft_folder import CONFIG, PeftFolder, config_of
+from fivefold.models.peft_folder import CONFIG, WEIGHTS, PeftFolder, config_of, names_in_peft
 from fivefold.parallel.apply import parallelize
 from fivefold.training import preflight
 from fivefold.verification.adapter_by_hand import in_nf4
@@ -178,6 +179,19 @@ def test_a_folder_of_another_adapter_is_refused(tmp_path: Path, key: str, value:
     (tmp_path / CONFIG).write_text(json.dumps(about | {key: value}))
     with pytest.raises(UserError, match=f"{key} is .* which is not built"):
         PeftFolder(tmp_path, lora, [])
+
+
+def test_matrices_that_are_no_floating_point_numbers_are_refused(tmp_path: Path) -> None:
+    lora, target = Lora(rank=4, alpha=16), Target("model.layers.0.self_attn.q_proj", 11, 13)
+    about = config_of(lora, ["q_proj"], [], base="base", is_transposed=False)
+    (tmp_path / CONFIG).write_text(json.dumps(about))
+    shapes = {named: target.shapes(4)[name] for name, named in names_in_peft([target]).items()}
+    for dtype in (torch.bfloat16, torch.int32):
+        save_file({name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}, tmp_path / WEIGHTS)
+        if dtype.is_floating_point:
+            PeftFolder(tmp_path, lora, [target])
+    with pytest.raises(UserError, match=r"lora_A\.weight holds I32, and an adapter is of floating-point numbers"):
+        PeftFolder(tmp_path, lora, [target])
 
 
 @pytest.mark.full

@@ -115,6 +115,11 @@ class PeftFolder(TensorSource):
                 )
         if wrong := [name for name, shape in wanted.items() if tuple(found[name].shape) != shape]:
             raise UserError(f"{path}: {wrong[0]} is {tuple(found[wrong[0]].shape)}, and here {wanted[wrong[0]]}")
+        if kept := [name for name in wanted if not found[name].dtype.startswith(("F", "BF"))]:
+            raise UserError(
+                f"{path}: {kept[0]} holds {found[kept[0]].dtype}, and an adapter is of floating-point numbers",
+                fix="let peft write it again, without quantising it",
+            )
 
     def read(self, name: str, region: Region) -> Tensor:
         """See `TensorSource`."""
