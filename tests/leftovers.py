@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 MARK = "FIVEFOLD_TEST_RUN"
 PATIENCE = 10.0  # seconds for what is about to end
 SHARED_MEMORY = Path("/dev/shm")
-STAYS = ("pytest-of-", "torchinductor_", "torchelastic_")  # of the last runs; compiled code; torchrun's logs
+# Of the last runs; compiled code; torchrun's logs; sockets of a process of xdist that took too long to end.
+STAYS = ("pytest-of-", "torchinductor_", "torchelastic_", "pymp-")
 
 
 @dataclass

@@ -82,8 +82,8 @@ def freeze(folder: Path, layout: str, process: str, phase: str) -> dict[str, Any
         for pid in (run.pid, forker, *workers):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    said = next((line for line in reversed(log.read_text().splitlines()) if "error" in line.lower()), "")
-    good = code == 0 if process == "launcher" else code not in (None, 0) and process in said
+    said = [line for line in log.read_text().splitlines() if process in line and "stopped" in line][-1:]
+    good = code == 0 if process == "launcher" else code not in (None, 0) and bool(said)
     found = {"layout": layout, "process": process, "phase": phase, "good": good, "code": code, "said": said}
     print(json.dumps(found), f"{seconds:.1f} s", flush=True)
     return {**found, "seconds": round(seconds, 1)}

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.models.test_hostile_folder import HARM
 from tests.test_hostile_run_file import FILES
 
 from common import RESULTS, machine
+from reliability.kills import below
 
 MOST_SECONDS, MOST_MIB = 5.0, 500.0  # beyond a sound folder
 CONFIG = tiny.llama()
@@ -99,19 +101,29 @@ def judged(kind: str, name: str, found: dict[str, Any], sound: dict[str, Any]) -
 
 
 def measured(command: list[str]) -> dict[str, Any]:
-    """Run `fivefold` with these arguments: exit code, seconds, MiB of the largest process, the last line said."""
+    """Run `fivefold` with these arguments: exit code, seconds, MiB of the largest process, the first line of errors."""
     with tempfile.TemporaryFile() as out:
-        started = time.monotonic()
-        process = subprocess.Popen([sys.executable, "-m", "fivefold", *command], stdout=out, stderr=out)
-        _, status, used = os.wait4(process.pid, 0)
-        seconds, process.returncode = time.monotonic() - started, os.waitstatus_to_exitcode(status)
+        started, most = time.monotonic(), 0.0
+        with subprocess.Popen([sys.executable, "-m", "fivefold", *command], stdout=out, stderr=out) as process:
+            while process.poll() is None:
+                most = max(most, *map(mib, [process.pid, *below(process.pid)]))
+                time.sleep(0.05)
+        seconds = time.monotonic() - started
         out.seek(0)
         text = out.read().decode(errors="replace")
-    said = next((line for line in text.splitlines() if "error" in line.lower()), "")
+    said = next(iter(text.splitlines()), "") if process.returncode else ""
     return {
-        "code": process.returncode, "seconds": round(seconds, 2), "mib": round(used.ru_maxrss / 1024),
-        "traceback": "Traceback" in text, "said": said[:200],
+        "code": process.returncode, "seconds": round(seconds, 2), "mib": round(most), "traceback": "Traceback" in text,
+        "said": said[:200],
     }  # fmt: skip
+
+
+def mib(pid: int) -> float:
+    """The peak of a process's memory so far; 0 of one that is gone."""
+    with suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+    return 0.0
 
 
 def sound_commands(folder: Path) -> Iterator[tuple[str, list[str]]]:

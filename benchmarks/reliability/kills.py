@@ -195,12 +195,8 @@ class Run:
         return int(rows[-1]["step"]) if rows else 0
 
     def _below(self) -> list[int]:
-        """The processes that the launcher and those below it have started."""
         assert self._process is not None
-        found, parents = [self._process.pid], parents_now()
-        for each in found:
-            found += [pid for pid, parent in parents.items() if parent == each]
-        return found[1:]
+        return below(self._process.pid)
 
 
 def parents_now() -> dict[int, int]:
@@ -210,6 +206,14 @@ def parents_now() -> dict[int, int]:
         with suppress(OSError):
             parents[int(task.name)] = int((task / "stat").read_text().rpartition(")")[2].split()[1])
     return parents
+
+
+def below(process: int) -> list[int]:
+    """The processes that it and those below it have started."""
+    found, parents = [process], parents_now()
+    for each in found:
+        found += [pid for pid, parent in parents.items() if parent == each]
+    return found[1:]
 
 
 def workers_of(launcher: int) -> list[int]:

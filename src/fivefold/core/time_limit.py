@@ -16,7 +16,8 @@ class TooLong(Exception):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Inside, `TooLong` is raised after so many seconds. Python code, and what it calls that lets signals through.
+    """Inside, `TooLong` is raised after so many seconds in which this process computed: a machine that others keep busy
+    takes longer. It ends Python code, and what that calls where it lets signals through.
 
     Outside of the main thread, in which alone Python hears signals, and where there is no such timer (Windows),
     nothing is limited.
@@ -32,17 +33,17 @@ def within(seconds: float) -> Iterator[None]:
         is_over = True
         raise TooLong
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGPROF, late)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         yield
     except Exception as error:
         if is_over:  # what is raised amid a library may come out of it as something else: Jinja rewrites tracebacks
             raise TooLong from error
         raise
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before or signal.SIG_DFL)
 
 
 @cache

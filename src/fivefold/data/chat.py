@@ -31,7 +31,7 @@ CHATML = (
 )
 BUILT_IN = "the built-in ChatML"
 MOST_BYTES = 2**30  # of memory beside, for a conversation
-MOST_SECONDS = 30.0  # to write a conversation; one of 3,000 turns takes some milliseconds
+MOST_SECONDS = 4.0  # to write a conversation; one of 3,000 turns takes some milliseconds
 _ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON writes it
