@@ -47,8 +47,9 @@ FULL_FROM = {"torchtitan": 10}
 # Words of the device's name -> the chip; the first that is found.
 CHIPS = (
     (r"A100-PCIe", "A100-PCIe"), (r"A100-40", "A100-40"), (r"A100", "A100-80"), (r"H100-PCIe", "H100-PCIe"),
-    (r"H100|H800", "H100"), (r"H200", "H200"), (r"GH200", "GH200"), (r"GB200", "GB200"), (r"GB300", "GB300"),
-    (r"B200", "B200"), (r"B300", "B300"), (r"V100-32", "V100-32"), (r"MI250X", "MI250X"), (r"A10G", "A10G"),
+    (r"H100", "H100"), (r"H800", "H800"), (r"H200", "H200"), (r"GH200", "GH200"), (r"GB200", "GB200"),
+    (r"GB300", "GB300"), (r"B200", "B200"), (r"B300", "B300"), (r"V100-32", "V100-32"), (r"MI250X", "MI250X"),
+    (r"A10G", "A10G"),
 )  # fmt: skip
 # Words of the network -> a file of `clusters/`; else the chip's own node.
 NETWORKS = (

@@ -8,6 +8,7 @@ import pytest
 
 from fivefold.config import keys, load_config
 from fivefold.core.errors import UserError
+from fivefold.core.plain_yaml import MOST_REPEATED
 from fivefold.training import launch
 from tests.commands import Crew
 
@@ -16,7 +17,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 FILES = {
-    "an alias bomb": (BOMB, "stands for more than 10000 values"),
+    "an alias bomb": (BOMB, "its aliases stand for more than 10000 values"),
+    "a time for a number": ("train: {max_steps: 1:30:00}", "train.max_steps: '1:30:00' is not a whole number"),
     "a list that holds itself": ("data: &a {train: [*a]}", "run.yaml:1: an alias stands inside of what it names"),
     "an unknown tag": ("run:\n  name: !foo bar", "run.yaml:2: the tag !foo has no meaning"),
     "a tag of Python's": (
@@ -68,6 +70,21 @@ def test_a_file_is_refused_in_a_sentence(
 def test_aliases_that_repeat_little_are_fine(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {train: [&a {path: x.txt}, *a]}", encoding="utf-8")
     assert [source.path for source in load_config(tmp_path / "run.yaml").data.train] == ["x.txt", "x.txt"]
+
+
+def test_a_long_list_is_no_alias_bomb() -> None:
+    prompts = [f"prompt {number}" for number in range(MOST_REPEATED + 1)]
+    assert load_config(None, [f"sample.prompts={prompts}"]).sample.prompts == tuple(prompts)
+
+
+def test_no_number_is_counted_by_sixties_or_eights(subtests: pytest.Subtests) -> None:
+    """YAML 1.1 reads 1:30:00 as 5400 and 0100 as 64."""
+    for key in keys():
+        if isinstance(key.default, int | float) and not isinstance(key.default, bool):
+            with subtests.test(msg=key.name), pytest.raises(UserError, match="1:30:00"):
+                load_config(None, ["adapter.name=lora", f"{key.name.replace('[]', '')}=1:30:00"])
+    read = load_config(None, ["train.max_steps=0100", "run.name=0100"])
+    assert (read.train.max_steps, read.run.name) == (100, "0100")
 
 
 def test_a_date_is_a_name_like_any_other(tmp_path: Path) -> None:

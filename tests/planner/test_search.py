@@ -11,10 +11,13 @@ import pytest
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
+from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.planner.bounds import Bounding
+from fivefold.planner.cluster import Cluster
+from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
@@ -169,24 +172,56 @@ def test_the_best_are_those_of_an_exhaustive_search(family: str, cluster: str, l
         if each.reserved <= memory * TIGHT:
             own = each.layout
             by_degrees.setdefault((own.tp, own.cp, own.pp, own.ep), []).append((each.step_seconds, own))
-    fastest = sorted(min(seconds for seconds, _ in each) for each in by_degrees.values())
+    fitting = [each for own in by_degrees.values() for each in own]
+    fastest = min(seconds for seconds, _ in fitting)
     found = search(price_list, workload, top=3)
     assert found.legal == len(every) and found.fitting == sum(each.fits for each in every)
+    assert found.fastest and found.fastest.step_seconds == pytest.approx(fastest, rel=ROUNDING)
+    assert simplest(fitting, fastest * (1 + ROUNDING)) <= simplicity(found.best[0].layout)
+    assert simplicity(found.best[0].layout) <= simplest(fitting, fastest * (1 - ROUNDING))
     for each in found.best:
         own = by_degrees[each.layout.tp, each.layout.cp, each.layout.pp, each.layout.ep]
         least = min(seconds for seconds, _ in own)
-        near = [layout for seconds, layout in own if seconds <= least * (1 + NEAR) * (1 + ROUNDING)]
-        assert simplicity(each.layout) == min(map(simplicity, near))
-        assert each.step_seconds <= least * (1 + NEAR) * (1 + ROUNDING)
-    assert min(each.step_seconds for each in found.best) <= fastest[0] * (1 + NEAR) * ALIKE * (1 + ROUNDING)
+        near = (fastest if least <= fastest * (1 + NEAR) else least) * (1 + ROUNDING)
+        assert simplicity(each.layout) == simplest(own, near)
+        assert each.step_seconds <= near * (1 + NEAR)
     if len(found.best) == 3:  # a set that is clearly faster is shown, or a simpler one as good stands for it
         last = max(each.step_seconds for each in found.best)
         shown = {(each.layout.tp, each.layout.cp, each.layout.pp, each.layout.ep) for each in found.best}
         for degrees, own in by_degrees.items():
             seconds, layout = min(own, key=lambda each: each[0])
             if degrees not in shown and seconds * (1 + NEAR) * (1 + ROUNDING) < last:
-                others = [each for name, each in by_degrees.items() if name < degrees or sum(name) <= sum(degrees)]
+                others = [each for name, each in by_degrees.items() if axes(name) < axes(degrees) or name < degrees
+                          or sum(name) <= sum(degrees)]  # fmt: skip
                 assert any(took <= seconds * ALIKE * (1 + NEAR) for each in others for took, _ in each), str(layout)
+
+
+def simplest(layouts: list[tuple[float, Layout]], fastest: float) -> tuple[int, ...]:
+    """How simple the simplest is of those near `fastest` seconds."""
+    return min(simplicity(layout) for seconds, layout in layouts if seconds <= fastest * (1 + NEAR))
+
+
+def axes(degrees: tuple[int, ...]) -> int:
+    return sum(degree > 1 for degree in degrees)
+
+
+def test_the_simpler_layout_comes_first() -> None:
+    order = [
+        "shard64", "shard64+mb2", "shard64+zero1", "shard64+full", "dp8.shard8", "dp8.shard8+full", "shard32.tp2",
+        "shard16.tp4", "shard16.cp4", "shard16.pp4", "shard16.tp4+mb2", "shard16.tp4+full", "shard16.pp4+zbv",
+        "shard16.pp4+interleaved+v2", "shard8.tp4.pp2", "shard4.tp4.pp4", "shard8.tp4.pp2+full",
+        "shard4.cp2.tp2.pp4",
+    ]  # fmt: skip
+    assert sorted(order, key=lambda text: simplicity(Layout.parse(text))) == order
+
+
+def test_the_first_is_the_simplest_of_those_near_the_fastest() -> None:
+    """70B on 64 H100s: neither a third kind of parallelism nor a dearer schedule for 2 %."""
+    price_list = PriceList(facts_of_config("llama-3.1-70b"), Cluster.parse("8x8xH100"), ENGINES["fivefold"])
+    found = search(price_list, Workload(8192, 256))
+    first, fastest = found.best[0], found.faster
+    assert fastest and fastest.step_seconds < first.step_seconds <= fastest.step_seconds * (1 + NEAR)
+    assert simplicity(first.layout) < simplicity(fastest.layout)
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
@@ -197,7 +232,7 @@ def test_degrees_are_shown_once_and_say_what_stands_behind_them() -> None:
     degrees = [(each.layout.tp, each.layout.cp, each.layout.pp, each.layout.ep) for each in found.best]
     assert len(degrees) == len(set(degrees)) == len(found.options)
     assert all(found.options) and sum(found.options) <= found.fitting
-    assert min(map(found.distance, found.best)) == 0
+    assert found.fastest and found.fastest.step_seconds <= min(each.step_seconds for each in found.best)
 
 
 def test_a_small_model_is_trained_with_data_parallelism_alone() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
+from fivefold.core.terminal import shown
 from fivefold.report.curves import POINTS, panels
 from fivefold.report.figures import heat
 from fivefold.report.run import main
@@ -59,6 +62,18 @@ def test_the_page_says_what_the_run_was(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert said in text, said
     assert "model FLOPs utilisation" not in text, "it was never measured"
+
+
+def test_no_character_of_a_run_is_a_command(tmp_path: Path) -> None:
+    """Control characters are written out, as on a terminal; in what the script reads, too."""
+    prompt, name = "gold \x1b[31m\r \u202edlog", "my\u202edlog"
+    run = make_run(tmp_path / "mine", [row(step, **{name: 1.0}) for step in (1, 2)], f"sample.prompts=[{prompt!r}]")
+    (run / "samples.jsonl").write_text(json.dumps({"step": 2, "prompt": prompt, "text": f"{prompt} and \x9b2J"}))
+    text = main(run).read_text(encoding="utf-8")
+    assert text == shown(text)
+    assert r"gold \x1b[31m\r \u202edlog" in text and r" and \x9b2J" in text
+    read = [json.loads(unescape(each)) for each in re.findall('data-panel="([^"]*)"', text)]
+    assert r"my\u202edlog" in {line[2] for panel in read for line in panel["lines"]}
 
 
 def test_only_what_was_set_is_listed_as_changed(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
     curve = matmul_curve(chip, all_at_once.matmuls)
     fields: Table = {
         "doubt": 1.0,
+        "efficiencies": "",
         "memory_gib": round(all_at_once.memory / GIB, 2),
         **traffic,
         "attention_fraction": attention_fraction(replace(chip, **curve), all_at_once.attention),

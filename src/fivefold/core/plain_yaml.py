@@ -6,13 +6,14 @@ refused here, with the line, before anything else sees a value.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import yaml
 
-MOST_VALUES = 10_000  # of one file or override, aliases expanded; the largest real run file has a few hundred
+MOST_REPEATED = 10_000  # values that aliases stand for, in one file or override
 MOST_DEPTH = 50
 MOST_DIGITS = 19  # of an integer: what 64 bits hold
 
@@ -21,6 +22,8 @@ _STAND_INS = {0x85: 0xFDD0, 0x2028: 0xFDD1, 0x2029: 0xFDD2}  # by code points th
 _TAG = "tag:yaml.org,2002:"
 _TEXTS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}  # `2026-01-31` is a name like any other
 _SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}
+_NUMBERS = {f"{_TAG}int", f"{_TAG}float"}
+_NO_NUMBER = re.compile(r"[^:]*:.*|[-+]?0[0-9_]+")  # what YAML 1.1 counts by sixties or eights: 1:30:00, 0100
 
 
 class NotPlain(ValueError):
@@ -47,14 +50,16 @@ class Builder:
     """
 
     at: Callable[[Path, yaml.Node], None] = lambda path, node: None
-    _count: int = 0
+    _seen: set[int] = field(default_factory=set)  # ids of the nodes that were built
+    _repeated: int = 0
     _open: list[int] = field(default_factory=list)  # ids of the collections around the current node
 
     def build(self, node: yaml.Node, path: Path = ()) -> Any:
         """The value of `node`, which stands at `path`."""
-        self._count += 1
-        if self._count > MOST_VALUES:
-            raise NotPlain(f"it stands for more than {MOST_VALUES} values: its aliases repeat each other", node)
+        self._repeated += id(node) in self._seen
+        self._seen.add(id(node))
+        if self._repeated > MOST_REPEATED:
+            raise NotPlain(f"its aliases stand for more than {MOST_REPEATED} values", node)
         if isinstance(node, yaml.ScalarNode):
             return _scalar(node)
         if id(node) in self._open:
@@ -103,7 +108,7 @@ def read(text: str) -> Any:
 
 def _scalar(node: yaml.ScalarNode) -> Any:
     text = _text(node)
-    if node.tag in _TEXTS:
+    if node.tag in _TEXTS or (node.tag in _NUMBERS and _NO_NUMBER.fullmatch(text)):
         return text
     if node.tag not in _SCALARS:
         raise NotPlain(_no_tag(node), node)

@@ -62,6 +62,7 @@ def _code() -> str:
 def _to_json(found: Found) -> dict[str, Any]:
     return {
         "best": [str(each.layout) for each in found.best],
+        "fastest": found.fastest and str(found.fastest.layout),
         "options": found.options,
         "legal": found.legal,
         "fitting": found.fitting,
@@ -80,6 +81,7 @@ def _read(file: Path, prices: PriceList, workload: Workload) -> Found:
 
     return Found(
         best=tuple(map(estimated, tree["best"])),
+        fastest=tree["fastest"] and estimated(tree["fastest"]),
         options=tuple(tree["options"]),
         legal=tree["legal"],
         fitting=tree["fitting"],

@@ -18,7 +18,7 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large
 from fivefold.planner.price import PriceList
-from fivefold.planner.report import GUESS, behind, seconds_text
+from fivefold.planner.report import behind, faster, guessed, seconds_text
 from fivefold.planner.search import Found
 from fivefold.planner.space import PLACED
 
@@ -79,8 +79,9 @@ def _words(found: Found) -> list[str]:
     low, high = map(seconds_text, best.step_interval)
     expected = f"{seconds_text(best.step_seconds)} s a step ({low} to {high})"
     device = f"{best.reserved / GIB:.1f} of {best.cluster.chip.memory_gib:.1f} GiB a device"
-    nearest = f"; next is {others[0].layout} ({behind(best, others[0])})" if others else ""
-    guess = f"; {GUESS.format(best.cluster.chip.name)}" if best.cluster.chip.is_guess else ""
-    of = f"the best of {many(found.fitting, 'layout')} that fit"
-    said = f"layout: auto: {best.layout}, about {expected}, {device}: {of}{nearest}{guess}"
+    told = [f"the best of {many(found.fitting, 'layout')} that fit"]
+    told += [f"next is {others[0].layout} ({behind(best, others[0])})"] if others else []
+    told += [faster(found.faster, best)] if found.faster else []
+    told += filter(None, [guessed(best.cluster.chip)])
+    said = f"layout: auto: {best.layout}, about {expected}, {device}: {'; '.join(told)}"
     return wrap(said, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -21,7 +21,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")  # that a table by dtype may ha
 
 # What a file may leave out.
 _DEFAULTS = {
-    "aliases": [], "names": [], "step_fraction": 1.0,
+    "aliases": [], "names": [], "efficiencies": "", "step_fraction": 1.0,
     # Attention: 447 TFLOP/s of H200's 794 (ml-engineering, FA3). Tiles: of the large kernels of cuBLAS.
     "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
@@ -103,10 +103,11 @@ class Chip:
     `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
     `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
     matmuls keep inside of a long step, where power and heat hold the clocks down. `doubt`: how many times as unsure its
-    seconds are as those of chips that were measured. `attention_fraction`: of the matmul rate, what attention reaches.
-    `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`: inner products in which a tile
-    gets going. `slack`: what the allocator has over what is allocated, where a run has shown it; 0: as the trainer
-    usually has. `host_scale`: how much longer Python and launches take than on the hosts that trainers' seconds are of.
+    seconds are as those of chips that were measured. `efficiencies`: the chip whose measured fractions it has, or
+    `judgement`; empty where they are its own. `attention_fraction`: of the matmul rate, what attention reaches. `tile`:
+    rows and columns of the outputs that a matmul computes at once; `tile_fill`: inner products in which a tile gets
+    going. `slack`: what the allocator has over what is allocated, where a run has shown it; 0: as the trainer usually
+    has. `host_scale`: how much longer Python and launches take than on the hosts that trainers' seconds are of.
     `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large
     arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place.
     `launch_us`: host time of one kernel. `context_gib`: what context and libraries take outside the allocator,
@@ -117,6 +118,7 @@ class Chip:
     name: str
     aliases: tuple[str, ...]
     names: tuple[str, ...]
+    efficiencies: str
     capability: tuple[int, ...]
     sms: int
     peak_tflops: Mapping[str, float]
@@ -143,8 +145,8 @@ class Chip:
 
     @property
     def is_guess(self) -> bool:
-        """Whether nothing of it was measured."""
-        return self.doubt > 1
+        """Whether nothing of it was measured, its memory neither."""
+        return self.is_host and self.doubt > 1
 
     @property
     def memory_bytes(self) -> int:

@@ -114,11 +114,10 @@ def budgeted(step: Step, most: float) -> Step | None:
     return found if is_one and found.seconds < step.seconds * (1 - NEAR) else None
 
 
-def proposal(estimates: Sequence[Estimate], prices: PriceList) -> Estimate | None:
-    """With a budget of recompute, a layout that leaves no device tight and is faster than all of `estimates`, by more
-    than what counts as near; None where none of them is."""
-    most, fastest = prices.cluster.chip.memory_bytes * TIGHT, min(each.step_seconds for each in estimates)
-    enough, found = fastest * (1 - NEAR), list[Step]()
+def proposal(estimates: Sequence[Estimate], prices: PriceList, fastest: float) -> Estimate | None:
+    """The fastest of `estimates` with a budget of recompute in which no device is tight; None where no such step is
+    shorter than `fastest` seconds by more than what counts as near."""
+    most, enough, found = prices.cluster.chip.memory_bytes * TIGHT, fastest * (1 - NEAR), list[Step]()
     for estimate in estimates:
         step = Step(prices, estimate.layout, estimate.workload)
         if replace(step, layout=replace(step.layout, recompute="none")).at_least >= enough:

@@ -11,6 +11,7 @@ from fivefold.planner.cluster import Cluster, nodes_of
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import estimate
 from fivefold.planner.price import PriceList
+from fivefold.planner.report import guessed
 from fivefold.report.story import Expected
 
 RESIDENT = "planned memory is of tensors, measured of all that a CPU process has taken since its start"
@@ -25,9 +26,8 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
     cluster = cluster_of(own.world, device, about, config.hardware)
     facts = facts_of_run(config, vocabulary_of(about))
     found = estimate(PriceList(facts, cluster, ENGINES["fivefold"]), own, workload_of(config))
-    guess = ", whose table is a guess: fivefold calibrate measures it" if cluster.chip.is_guess else ""
-    memory = f"; {RESIDENT}" if device == "cpu" else ""
-    return Expected(found.step_seconds, found.memory_gib, f"{cluster.text}{guess}{memory}", found.step_interval)
+    told = filter(None, (cluster.text, guessed(cluster.chip), RESIDENT if device == "cpu" else ""))
+    return Expected(found.step_seconds, found.memory_gib, "; ".join(told), found.step_interval)
 
 
 def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:

@@ -89,13 +89,15 @@ def planned(
     estimates = (*([asked] if asked else []), *others)
     best = found.best[0] if found.best else None
     notes, cured = [can_run, *_positions_told(model, workload.seq_length)], tuple[Estimate, ...]()
+    if found.faster:
+        notes.append(report.faster(found.faster, found.best[0]))
     if asked:
         notes.insert(0, report.judged(asked, best))
         cured = cures(prices, asked) if asked.verdict != "fits" else ()
     spent = next((row.why for row in asked.rows if row.item == SAVED), "") if asked else ""
     notes += [spent] * bool(spent)
-    if found.best and (budget := proposal(found.best, prices)) is not None:
-        notes.append(report.proposed(budget, min(found.best, key=lambda each: each.step_seconds)))
+    if found.fastest and (budget := proposal(found.best, prices, found.fastest.step_seconds)) is not None:
+        notes.append(report.proposed(budget, found.fastest))
     if asked and not asked.fits and not cured:
         none = too_large(prices, workload, found.closest) if found.closest else None
         notes.insert(1, f"{none.what}: {none.fix}" if none else "no small change of it fits")

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core.terminal import folded
 from fivefold.core.units import GIB, many
+from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied
+from fivefold.planner.search import NEAR
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
 BEST = "best"  # of the ranking
 CURES = "would make it fit, the fastest first:"
-GUESS = "what a {} does is a guess, fivefold calibrate measures it"
 INTERVALS = (
     "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
 )
@@ -182,6 +183,12 @@ def _against(asked: Estimate, best: Estimate | None) -> str:
     return f"; {more:.1%} slower than {best.layout}: {terms}"
 
 
+def faster(fastest: Estimate, first: Estimate) -> str:
+    """That another layout takes less than the first, in a sentence."""
+    less = 1 - fastest.step_seconds / first.step_seconds
+    return f"{first.layout} is the simplest within {NEAR:.0%} of the fastest: {fastest.layout} takes {less:.1%} less"
+
+
 def proposed(budget: Estimate, best: Estimate) -> str:
     """What a budget of recompute would bring, in a sentence."""
     less = 1 - budget.step_seconds / best.step_seconds
@@ -195,6 +202,16 @@ def title(model: str, cluster: Cluster, workload: Workload) -> str:
     return f"{model} on {cluster.text}, {rows} of {tokens} a step"
 
 
+def guessed(chip: Chip) -> str:
+    """What nobody has measured of a chip, in words; empty where its efficiencies are its own."""
+    if chip.is_guess:
+        return f"what a {chip.name} does is a guess, fivefold calibrate measures it"
+    if not chip.efficiencies:
+        return ""
+    of = "a judgement" if chip.efficiencies == "judgement" else f"those of {chip.efficiencies}"
+    return f"efficiencies of {chip.name} are {of}, fivefold calibrate measures them"
+
+
 def assumptions(estimate: Estimate) -> str:
     """What the numbers rest on, in a sentence or two."""
     cluster, chip = estimate.cluster, estimate.cluster.chip
@@ -203,8 +220,8 @@ def assumptions(estimate: Estimate) -> str:
     if cluster.nodes > 1:
         links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second, 1e9)} GB/s a device"
     matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
-    guess = f"; {GUESS.format(chip.name)}" if chip.is_guess else ""
-    return f"assumed: {matmuls}, {links}; rows of one document; even routing{guess}\n{INTERVALS}"
+    assumed = filter(None, (f"{matmuls}, {links}", "rows of one document", "even routing", guessed(chip)))
+    return f"assumed: {'; '.join(assumed)}\n{INTERVALS}"
 
 
 def _rate(a_second: float, unit: float) -> str:

@@ -1,11 +1,13 @@
 """`plan`: every legal layout of a cluster, ranked. No torch.
 
-All layouts are bounded from below at once (`bounds.py`). Those that may be among the best are run slot by slot. A set
-of degrees is shown once, with the best of its options. Layouts that fit tightly are left out while others fit.
+All layouts are bounded from below at once (`bounds.py`). Those that may be among the best are run slot by slot. The
+simplest of those near the fastest comes first. A set of degrees is shown once, with the best of its options. Layouts
+that fit tightly are left out while others fit.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """`best`: estimates, best first, of different degrees. `options`: of each, how many layouts of its degrees fit;
-    sets that are no faster, leaner or simpler than another are left out.
+    sets that are no faster, leaner or simpler than another are left out. `fastest`: of all that may be in `best`.
     `legal`: layouts that can run. `fitting`: those that fit the memory. `closest`: where none does, the smallest."""
 
     best: tuple[Estimate, ...]
@@ -37,10 +39,13 @@ class Found:
     legal: int
     fitting: int
     closest: Estimate | None = None
+    fastest: Estimate | None = None
 
-    def distance(self, estimate: Estimate) -> float:
-        """By how much a step is longer than that of the fastest: 0.03 is 3 %."""
-        return estimate.step_seconds / min(each.step_seconds for each in self.best) - 1
+    @property
+    def faster(self) -> Estimate | None:
+        """The fastest layout, where its step is shorter than that of the first."""
+        fastest = self.fastest
+        return fastest if fastest and fastest.step_seconds * ALIKE < self.best[0].step_seconds else None
 
 
 def _way_out(space: Space, given: Mapping[str, Any]) -> str | None:
@@ -52,12 +57,15 @@ def _way_out(space: Space, given: Mapping[str, Any]) -> str | None:
 
 
 def simplicity(layout: Layout) -> tuple[int, ...]:
-    """The simpler layout comes first: data parallelism before tensor parallelism, and that before context and
-    the pipeline; then fewer options."""
+    """The simpler layout has the smaller one: fewer kinds of parallelism beside that over data, then fewer options in
+    its text, of which replicas are one; then fewer pipeline stages, and smaller cp, tp and ep; then the milder options.
+
+    `shard8.tp8` is simpler than `shard16.tp4+full`, and that than `shard8.tp4.pp2`.
+    """
     return (
-        *_degrees(layout), layout.dp_replicate, layout.recompute != "none", layout.expert_tp,
-        layout.schedule.splits_backward, layout.stages_per_rank, layout.cp_method != "auto", 3 - layout.zero,
-        layout.micro_batch_size,
+        _axes(layout), str(layout).count("+") + (layout.dp_replicate > 1), *_degrees(layout), layout.dp_replicate,
+        layout.recompute != "none", layout.expert_tp, layout.schedule.splits_backward, layout.stages_per_rank,
+        layout.cp_method != "auto", 3 - layout.zero, layout.micro_batch_size,
     )  # fmt: skip
 
 
@@ -79,9 +87,10 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
     bounded = [bounding.of(rows, memory) for rows in space.rows]
     fitting = [each.at(each.needs <= memory) for each in bounded]
     easily = [each.at(each.needs <= memory * TIGHT) for each in fitting]
-    sets = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
+    sets, fastest = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
     return Found(
         best=tuple(Step(prices, each.layout, workload).estimate() for each in sets),
+        fastest=Step(prices, fastest, workload).estimate() if fastest else None,
         options=tuple(each.options for each in sets),
         legal=legal,
         fitting=sum(map(len, fitting)),
@@ -106,11 +115,16 @@ class Chosen:
     needs: float
     options: int
 
+    @cached_property
+    def simplicity(self) -> tuple[int, ...]:
+        return simplicity(self.layout)
+
     def says_nothing_beside(self, other: "Chosen") -> bool:
-        """Whether another one is simpler, as fast and needs no more memory. Example: shard2.cp4+mb2 beside
+        """Whether another one has simpler degrees, is as fast and needs no more memory. Example: shard2.cp4+mb2 beside
         shard4.cp2."""
         is_as_good = other.seconds <= self.seconds * ALIKE and other.needs <= self.needs * ALIKE
-        return is_as_good and _degrees(other.layout) < _degrees(self.layout)
+        own, others = ((_axes(each.layout), *_degrees(each.layout)) for each in (self, other))
+        return is_as_good and others < own
 
 
 @dataclass(eq=False)
@@ -141,47 +155,74 @@ class _Candidates:
         rows = self.bounds[self.pipeline[batch[0]]].rows
         return self.at_least[batch] if rows.pp == 1 else self.bounding.seconds(rows.at(self.number[batch]))
 
-    def best(self, top: int) -> list[Chosen]:
-        """Of the `top` best sets of degrees, best first."""
+    def best(self, top: int) -> tuple[list[Chosen], Layout | None]:
+        """Of the `top` best sets of degrees, best first; and the fastest layout of all."""
         if not len(self.at_least):
-            return []
+            return [], None
         order = np.lexsort((self.at_least, self.set))
         starts = np.flatnonzero(np.diff(self.set[order], prepend=-1))
         ends, leanest = np.append(starts[1:], len(order)), np.minimum.reduceat(self.needs[order], starts)
-        found, fastest = list[Chosen](), np.inf
+        sets, found, fastest = list[_Set](), list[Chosen](), np.inf
         for each in np.argsort(self.at_least[order[starts]], kind="stable"):
-            own, shown = order[starts[each] : ends[each]], _ranked(found)
+            own, shown = order[starts[each] : ends[each]], _ranked(found, fastest)
             least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[each]), len(own))
             slowest = max((chosen.seconds for chosen in shown[:top]), default=0.0)
             if (len(shown) >= top and least.seconds > slowest * (1 + NEAR)) or least.seconds > fastest * FAR:
                 break
-            if not any(least.says_nothing_beside(other) for other in found):
-                found.append(self._chosen(own))
-                fastest = min(fastest, found[-1].seconds)
-        return _ranked(found)[:top]
+            may_be_first = least.seconds <= fastest * (1 + NEAR)
+            if may_be_first or not any(least.says_nothing_beside(other) for other in found):
+                sets.append(_Set(self, own))
+                fastest = min(fastest, sets[-1].fastest)
+                found.append(sets[-1].simplest(fastest))
+        found = [own.simplest(fastest) if own.is_near(fastest) else one for own, one in zip(sets, found, strict=True)]
+        return _ranked(found, fastest)[:top], min(sets, key=lambda each: each.fastest).layout_of_fastest
 
-    def _chosen(self, own: Integers) -> Chosen:
-        """Of one set, whose candidates come in the order of their bounds. Each is run while it may be the fastest; then
-        the simplest of those that may be near the fastest, until one is."""
-        bounds, seconds = self.at_least[own] * (1 - ROUNDING), np.full(len(own), np.inf)
-        is_run = np.zeros(len(own), dtype=bool)
 
-        def run(one: int) -> None:
-            """With it those of its batch that may be near."""
-            near = bounds <= min(seconds.min(), bounds[one]) * (1 + NEAR)
-            batch = np.flatnonzero(near & ~is_run & (self.batch[own] == self.batch[own[one]]))
-            seconds[batch], is_run[batch] = self.seconds(own[batch]), True
+@dataclass(eq=False)
+class _Set:
+    """Candidates of the same degrees, `own`, in the order of their bounds. Each is run while it may be the fastest."""
 
-        while len(left := np.flatnonzero(~is_run & (bounds < seconds.min()))):
-            run(int(left[0]))
-        near = np.flatnonzero(bounds <= seconds.min() * (1 + NEAR))
-        layouts = {int(each): self.layout(int(own[each])) for each in near}
+    candidates: _Candidates
+    own: Integers
+
+    def __post_init__(self) -> None:
+        self.bounds = self.candidates.at_least[self.own] * (1 - ROUNDING)
+        self.seconds, self.is_run = np.full(len(self.own), np.inf), np.zeros(len(self.own), dtype=bool)
+        while len(left := np.flatnonzero(~self.is_run & (self.bounds < self.fastest))):
+            self._run(int(left[0]))
+
+    @property
+    def fastest(self) -> float:
+        """Seconds."""
+        return float(self.seconds.min())
+
+    @property
+    def layout_of_fastest(self) -> Layout:
+        return self.candidates.layout(int(self.own[self.seconds.argmin()]))
+
+    def is_near(self, fastest: float) -> bool:
+        """Whether one of them is near the fastest of all."""
+        return self.fastest <= fastest * (1 + NEAR)
+
+    def simplest(self, fastest: float) -> Chosen:
+        """Of those near the fastest of all; where none is, of those near the fastest of its own."""
+        most = (fastest if self.is_near(fastest) else self.fastest) * (1 + NEAR)
+        near = np.flatnonzero(self.bounds <= most)
+        layouts = {int(each): self.candidates.layout(int(self.own[each])) for each in near}
         for each in sorted(layouts, key=lambda each: simplicity(layouts[each])):
-            if not is_run[each]:
-                run(each)
-            if seconds[each] <= seconds.min() * (1 + NEAR):
-                return Chosen(layouts[each], float(seconds[each]), float(self.needs[own[each]]), len(own))
+            if not self.is_run[each]:
+                self._run(each)
+            if self.seconds[each] <= most:
+                needs = float(self.candidates.needs[self.own[each]])
+                return Chosen(layouts[each], float(self.seconds[each]), needs, len(self.own))
         raise AssertionError("the fastest is near itself")
+
+    def _run(self, one: int) -> None:
+        """With it those of its batch that may be near."""
+        near = self.bounds <= min(self.fastest, self.bounds[one]) * (1 + NEAR)
+        batches = self.candidates.batch[self.own]
+        batch = np.flatnonzero(near & ~self.is_run & (batches == batches[one]))
+        self.seconds[batch], self.is_run[batch] = self.candidates.seconds(self.own[batch]), True
 
 
 def _batches(number: int, rows: Rows) -> Integers:
@@ -195,18 +236,23 @@ def _batches(number: int, rows: Rows) -> Integers:
     return np.array(firsts)[inverse]
 
 
+def _axes(layout: Layout) -> int:
+    """How many kinds of parallelism it has, beside that over data."""
+    return sum(degree > 1 for degree in _degrees(layout))
+
+
 def _degrees(layout: Layout) -> tuple[int, ...]:
     """What layouts of one set have in common. Of data parallelism, how many ranks are replicas is an option."""
     return layout.pp, layout.cp, layout.tp, layout.ep
 
 
-def _ranked(found: Sequence[Chosen]) -> list[Chosen]:
-    """Fastest first; of those within `NEAR` of the fastest that is left, the simplest first. Those that say nothing
-    beside another are left out."""
-    new = [each for each in found if not any(each.says_nothing_beside(other) for other in found)]
-    left, order = sorted(new, key=lambda each: each.seconds), list[Chosen]()
+def _ranked(found: Sequence[Chosen], fastest: float) -> list[Chosen]:
+    """Those within `NEAR` of `fastest` seconds, the simplest first; then those within it of the fastest that is left,
+    and so on. Those that say nothing beside one before them are left out."""
+    left, order = sorted(found, key=lambda each: each.seconds), list[Chosen]()
     while left:
-        near = [each for each in left if each.seconds <= left[0].seconds * (1 + NEAR)]
-        order += sorted(near, key=lambda each: simplicity(each.layout))
+        near = [each for each in left if each.seconds <= fastest * (1 + NEAR)]
+        order += sorted(near, key=lambda each: each.simplicity)
         left = left[len(near) :]
-    return order
+        fastest = left[0].seconds if left else fastest
+    return [each for at, each in enumerate(order) if not any(each.says_nothing_beside(one) for one in order[:at])]

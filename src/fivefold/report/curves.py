@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from fivefold.core import terminal
 from fivefold.core.units import human
 from fivefold.report.plot import Axes, Linear, label, nice
 
@@ -167,7 +168,8 @@ def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> Pan
         places = axes.places([point.step for point in curve], [point.value for point in curve])
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
         lines.append(("M" + "L".join(places), dots))
-        data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], LABELS.get(name, name)])
+        told = terminal.shown(LABELS.get(name, name))  # a browser reads the escapes of JSON
+        data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], told])
     is_loss = title == LOSS
     labels = [
         (axes.y_at(tick), label(tick, ticks), perplexity(tick) if is_loss and abs(tick) < 50 else "") for tick in ticks

@@ -11,6 +11,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fivefold.core.files import put
+from fivefold.core.terminal import shown
 from fivefold.core.version import versions
 from fivefold.report.slices import SliceMap
 
@@ -19,8 +20,8 @@ def render(
     template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], *,
     script: Path | None = None, **values: Any,
 ) -> str:  # fmt: skip
-    """The page that `template` of `package` makes of `values`. `maps`: the slice maps on it; `script`: the one script
-    that its policy lets a browser run, by its hash."""
+    """The page that `template` of `package` makes of `values`, with control characters written out as on a terminal.
+    `maps`: the slice maps on it; `script`: the one script that its policy lets a browser run, by its hash."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.report", ".")]),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
@@ -29,7 +30,7 @@ def render(
     stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     text = script.read_text(encoding="utf-8") if script else ""
-    return environment.get_template(template).render(
+    page = environment.get_template(template).render(
         stripes=stripes,
         versions=list(versions().items()),
         when=when,
@@ -37,6 +38,7 @@ def render(
         policy=_policy(text),
         **values,
     )
+    return shown(page)
 
 
 def _policy(script: str) -> str:

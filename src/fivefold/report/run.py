@@ -15,7 +15,6 @@ from fivefold.core.errors import UserError, first_line
 from fivefold.core.json_lines import needed
 from fivefold.core.nearby import is_run, runs
 from fivefold.core.step_folders import steps
-from fivefold.core.terminal import shown
 from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
 from fivefold.report.figures import Figure, heat, timeline
@@ -130,7 +129,7 @@ def _page(config: RunConfig, run: Path, rows: Rows, past: history.History, plann
     seen, marks, spans = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows), story.spans(past, rows)
     damaged = [*map(str, needed(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
     return render(
-        "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=shown(config.run.name),
+        "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=config.run.name,
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
         spans=spans, planned=planned,
@@ -151,7 +150,7 @@ def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 def _sample(row: Mapping[str, Any]) -> tuple[int, str, str]:
     """Its step, the prompt and the text without it."""
-    prompt, text = shown(str(row.get("prompt", ""))), shown(str(row.get("text", "")))
+    prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     return row["step"], prompt, text.removeprefix(prompt)
 
 
