@@ -81,7 +81,7 @@ def test_no_number_is_counted_by_sixties_or_eights(subtests: pytest.Subtests) ->
     """YAML 1.1 reads 1:30:00 as 5400 and 0100 as 64."""
     for key in keys():
         if isinstance(key.default, int | float) and not isinstance(key.default, bool):
-            with subtests.test(msg=key.name), pytest.raises(UserError, match="1:30:00"):
+            with subtests.test(msg=key.name), pytest.raises(UserError):
                 load_config(None, ["adapter.name=lora", f"{key.name.replace('[]', '')}=1:30:00"])
     read = load_config(None, ["train.max_steps=0100", "run.name=0100"])
     assert (read.train.max_steps, read.run.name) == (100, "0100")
