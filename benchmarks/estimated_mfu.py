@@ -1,4 +1,4 @@
-"""Estimated MFU of the fastest layout that fits, and what keeps it from more: models x rows x numbers of H100.
+"""Estimated MFU of the layout that the planner chooses, and what keeps it from more: models x rows x numbers of H100.
 
     python -m benchmarks.estimated_mfu      plans every cell; writes the table of docs/estimated_mfu.md
 

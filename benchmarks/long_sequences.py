@@ -5,9 +5,9 @@
                                                       (a CUDA build of torch, no GPU), and records them
     python -m benchmarks.long_sequences --rehearse 40 --only llama-3.1-8b
 
-The planner chooses: of all layouts that fit, the fastest. A rehearsal then runs the real step of the fullest rank on
-torch's own caching allocator, for which the device's memory is the limit: what it says is what the step takes. A cell
-is known by what was run, so that a planner that chooses otherwise shows the cell as planned alone.
+The planner chooses: of all layouts that fit, the simplest near the fastest. A rehearsal then runs the real step of the
+fullest rank on torch's own caching allocator, for which the device's memory is the limit: what it says is what the step
+takes. A cell is known by what was run, so that a planner that chooses otherwise shows the cell as planned alone.
 """
 
 import argparse
@@ -99,7 +99,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Cell:
-    """Rows of `seq_length` tokens of a model on a number of devices. `best`: the fastest that fits; None: none does."""
+    """Rows of `seq_length` tokens of a model on a number of devices. `best`: the planner's choice; None: none fits."""
 
     model: str
     devices: int
@@ -133,7 +133,7 @@ def cells() -> Iterator[Cell]:
 
 @cache
 def best(model: str, devices: int, length: int) -> Estimate | None:
-    """The fastest layout that fits."""
+    """The layout that the planner chooses."""
     try:
         found = answer(_prices(model, devices), Workload(length, TOKENS // length), top=1)
     except UserError:  # fewer rows than the smallest layout deals out
