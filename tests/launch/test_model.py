@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
-from fivefold.launch.model import check_model
+from fivefold.launch.model import check_data, check_model
 from fivefold.models.build import weights_folder
 
 CONFIG = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 128, "model_type": "llama"}
@@ -96,3 +98,46 @@ def test_it_costs_no_torch() -> None:
         "check_model(load_config(None)); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_no_model_may_ask_for_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, "a.safetensors", attention_dropout=0.1, classifier_dropout=0.1)
+    error = refusal(path)
+    assert error.what == f"dropout is not supported: {path} has attention_dropout 0.1"
+    assert error.fix == "set model.overrides.attention_dropout: 0"
+    check(path, "data.seq_length=128", "model.overrides.attention_dropout=0")
+    (path / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "evil.C"}}))
+    assert "no code from a model folder is executed" in refusal(path).what
+
+
+def test_dropout_of_a_part_that_is_not_trained_is_left_to_who_knows_the_parts(tmp_path: Path) -> None:
+    parts = {"vision_config": {"model_type": "siglip_vision_model", "attention_dropout": 0.1}}
+    check(folder(tmp_path, "a.safetensors", **parts), "data.seq_length=128")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(parts | {"text_config": CONFIG | {"resid_pdrop": 0.2}}))
+    assert "resid_pdrop 0.2" in refusal(tmp_path / "model").what
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "is_refused"),
+    [
+        ({"vocab_size": 100}, [], True),
+        ({"vocab_size": 100}, ["model.init=random"], True),
+        ({"vocab_size": 100}, ["model.init=random", "tokenizer.name_or_path=byte"], False),
+        ({"vocab_size": 100}, ["tokenizer.name_or_path=byte"], True),
+        ({"vocab_size": 100}, ["model.overrides.vocab_size=101"], False),
+        ({"vocab_size": 101}, [], False),  # as many as the texts hold
+        ({"vocab_size": 100, "text_config": {}}, [], False),
+        ({}, [], False),
+    ],
+)
+def test_tokens_of_the_data_that_the_model_lacks(
+    changes: dict[str, Any], overrides: list[str], is_refused: bool, tmp_path: Path
+) -> None:
+    path = folder(tmp_path, **changes)
+    given = [f"model.name_or_path={path}", "model.init=pretrained", "tokenizer.name_or_path=auto"]
+    config = load_config(None, [*given, *overrides])
+    data: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(vocab_size=259), train=SimpleNamespace(largest_token=100), validation=None
+    )
+    with pytest.raises(UserError, match="259 tokens, the model's vocabulary 100") if is_refused else nullcontext():
+        check_data(config, data)

@@ -17,9 +17,10 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.launch import processes
+from fivefold.launch.failure import WorkerDied
 from fivefold.launch.processes import Workers, scratch_folder
 from fivefold.launch.workers import start_workers
-from tests.launch.test_workers import ROOT
+from tests.launch.test_workers import ROOT, is_alive
 
 DEAF = 'trap "" TERM INT; touch "$FIVEFOLD_WORKERS/ready-$RANK"; exec sleep 30'
 
@@ -83,6 +84,7 @@ def test_a_closed_terminal_stops_workers_as_sigterm_does(tmp_path: Path) -> None
 @pytest.mark.full
 def test_ctrl_c_in_the_terminal_reaches_workers_by_way_of_the_launcher_alone(tmp_path: Path) -> None:
     with workers("exec sleep 30", tmp_path, 2) as started:
+        next(turn for turn in started.turns() if started.ids)
         assert not {os.getsid(0), os.getpgid(0)} & {
             group for pid in started.ids for group in (os.getsid(pid), os.getpgid(pid))
         }
@@ -99,6 +101,44 @@ def test_workers_start_again_after_the_process_that_forks_them_was_killed(tmp_pa
             for _ in started.turns():
                 pass
             assert started.codes == {0: 3}
+
+
+@pytest.mark.full
+def test_signals_that_schedulers_repeat_leave_time_to_save(tmp_path: Path) -> None:
+    """Slurm and systemd send SIGTERM to all processes of a job, and again to some of them."""
+    script = """
+        cd "$FIVEFOLD_WORKERS"; trap 'touch asked-$RANK' TERM; touch "ready-$RANK"
+        until [ -e asked-$RANK ]; do sleep 0.02; done
+        for each in $(seq 25); do sleep 0.02; done
+        touch "saved-$RANK"; exit 143"""
+    with workers(script, tmp_path, 2) as started:
+        for rank in (0, 1):
+            until_ready(tmp_path, rank)
+        for turn, _ in enumerate(started.turns()):
+            if turn in (1, 3, 5):
+                for pid in (os.getpid(), started.server, *started.ids):
+                    os.kill(pid, signal.SIGTERM)
+        assert started.codes == {0: 143, 1: 143}
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the state of processes in /proc")
+@pytest.mark.parametrize("script", ["exec sleep 30", 'kill -STOP "$PPID"; exec sleep 30', 'kill -STOP "$PPID"; exit 3'])
+def test_a_stopped_process_that_forks_is_noticed(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it has forked, while workers run, and once they have ended."""
+    monkeypatch.setenv("SCRIPT", script)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    began = time.monotonic()
+    with (
+        pytest.raises(WorkerDied, match=r"the forking process gave no sign for 1 s: its process is stopped"),
+        Workers("tests.launch.shell:run", count=1) as crew,
+    ):
+        if script == "exec sleep 30":
+            os.kill(crew.server, signal.SIGSTOP)
+        start_workers(crew, {"device": "cpu"}, logs=tmp_path, patience=1.0)
+    assert time.monotonic() - began < 1 + 5 + 5  # it takes a moment to start
+    assert all(not is_alive(pid) for pid in crew.ids)
 
 
 @pytest.mark.full

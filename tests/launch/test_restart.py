@@ -191,7 +191,8 @@ def test_a_signal_stops_every_rank_after_one_step_and_saves_it(alone: dict[str, 
     tree = file_of(run_dir(alone).parent, f"stopped-{name}")
     command = Command(tree)
     command.until(2 * SAVED + 3)
-    command.process.send_signal(signal.Signals[name])
+    for pid in (command.process.pid, *(command.workers() if name == "SIGTERM" else ())):
+        os.kill(pid, signal.Signals[name])
     code, out = command.end()
     assert code == 128 + signal.Signals[name], out
     stopped = steps(command.run / "checkpoints")[-1]

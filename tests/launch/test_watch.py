@@ -23,13 +23,13 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        self.cpu = [0.0, 0.0]
+        self.cpu, self.state = [0.0, 0.0, 0.0], ["S", "S", "S"]  # the last: of the process that forks
         self.beats = [Beat(str(folder), rank) for rank in (0, 1)]
         # The clock of the day is set back at every look.
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: -self.now, sleep=lambda _: None)
         monkeypatch.setattr(watch, "time", clock)
-        monkeypatch.setattr(watch, "_state", lambda rank: ("S", self.cpu[rank]))
-        self.watch = Watch(folder, cast(Any, SimpleNamespace(ids=[0, 1], running=[0, 1])), PATIENCE)
+        monkeypatch.setattr(watch, "_state", lambda pid: (self.state[pid], self.cpu[pid]))
+        self.watch = Watch(folder, cast(Any, SimpleNamespace(ids=[0, 1], running=[0, 1], server=2)), PATIENCE)
 
     def frozen_after(self, looks: int, each: Callable[[], None], seconds: float = 2.0) -> set[int]:
         """The ranks that are taken for frozen after so many looks; `each`: what happens before a look."""
@@ -61,7 +61,7 @@ def test_each_beat_begins_the_wait_anew(machine: Machine) -> None:
 
 def test_one_that_computes_is_not(machine: Machine) -> None:
     def computes() -> None:
-        machine.cpu = [machine.cpu[0] + 1.0, machine.cpu[1] + 0.1]
+        machine.cpu = [machine.cpu[0] + 1.0, machine.cpu[1] + 0.1, 0.0]
 
     assert machine.frozen_after(9, computes) == {1}  # a twentieth of a core is no work
 
@@ -82,6 +82,25 @@ def test_one_that_waits_for_another_is_not_frozen_and_all_that_wait_for_each_oth
 
     assert machine.frozen_after(9, lambda: beat(0.0)) == set()
     assert machine.frozen_after(1, lambda: beat(99.0)) == {0, 1}
+
+
+@pytest.mark.parametrize(("process", "state", "why"), [(2, "T", ": its process is stopped (SIGSTOP)"), (1, "Z", "")])
+def test_what_forks_the_ranks_is_frozen_where_it_is_stopped_or_tells_of_no_end(
+    process: int, state: str, why: str, machine: Machine
+) -> None:
+    def beat() -> None:
+        machine.beats[0].write(still=0.0, waits=False)
+        if machine.state[1] != "Z":
+            machine.beats[1].write(still=0.0, waits=False)
+
+    for _ in range(2):  # eight seconds each
+        machine.state[process] = state
+        assert machine.frozen_after(4, beat) == set() and machine.watch.server == ""
+        machine.state[process] = "S"
+        assert machine.frozen_after(1, beat) == set()
+    machine.state[process] = state
+    assert machine.frozen_after(6, beat) == set() and machine.watch.found_frozen()
+    assert machine.watch.server == f"the forking process gave no sign for 10 s{why}"
 
 
 # ---- whether a process moves, seen from a thread of it --------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config import load_config
+from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.launch.failure import WorkerDied, failure_file, hang_flag
@@ -23,6 +23,8 @@ from fivefold.launch.worker import imported
 from fivefold.launch.workers import start_workers, worker_count
 from fivefold.launch.world import World
 from fivefold.training import launch
+from fivefold.training.schedule import settled
+from tests.commands import Crew
 
 ROOT = Path(__file__).parents[2]
 
@@ -232,6 +234,8 @@ from fivefold import cli
 from fivefold.launch.processes import Workers
 from fivefold.launch.workers import start_workers
 from fivefold.training import launch
+from fivefold.training.schedule import settled
+from tests.commands import Crew
 
 def run(*_, **__):
     with Workers("tests.launch.bodies:wait", count=2) as crew:
@@ -303,3 +307,27 @@ def test_the_flag_of_an_earlier_hang_does_not_end_a_run_under_torchrun(
     monkeypatch.setattr(launch, "find_world", lambda _: World())
     launch.run(None, keys)
     assert seen == [[]]
+
+
+def test_a_finished_run_says_so_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"run.dir={tmp_path}", "run.name=one", "train.max_steps=7"]
+    config = load_config(None, keys)
+    open_folder(settled(config, 7, before=None))
+    (config.run_dir / "checkpoints" / "step-000007").mkdir(parents=True)
+    started: list[RunConfig] = []
+    monkeypatch.setattr(launch, "Workers", Crew)
+    monkeypatch.setattr(launch, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "_start", lambda config, *_: started.append(config) or tmp_path)
+    assert launch.run(None, keys) == config.run_dir and not started
+    said = capsys.readouterr().out
+    assert "this run is finished: 7 of 7 steps are done" in said
+    assert f"fivefold train {config.run_dir} train.max_steps=14   # makes it longer" in said
+    others = ("train.max_steps=8", "optimizer.learning_rate=1", "checkpoint.resume=never", "checkpoint.export_hf=true")
+    for other in others:
+        launch.run(None, [*keys, other])
+    assert len(started) == len(others), "whatever is asked for besides is for the workers to look at"
+    (config.run_dir / "checkpoints" / "step-000007").rename(config.run_dir / "checkpoints" / "step-000006")
+    launch.run(None, keys)
+    assert len(started) == len(others) + 1

@@ -55,13 +55,33 @@ def test_nothing_in_the_environment_is_no_world() -> None:
 
 def test_torchrun() -> None:
     found = find_world("cpu", TORCHRUN)
-    assert found == World(rank=5, local_rank=1, size=8, local_size=4, rendezvous="env://")
+    assert found == World(rank=5, local_rank=1, size=8, local_size=4, rendezvous="tcp://node-0:29500")
     assert not found.is_first
 
 
 def test_torchrun_without_an_address_is_said() -> None:
     with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT"):
         find_world("cpu", {"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("RANK", "zero", "from 0 to 7"),
+        ("RANK", "8", "from 0 to 7"),
+        ("WORLD_SIZE", "0", "from 1 to"),
+        ("LOCAL_WORLD_SIZE", "9", "from 1 to 8"),
+        ("MASTER_PORT", "99999", "from 1 to 65535"),
+        ("MASTER_PORT", "port", "from 1 to 65535"),
+    ],
+)
+def test_a_variable_that_is_no_such_number_is_said(name: str, value: str, allowed: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_world("cpu", TORCHRUN | {name: value})
+    assert caught.value.what.startswith(f"{name} is {value!r} in the environment, and has to be a number {allowed}")
+    if name == "MASTER_PORT":
+        with pytest.raises(UserError, match="MASTER_PORT is"):
+            find_world("cpu", SRUN | {name: value})
 
 
 def test_srun() -> None:

@@ -1,8 +1,13 @@
 """The compiled attention of a CPU against the blockwise one in fp64: every rule, shape and type; how it is built."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 import tomllib
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from fivefold.core import c_library
 from fivefold.core.c_library import compiler
 from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.interrupts import Stopped
 from fivefold.models import kernels
 from fivefold.models.attention import attention_forward
 from fivefold.ops import cpu_attention
@@ -320,12 +326,39 @@ def test_bf16_without_the_instructions_for_it(anew, monkeypatch, rule):
     assert all(map(torch.equal, before, after)) == ("amx_bf16" not in cpuinfo())
 
 
+def assert_ends(pid):
+    """A process that was sent SIGKILL heeds it when the kernel comes to it."""
+    until = time.monotonic() + 10
+    with suppress(OSError):
+        while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def test_a_compiler_that_hangs_is_ended_with_what_it_started(anew, instead, monkeypatch):
     monkeypatch.setattr(c_library, "LONGEST", 0.3)
     instead(f"sleep 1000 & echo $! > {anew}/sleeper; wait")
     assert "has not compiled cpu_attention.c" in cpu_attention.lacks()
-    status = Path(f"/proc/{(anew / 'sleeper').read_text().strip()}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    assert_ends((anew / "sleeper").read_text().strip())
+
+
+def test_sigterm_while_it_compiles_leaves_neither_compiler_nor_files(anew, instead):
+    """A compiler that is killed leaves its temporary files where it was told to put them."""
+    instead(f"touch $TMPDIR/ccYeU3.s; sleep 1000 & echo $! > {anew}/new && mv {anew}/new {anew}/sleeper; wait")
+
+    def stop():
+        while not (anew / "sleeper").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(Stopped):
+        cpu_attention.lacks()
+    thread.join()
+    assert_ends((anew / "sleeper").read_text().strip())
+    folders = {each for each in anew.rglob("*") if each.is_dir()}
+    assert folders == {anew / "bin", anew / "kernels"} and not [*anew.rglob("*.s")]
 
 
 def test_a_cache_that_cannot_be_written_is_said(anew, monkeypatch):

@@ -19,10 +19,13 @@ from fivefold.config import RunConfig
 from fivefold.core import files, json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.history import load
-from fivefold.launch.failure import leave_failure
+from fivefold.launch import worker
+from fivefold.launch.failure import failures, leave_failure, room_for_failures
 from fivefold.launch.folder import claim_fresh, open_folder
+from fivefold.launch.world import World
 from fivefold.training import preflight
 from fivefold.training import run as run_module
+from fivefold.training.run_log import HeldFolder
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, column, on_rank, run_dir, run_file, state, train
 
@@ -54,6 +57,26 @@ def test_a_full_disk_costs_no_row_and_ends_no_run(tmp_path: Path) -> None:
     assert ran.screen.count("metrics.jsonl cannot be written: No space left on device") == 1
     assert "metrics.jsonl can be written again" in ran.screen
     assert "Traceback" not in ran.screen
+
+
+def test_a_checkpoint_that_is_removed_is_said_once(tmp_path: Path) -> None:
+    """Not one that retention has removed."""
+    there, said = tmp_path / "checkpoints", list[str]()
+    (there / "step-000004").mkdir(parents=True)
+    folder = HeldFolder(tmp_path)
+    folder.take()
+    folder.saved = 4
+    folder.look(said.append)
+    (there / "step-000004").rename(there / "step-000006")
+    folder.look(said.append)
+    folder.saved = 6
+    folder.look(said.append)
+    assert said == []
+    shutil.rmtree(there)
+    folder.look(said.append)
+    folder.look(said.append)
+    folder.release()
+    assert said == [f"WARNING: step 6 was removed from {there}; the next one is saved on time"]
 
 
 def with_folder_removed(tree: dict[str, Any]) -> Ran:
@@ -216,8 +239,6 @@ def test_a_failure_that_cannot_be_left_beside_the_logs_is_said(
 def test_a_log_that_cannot_be_written_shows_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import logging
 
-    from fivefold.launch import worker
-
     class Full(io.StringIO):
         def write(self, text: str) -> int:
             raise NO_SPACE
@@ -237,3 +258,19 @@ def test_a_full_disk_under_a_library_in_rust_is_known() -> None:
     said = files.of_system(Exception("Error while serializing: I/O error: No space left (os error 28)"))
     assert said is not None and files.is_users(said) and said.errno == errno.ENOSPC
     assert files.of_system(Exception("another")) is None and files.of_system(NO_SPACE) is NO_SPACE
+
+
+def test_a_failure_needs_no_room_that_a_full_disk_may_not_have(tmp_path: Path) -> None:
+    with room_for_failures(tmp_path, 2):
+        before = (tmp_path / ".failure-0.json").stat()
+        leave_failure(tmp_path, 0, UserError("what went wrong", fix="a way out"))
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_ino == before.st_ino and left.stat().st_blocks <= before.st_blocks
+    assert failures(tmp_path)[0]["what"] == "what went wrong"
+
+
+def test_a_full_disk_is_the_user_s_to_mend(tmp_path: Path) -> None:
+    """No restart helps."""
+    said = "^cannot write a file of the run: No space left on device\nfree space$"
+    with pytest.raises(UserError, match=said), worker._in_words(World()):
+        raise NO_SPACE

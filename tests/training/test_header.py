@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fivefold.config import RunConfig, load_config
+from fivefold.launch.folder import next_commands
 from fivefold.training import header
 
 
@@ -57,7 +58,7 @@ def test_a_stopped_run_names_the_command_that_goes_on() -> None:
 
 def test_a_prompt_of_several_lines_is_not_pasted() -> None:
     config = load_config(None, ['sample.prompts=["a\\nb", "c"]'])
-    assert header.next_commands(config, step=1, total_steps=2)[2].endswith("--prompt c")
+    assert next_commands(config, step=1, total_steps=2)[2].endswith("--prompt c")
 
 
 @pytest.mark.parametrize(

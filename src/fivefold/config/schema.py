@@ -245,6 +245,12 @@ class TrainSection(Section):
         return values if given else {**values, "max_steps": DEFAULT_MAX_STEPS}
 
 
+class LaunchSection(Section):
+    timeout: Number = Field(
+        default=1800, gt=0, description="seconds that ranks wait for those that torchrun or srun has yet to start"
+    )
+
+
 class ObjectiveSection(Section):
     """What is trained for; `training/objectives.py` has the formulas."""
 
@@ -547,6 +553,7 @@ class RunConfig(Section):
     tokenizer: TokenizerSection = Field(default=TokenizerSection())
     data: DataSection = Field(default=DataSection())
     train: TrainSection = Field(default=TrainSection())
+    launch: LaunchSection = Field(default=LaunchSection())
     objective: ObjectiveSection = Field(default=ObjectiveSection())
     adapter: AdapterSection = Field(default=AdapterSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())

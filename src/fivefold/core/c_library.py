@@ -12,6 +12,7 @@ from fivefold.core.cache import entry, key_of
 from fivefold.core.code_cache import code_folder
 from fivefold.core.errors import RunFailed
 from fivefold.core.integrity import file_checksum
+from fivefold.core.interrupts import sigterm_raises
 
 INSTALL = "install gcc (Debian, Ubuntu: apt install gcc)"
 LONGEST = 120.0  # seconds of one compiler: it takes 1 to 3, on a machine that others keep busy ten times that
@@ -30,7 +31,7 @@ def compiler() -> str | None:
 
 
 def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = ()) -> None:
-    """Compile C sources to the shared library `out`.
+    """Compile C sources to the shared library `out`, in whose folder the compiler's temporary files are.
 
     Raises `RunFailed` with the compiler's first error, `UnusableCompiler` where it does not start or end.
     """
@@ -38,7 +39,7 @@ def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = 
     try:
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            errors="replace", start_new_session=True,
+            errors="replace", start_new_session=True, env=os.environ | {"TMPDIR": str(out.parent)},
         ) as started:  # fmt: skip
             try:
                 _, said = started.communicate(timeout=LONGEST)
@@ -78,8 +79,9 @@ def kept_library(
             raise ValueError(f"{library} is damaged")
         return load(library)
 
-    return entry(
-        code_folder(kind) / key_of(compiler(), *key),
-        read=lambda folder: load_whole(folder / name),
-        build=lambda folder, _: build_and_seal(folder / name),
-    )
+    with sigterm_raises():  # the compiler would go on
+        return entry(
+            code_folder(kind) / key_of(compiler(), *key),
+            read=lambda folder: load_whole(folder / name),
+            build=lambda folder, _: build_and_seal(folder / name),
+        )

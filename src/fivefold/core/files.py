@@ -149,7 +149,7 @@ def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> User
     """The error of the user for an error of the system."""
     why = f"{error.strerror or error}"
     place = f"; {error.filename} is in its way" if error.errno in _MISNAMED and _elsewhere(error, path) else ""
-    if error.errno in _FULL:
+    if is_full(error):
         advice = ["free space"]
     elif error.errno in _REFUSED:
         advice = ["make it writable"]
@@ -164,6 +164,11 @@ def of_system(error: Exception) -> OSError | None:
         return error
     found = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that there is no room."""
+    return error.errno in _FULL
 
 
 def is_users(error: OSError) -> bool:

@@ -13,6 +13,9 @@ from fivefold.core.legality import LAYERS
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_NUMBER = 2**53
 _MORE = "docs/models.md"
+# Keys of other heads than that of a language model.
+_NO_DROPOUT = ("classifier_", "summary_")
+_THRESHOLDS = [("phimoe", "router_jitter_noise")]  # also says which experts count: 0 would be another model
 
 
 def read_folder_config(path: Path) -> dict[str, Any]:
@@ -69,3 +72,49 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 open_sections.append(value)
             elif isinstance(value, int | float):
                 yield str(key), value
+
+
+def check_no_code(values: Mapping[str, Any], name: str) -> None:
+    """Raise `UserError` for a config.json that wants code of its folder run."""
+    if "auto_map" in values:
+        raise UserError(
+            f"{name} brings its own model code (auto_map in config.json), and no code from a model folder is executed",
+            fix="use a model whose class is part of transformers, or remove auto_map if its model_type is one",
+            more=_MORE,
+        )
+
+
+def check_no_dropout(values: Mapping[str, Any], name: str) -> None:
+    """Raise `UserError` for a config.json that asks for random numbers in training, where it is that of one model."""
+    text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
+    has_parts = any(isinstance(value, dict) and "model_type" in value for value in text.values())
+    if not has_parts and (keys := dict(noise(text))):
+        raise no_dropout(name, keys)
+
+
+def no_dropout(name: str, keys: Mapping[str, Any]) -> UserError:
+    """What is said of a model with dropout or jitter; `keys`: of its config, with their values."""
+    found = ", ".join(f"{key} {value}" for key, value in keys.items())
+    return UserError(
+        f"dropout is not supported: {name} has {found or 'a module that drops'}",
+        fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}" if keys else None,
+        more=_MORE,
+    )
+
+
+def noise(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
+    sections = [("", values)]
+    while sections:
+        inside, section = sections.pop()
+        for key, value in section.items():
+            if (section.get("model_type"), key) in _THRESHOLDS:
+                continue
+            if isinstance(value, Mapping):
+                sections.append((f"{inside}{key}.", value))
+            elif re.search("drop|jitter", str(key)) and not str(key).startswith(_NO_DROPOUT) and _is_positive(value):
+                yield f"{inside}{key}", value
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

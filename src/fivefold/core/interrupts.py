@@ -15,6 +15,7 @@ from types import FrameType
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 _STOPS = (signal.SIGTERM, signal.SIGINT)
+ENDING = (*_STOPS, signal.SIGHUP, signal.SIGQUIT)  # what ends a process that does not heed it
 
 
 def end_at_once(*, word: str = "") -> None:
@@ -54,7 +55,8 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, the first SIGTERM or SIGINT is noted; a second one does what it always did.
+        """Inside, SIGTERM and SIGINT are noted; a second Ctrl-C does what it always did, and a further SIGTERM nothing:
+        schedulers send several (Slurm to the step and to the job), and none may cut a save short.
 
         Outside of the main thread nothing is noted.
         """
@@ -66,19 +68,20 @@ class StopRequest:
         before = {each: signal.getsignal(each) for each in _STOPS}
 
         def note(number: int, _: FrameType | None) -> None:
-            self.by = signal.Signals(number)
-            restore()
+            self.by = self.by or signal.Signals(number)
+            if number == signal.SIGINT:
+                restore(signal.SIGINT)
 
-        def restore() -> None:
-            for each, handler in before.items():
-                signal.signal(each, handler or signal.SIG_DFL)
+        def restore(number: signal.Signals) -> None:
+            signal.signal(number, before[number] or signal.SIG_DFL)
 
         for each in _STOPS:
             signal.signal(each, note)
         try:
             yield
         finally:
-            restore()
+            for each in _STOPS:
+                restore(each)
 
 
 class Stopped(SystemExit):
@@ -90,19 +93,20 @@ class Stopped(SystemExit):
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises `Stopped`, so that what is to be cleaned up is. Outside of the main thread nothing
-    changes."""
+    """Inside, SIGTERM raises `Stopped` where it would end this process, so that what is to be cleaned up is. Outside of
+    the main thread nothing changes."""
     import threading  # here: nothing is imported before Ctrl-C has a handler
 
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def stop(number: int, _: FrameType | None) -> None:
         raise Stopped(signal.Signals(number))
 
-    before = signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

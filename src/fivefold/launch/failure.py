@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import take_space, writing
 from fivefold.core.terminal import say
 from fivefold.launch.world import World
 
 # Types of errors that several ranks leave for one cause; the cause comes first.
 HANGS = ("StoodStill", "Frozen", "Hung")
+_ROOM = 2**16  # bytes, more than a failure takes
 
 
 class WorkerDied(RunFailed):
@@ -50,6 +52,26 @@ def put_aside(logs: Path) -> None:
     hang_flag(logs).unlink(missing_ok=True)
 
 
+def _unfinished(logs: Path, rank: int) -> Path:
+    return logs / f".failure-{rank}.json"
+
+
+@contextmanager
+def room_for_failures(logs: Path, ranks: int) -> Iterator[None]:
+    """Inside, there is room on the disk for a failure of each rank, which may be that the disk is full. Raises
+    `UserError` where it is already."""
+    places = [_unfinished(logs, rank) for rank in range(ranks)]
+    with writing(logs, instead=""):
+        for place in places:
+            with place.open("wb") as file:
+                take_space(file.fileno(), 0, _ROOM)
+    try:
+        yield
+    finally:
+        for place in places:
+            place.unlink(missing_ok=True)
+
+
 def leave_failure(
     logs: Path, rank: int, error: Exception, stack: str | None = None, *, waits: bool = False, last: str = ""
 ) -> None:
@@ -69,10 +91,12 @@ def leave_failure(
         "last": last,
         "traceback": stack or "".join(traceback.format_exception(error)),
     }
-    unfinished = logs / f".failure-{rank}.json"
+    unfinished = _unfinished(logs, rank)
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(failure, indent=1), encoding="utf-8")
+        with unfinished.open("r+b" if unfinished.exists() else "wb") as file:
+            file.write(json.dumps(failure, indent=1).encode())
+            file.truncate()
         unfinished.replace(failure_file(logs, rank))
     except OSError as full:  # a full disk, too, ends in words
         say(f"{said}\n{logs} cannot be written: {full.strerror or full}", stream=sys.stderr)

@@ -6,6 +6,7 @@ import re
 import socket
 from itertools import count
 from pathlib import Path
+from shlex import quote
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
@@ -80,6 +81,18 @@ def last_logged_step(config: RunConfig) -> int:
 def last_saved_step(config: RunConfig) -> int:
     """The step of the newest published checkpoint; 0 when there is none."""
     return max(steps(config.run_dir / "checkpoints"), default=0)
+
+
+def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
+    """What to type after a run, or after it was stopped: each line can be pasted into a shell."""
+    run = quote(str(config.run_dir))
+    prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")
+    hf = config.run_dir / "hf"
+    longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
+    uses = [f"fivefold report {run}", f"fivefold generate {run} --prompt {quote(prompt)}"]
+    uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}"]
+    goes_on = f"{longer}   # {'makes it longer' if step >= total_steps else 'goes on'}"
+    return [*uses, goes_on] if step >= total_steps else [goes_on, *uses]
 
 
 class FolderLock:

@@ -9,10 +9,14 @@ whether nobody reads standard output any more}`. The descriptor REPORTS is told 
 `[rank, exit code]` of each that ends.
 """
 
+import signal
+
 from fivefold.core import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()  # who started it has the word
+    # A scheduler may signal all processes of a job: workers save, and this one is there until they have ended.
+    signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.ENDING)
 
 import json
 import os
@@ -28,7 +32,7 @@ from fivefold.launch.world import LAUNCHER
 
 def serve(body: str, reports: int) -> None:
     """Fork as the launcher says, until it closes standard input; in a worker, return when its work is done."""
-    worker.die_with_parent()
+    worker.die_with_parent(by=signal.SIGKILL)
     make_usable()  # the launcher's standard output may be closed
     with warnings.catch_warnings(record=True) as warned, suppress(Exception):
         worker.imported(body.partition(":")[0])  # what fails here fails in the worker too, which tells of it
@@ -61,7 +65,8 @@ def _report(reports: int, numbers: list[int]) -> None:
 
 
 def _stand_alone(place: dict[str, Any]) -> None:
-    """With an empty standard input and an environment of its own."""
+    """With an empty standard input and an environment of its own, and open to signals."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.ENDING)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -4,17 +4,20 @@ The training body checks all of it again on the model itself; here a wrong reque
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.core.folder_config import read_folder_config
+from fivefold.core.folder_config import check_no_code, check_no_dropout, read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.legality import ModelLimits, refuse, violations
 from fivefold.core.nearby import runs
 from fivefold.core.shapes import no_model, shape_folder
+
+if TYPE_CHECKING:
+    from fivefold.data.prepare import PreparedData
 
 READ_MORE = "fivefold train --keys"
 
@@ -25,19 +28,52 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
     `layout`: that of the run, with every degree known; its micro batches are looked at as well. None: as the run file
     has it, which is no layout yet where the planner is to choose. `weights`: those that it starts from are looked for.
     """
-    name = config.model.name_or_path
-    path = shape_folder(name) or expanded(name)
-    if not path.exists():
-        if not is_hub_id(name):
-            raise no_model(name, key="model.name_or_path", more=runs(Path(name).parent) or READ_MORE)
-        path, weights = config_file(name), False
+    name, (path, is_here) = config.model.name_or_path, _place(config)
     values = read_folder_config(path) | config.model.overrides
+    check_no_code(values, name)
+    check_no_dropout(values, name)
     limits, rows = ModelLimits.of_config(values, name), None if layout is None else config.train.global_batch_size
     if layout is not None or not config.is_automatic:
         refuse(violations(layout or config.layout, limits, batch=rows))
     check_positions(values.get("max_position_embeddings"), config.data.seq_length)
-    if weights and config.model.init == "pretrained":
+    if weights and is_here and config.model.init == "pretrained":
         _check_weights(name, path)
+
+
+def _place(config: RunConfig) -> tuple[Path, bool]:
+    """Where the config.json of the model is, and whether that is where the user says: of a hub id it is fetched. Raises
+    `UserError`."""
+    name = config.model.name_or_path
+    path = shape_folder(name) or expanded(name)
+    if path.exists():
+        return path, True
+    if not is_hub_id(name):
+        raise no_model(name, key="model.name_or_path", more=runs(Path(name).parent) or READ_MORE)
+    return config_file(name), False
+
+
+def check_data(config: RunConfig, data: "PreparedData") -> None:
+    """Raise `UserError` where the model of `config`, as far as its config.json says, lacks tokens of the data."""
+    if config.model.init == "random" and config.tokenizer.name_or_path != "auto":  # it takes the tokenizer's
+        return
+    values = read_folder_config(_place(config)[0]) | config.model.overrides
+    vocabulary = values.get("vocab_size")
+    if isinstance(vocabulary, int) and "text_config" not in values:
+        check_tokens(data, vocabulary)
+
+
+def check_tokens(data: "PreparedData", vocabulary: int) -> None:
+    """Raise `UserError` where a text holds a token that is none of a model's. A tokenizer may name more than the model
+    has (a padding token, often)."""
+    if data.tokenizer.vocab_size <= vocabulary:
+        return
+    if any(side.largest_token >= vocabulary for side in (data.train, data.validation) if side):
+        raise UserError(
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model's vocabulary {vocabulary}",
+            fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
+            f"or set model.overrides.vocab_size: {data.tokenizer.vocab_size} with model.init: random",
+            more=READ_MORE,
+        )
 
 
 def check_positions(positions: Any, seq_length: int, *, teacher: str | None = None) -> None:

@@ -23,13 +23,15 @@ from types import FrameType
 from typing import Any
 
 from fivefold.core import streams
+from fivefold.core.interrupts import ENDING
 from fivefold.launch.failure import WorkerDied
 from fivefold.launch.world import server_environment, worker_environment
 
 PAUSE_SECONDS = 0.05
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, for those that are left when one has ended
+REPORT_SECONDS = 2.0  # how long the process that forks has to tell of those that were killed
 CONSEQUENCE_SECONDS = 0.2  # how long others that fail are looked at: who failed first may be seen second
-AT_ONCE = 3  # so many signals, as Ctrl-C three times, leave no time to anyone
+AT_ONCE = 3  # so many times Ctrl-C leave no time to anyone
 POLITE = (130, 143)  # exit codes of a worker that was asked to stop, as shells report Ctrl-C and SIGTERM
 _PIPE_BYTES = 2**20
 PREFIX = "fivefold-"  # of our folders in the temporary one
@@ -98,11 +100,14 @@ class Workers:
                 with suppress(BrokenPipeError):  # it has ended: what it reported says so
                     self._server.stdin.write(f"{json.dumps(start)}\n".encode())
                     self._server.stdin.flush()
-                while not (self.ids or self._codes or self.signals):
-                    self._listen(PAUSE_SECONDS)
                 yield
             finally:
                 self.end()
+
+    @property
+    def server(self) -> int:
+        """The id of the process that forks them."""
+        return self._server.pid
 
     @property
     def codes(self) -> dict[int, int]:
@@ -118,9 +123,9 @@ class Workers:
 
     def turns(self) -> Iterator[None]:
         """One turn every few milliseconds until all have ended, or one has failed, or those that are left of a polite
-        stop have had their time."""
+        stop have had their time. Before they are forked, until a signal."""
         passed_on, deadline = 0, math.inf
-        while self.running and time.monotonic() < deadline and passed_on < AT_ONCE:
+        while (self.running or self._are_awaited) and time.monotonic() < deadline and not self._is_urgent:
             for each in self.signals[passed_on:]:
                 passed_on += 1
                 # A closed terminal stops a run as politely as SIGTERM does.
@@ -140,11 +145,23 @@ class Workers:
         deadline = time.monotonic() + (0 if at_once else GRACE_SECONDS)
         if not at_once:
             self.send(signal.SIGTERM, self.running)
-        while self.running and time.monotonic() < deadline and len(self.signals) < AT_ONCE:
+        while self.running and time.monotonic() < deadline and not self._is_urgent:
             self._listen(PAUSE_SECONDS)
         self.send(signal.SIGKILL, self.running)
+        deadline = time.monotonic() + REPORT_SECONDS
         while self.running:
             self._listen(PAUSE_SECONDS)
+            if time.monotonic() > deadline:  # it is stopped, or a worker waits for a disk
+                self._server.kill()
+
+    @property
+    def _are_awaited(self) -> bool:
+        return not (self.ids or self._codes or self.signals)
+
+    @property
+    def _is_urgent(self) -> bool:
+        """Whether somebody insists. Schedulers send SIGTERM several times, which cuts no save short."""
+        return self.signals.count(signal.SIGINT) >= AT_ONCE
 
     def send(self, number: signal.Signals, ranks: Sequence[int]) -> None:
         """Send a signal to some ranks."""
@@ -174,8 +191,7 @@ class Workers:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        ending = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-        heard = [each for each in ending if signal.getsignal(each) is not signal.SIG_IGN]
+        heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
         before = {each: signal.signal(each, self._note) for each in heard}
         try:
             yield

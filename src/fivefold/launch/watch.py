@@ -1,14 +1,15 @@
 """Ranks that stand still where they cannot say so themselves: the launcher misses their beat.
 
 A rank that is watched writes a beat every second or so. A process that is stopped writes none, nor does one whose
-threads are kept from running; and where every rank waits patiently for another, each has a beat and none moves.
+threads are kept from running; and where every rank waits patiently for another, each has a beat and none moves. The
+process that forks the ranks is watched by what it leaves undone: it tells of each that has ended, at once.
 """
 
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ TELL = getattr(signal, "SIGUSR2", None)  # a worker that gets it writes its stac
 TELL_SECONDS = 2.0  # how long a rank has for that
 _BEAT_BYTES = 128  # more than any beat takes
 COMPUTES = 0.1  # the part of a core
+_STOPPED = ("T", "t")
 
 
 class Frozen(Exception):
@@ -61,7 +63,8 @@ class Beat:
 
 
 class Watch:
-    """Watches the beats of `workers`, whose folder is `folder`; `patience` is in seconds, 0 for never."""
+    """Watches the beats of `workers`, whose folder is `folder`; `patience` is in seconds, 0 for never. `server`: what
+    became of the process that forks them."""
 
     def __init__(self, folder: Path, workers: Workers, patience: float) -> None:
         self._folder, self._workers, self._patience = folder, workers, patience
@@ -71,18 +74,20 @@ class Watch:
         self._cpu: dict[int, float] = {}
         self._silent: dict[int, float] = {}  # seconds without a beat, as far as this process has seen them go by
         self._frozen: dict[int, str] = {}  # rank -> how
+        self._idle = 0.0  # seconds that the process that forks them has left something undone
+        self.server = ""
 
     def found_frozen(self) -> bool:
         """Look, if it is time to. Whether a rank has been silent, or all have stood still, for too long."""
         now = time.monotonic()
         if self._patience <= 0 or now - self._looked < self._pause:
-            return bool(self._frozen)
+            return bool(self._frozen or self.server)
         seconds, self._looked = min(now - self._looked, max(1.0, 2 * self._pause)), now
         running = self._workers.running
         for rank in running:
             self._silent[rank] = 0.0 if self._gives_sign(rank, seconds) else self._silent.get(rank, 0.0) + seconds
             if self._silent[rank] > self._patience:
-                self._frozen[rank] = f"gave no sign for {self._patience:g} s{self._why(rank)}"
+                self._frozen[rank] = f"gave no sign for {self._patience:g} s{_why(self._workers.ids[rank])}"
         said = [self._said(rank) for rank in running]
         # One that waits for no other says so itself.
         if said and all(each and each["waits"] and each["still"] > self._patience for each in said):
@@ -91,7 +96,11 @@ class Watch:
                 for rank in running
                 if rank not in self._frozen
             }
-        return bool(self._frozen)
+        self._idle = self._idle + seconds if self._leaves_undone(running) else 0.0
+        if self._idle > self._patience:
+            why = _why(self._workers.server)
+            self.server = f"the forking process gave no sign for {self._patience:g} s{why}"
+        return bool(self._frozen or self.server)
 
     def tell(self, logs: Path) -> bool:
         """Leave a failure, with its stacks where they can be had, for each rank that was found frozen, or that does not
@@ -100,7 +109,9 @@ class Watch:
             self._wait(lambda: all(failure_file(logs, rank).exists() for rank in self._workers.running))
             for rank in self._workers.running:
                 if not failure_file(logs, rank).exists():
-                    self._frozen[rank] = f"did not say where it stands{self._why(rank)}"
+                    self._frozen[rank] = f"did not say where it stands{_why(self._workers.ids[rank])}"
+        if self.server:
+            self._workers.end(at_once=True)
         if not self._frozen:
             return False
         ranks = [rank for rank in self._frozen if rank in self._workers.running]
@@ -121,24 +132,21 @@ class Watch:
         computes = cpu - self._cpu.get(rank, 0.0) > COMPUTES * seconds
         is_new = beat != self._beats.get(rank)
         self._beats[rank], self._cpu[rank] = beat, cpu
-        if beat.strip() in ("", "{}"):  # it has not begun, or has ended, and may take its time, but not be stopped
-            return state not in ("T", "t")
+        # It has not begun, or has ended, and may take its time, but not be stopped.
+        if state == "Z" or beat.strip() in ("", "{}"):
+            return state not in _STOPPED
         return is_new or computes
+
+    def _leaves_undone(self, running: Sequence[int]) -> bool:
+        """Whether the process that forks them is stopped, or has not told of one that has ended."""
+        has_ended = any(_state(self._workers.ids[rank])[0] == "Z" for rank in running)
+        return has_ended or _state(self._workers.server)[0] in _STOPPED
 
     def _said(self, rank: int) -> Mapping[str, Any]:
         with suppress(ValueError):
             said: dict[str, Any] = json.loads(self._beats.get(rank) or "{}")
             return said
         return {}
-
-    def _why(self, rank: int) -> str:
-        state, _ = _state(self._workers.ids[rank])
-        reasons = {
-            "T": ": its process is stopped (SIGSTOP)",
-            "t": ": a debugger holds it",
-            "D": ": it waits for a disk",
-        }
-        return reasons.get(state, "")
 
     def _wait(self, condition: Any) -> None:
         until = time.monotonic() + TELL_SECONDS
@@ -160,6 +168,16 @@ def _read(file: Path) -> str:
 def _ends_in_main(file: Path) -> bool:
     """Whether the stacks are all there: those of the main thread come last, and end in the module that was started."""
     return _read(file).rstrip().endswith(("<module>", "_run_code", "_run_module_as_main"))
+
+
+def _why(pid: int) -> str:
+    """Why a process gives no sign, as far as the system tells."""
+    reasons = {
+        "T": ": its process is stopped (SIGSTOP)",
+        "t": ": a debugger holds it",
+        "D": ": it waits for a disk",
+    }
+    return reasons.get(_state(pid)[0], "")
 
 
 def _state(pid: int) -> tuple[str, float]:

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import cannot_write, is_full
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
 from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.memory import out_of_gpu_memory
@@ -100,10 +101,12 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _in_words(world: World) -> Iterator[None]:
-    """Inside, want of GPU memory is said as the user has to hear it."""
+    """Inside, want of GPU memory and a full disk are said as the user has to hear it."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, OSError) and is_full(error):
+            raise cannot_write(error.filename or "a file of the run", error) from error
         if said := out_of_gpu_memory(error, world.rank):
             raise said from error
         raise

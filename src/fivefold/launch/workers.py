@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import writing
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.launch.failure import (
@@ -22,6 +23,7 @@ from fivefold.launch.failure import (
     is_out_of_memory,
     place,
     put_aside,
+    room_for_failures,
 )
 from fivefold.launch.memory import Needs, Pressure, address_said, room
 from fivefold.launch.processes import Workers, private_folder
@@ -62,11 +64,12 @@ def start_workers(workers: Workers, request: Mapping[str, Any], *, logs: Path, p
     write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: for ever). Raises the first failing
     worker's `UserError`, `WorkerDied` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    put_aside(logs)
     file = logs / "request.json"
-    file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    with private_folder() as folder, workers.started(file, folder):
+    with writing(logs, instead=""):
+        logs.mkdir(parents=True, exist_ok=True)
+        put_aside(logs)
+        file.write_text(json.dumps(request, indent=1), encoding="utf-8")
+    with private_folder() as folder, room_for_failures(logs, workers.count), workers.started(file, folder):
         watch, pressure = Watch(folder, workers, patience), Pressure()
         try:
             for _ in workers.turns():
@@ -79,7 +82,11 @@ def start_workers(workers: Workers, request: Mapping[str, Any], *, logs: Path, p
             _show_cursor()  # a killed display leaves none behind
         if workers.signals and not any(failure["is_users"] for failure in failures(logs)):
             raise KeyboardInterrupt if workers.signals[0] == signal.SIGINT else SystemExit(128 + workers.signals[0])
-        if frozen or any(codes.values()):
+        if watch.server and not failures(logs):
+            died = WorkerDied(watch.server, more=f"logs: {logs}")
+            died.cause = watch.server
+            raise died
+        if frozen or watch.server or any(codes.values()):
             raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
 
 

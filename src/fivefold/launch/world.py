@@ -7,7 +7,6 @@ A world comes from `torchrun` (and everything that speaks its variables: Kubeflo
 import ctypes
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -18,9 +17,11 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any
 
+from fivefold.config.schema import LaunchSection
 from fivefold.core.errors import UserError
+from fivefold.launch.meeting import LOOPBACK, meet
 
-LOOPBACK, FILE = "127.0.0.1", "file://"
+FILE, TCP = "file://", "tcp://"
 TIMEOUT = timedelta(hours=1)  # of one collective, behind the watchdog of the run (train.collective_timeout)
 
 LAUNCHER = "FIVEFOLD_LAUNCHER"  # in the environment of our own workers: the process that started them
@@ -32,10 +33,9 @@ _SHARED_OUT = "FIVEFOLD_SHARED_OUT"  # beside an OMP_NUM_THREADS that is ours, n
 class World:
     """This process among all: `rank` of `size`, `local_rank` of `local_size` on this machine.
 
-    `device` is `cpu` or `cuda:N`; `rendezvous` is where the ranks meet: `env://`, `tcp://host:port`, `file://path`,
-    or empty for a process on its own, which needs no network. `is_local`: all ranks are known to be on this machine.
-    `folder`: what workers and the launcher of this machine share with nobody else; empty where something else started
-    them.
+    `device` is `cpu` or `cuda:N`; `rendezvous` is where the ranks meet: `tcp://host:port`, `file://path`, or empty for
+    a process on its own, which needs no network. `is_local`: all ranks are known to be on this machine. `folder`: what
+    workers and the launcher of this machine share with nobody else; empty where something else started them.
     """
 
     rank: int = 0
@@ -63,7 +63,8 @@ class World:
 def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> World | None:
     """The world that something else started this process in, or None when it stands alone.
 
-    `device` is `auto`, `cpu` or `cuda`. Raises `UserError` when the variables are there but incomplete.
+    `device` is `auto`, `cpu` or `cuda`. Raises `UserError` when the variables are there but incomplete or
+    no numbers.
     """
     in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -77,7 +78,8 @@ def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> Wor
 
 
 def _tasks(env: Mapping[str, str]) -> int:
-    return int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+    name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    return _number(env, name, 1, least=1)
 
 
 def alone(device: str = "auto") -> World:
@@ -146,14 +148,17 @@ def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> 
 
 
 @contextmanager
-def join(world: World) -> Iterator[World]:
-    """Inside, `torch.distributed` is ready and the device is chosen; a group that exists already is left as it is."""
+def join(world: World, *, timeout: float = LaunchSection().timeout) -> Iterator[World]:
+    """Inside, `torch.distributed` is ready and the device is chosen; a group that exists already is left as it is.
+
+    `timeout`: seconds until all ranks have to be there, where something else has started them.
+    """
     import torch
 
     torch.set_num_threads(threads_per_worker(world.local_size))
     # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    is_ours = open_world(world)
+    is_ours = open_world(world, timeout=timeout)
     try:
         yield world
     except BaseException:
@@ -182,10 +187,10 @@ def set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def open_world(world: World | None = None) -> bool:
+def open_world(world: World | None = None, *, timeout: float = LaunchSection().timeout) -> bool:
     """Choose the device and make `torch.distributed` ready where nobody has yet; whether this was to do.
 
-    `world`: None is the one in the environment, or this process alone.
+    `world`: None is the one in the environment, or this process alone. `timeout`: as in `join`.
     """
     import torch
     import torch.distributed as dist
@@ -204,7 +209,7 @@ def open_world(world: World | None = None) -> bool:
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return False
-    _open_group(world)
+    _open_group(world, timeout)
     return True
 
 
@@ -223,7 +228,7 @@ def worker_environment(rank: int, size: int, folder: Path) -> dict[str, str]:
     return {name: str(value) for name, value in place.items()}
 
 
-def _open_group(world: World) -> None:
+def _open_group(world: World, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -231,11 +236,9 @@ def _open_group(world: World) -> None:
         # Nobody outside can reach the loopback interface, and no name is looked up to find it.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device(world.device) if world.device != "cpu" else None
-    store = _store(world)
     dist.init_process_group(
         world.backend,
-        init_method=world.rendezvous if store is None else None,
-        store=store,
+        store=_store(world, timeout),
         rank=world.rank,
         world_size=world.size,
         timeout=TIMEOUT,
@@ -247,39 +250,42 @@ def _open_group(world: World) -> None:
         dist.barrier()
 
 
-def _store(world: World) -> Any:
-    """Where the ranks of this machine meet: a file, or a port of the loopback interface. None: as `rendezvous` says."""
-    from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]  # public, untyped
+def _store(world: World, timeout: float) -> Any:
+    """Where the ranks meet: a file, or a port of rank 0 or of torchrun's agent."""
+    from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # public, untyped
 
     if not world.rendezvous:
         return HashStore()
     if world.rendezvous.startswith(FILE):
         return FileStore(world.rendezvous.removeprefix(FILE), world.size)
-    if not world.is_local or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    port = int(os.environ["MASTER_PORT"] if world.rendezvous == "env://" else world.rendezvous.rpartition(":")[2])
-    options: dict[str, Any] = {"is_master": world.is_first, "timeout": TIMEOUT}
-    if world.is_first:  # torch's own socket would listen to every interface
-        options["master_listen_fd"] = socket.create_server((LOOPBACK, port)).detach()
-    return TCPStore(LOOPBACK, port, world.size, **options)
+    host, _, port = world.rendezvous.removeprefix(TCP).rpartition(":")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world.is_local and not has_agent:
+        host = LOOPBACK
+    hosts = world.is_first and not has_agent
+    store = meet(world.rank, world.size, host, int(port), hosts=hosts, timeout=timeout)
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
     """A worker of `torchrun`, or one that `launch/processes.py` has started on this machine."""
     folder = env.get(_FOLDER, "")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env and not folder]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name) and not folder]
     if missing:
         raise UserError(
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not",
             fix="start the workers with torchrun, or unset RANK and WORLD_SIZE to let fivefold start them",
         )
-    size = int(env["WORLD_SIZE"])
+    size = _number(env, "WORLD_SIZE", least=1)
+    rank = _number(env, "RANK", most=size - 1)
+    meeting = f"{FILE}{folder}/store" if folder else f"{TCP}{env['MASTER_ADDR']}:{_port(env)}"
     return World(
-        rank=int(env["RANK"]),
-        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        rank=rank,
+        local_rank=_number(env, "LOCAL_RANK", rank, most=size - 1),
         size=size,
-        local_size=int(env.get("LOCAL_WORLD_SIZE", size)),
-        rendezvous=(f"{FILE}{folder}/store" if size > 1 else "") if folder else "env://",
+        local_size=_number(env, "LOCAL_WORLD_SIZE", size, least=1, most=size),
+        rendezvous=meeting if size > 1 else "",
         is_local=env.get("LOCAL_WORLD_SIZE") == str(size),
         folder=folder,
     )
@@ -288,18 +294,18 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
 def _from_srun(env: Mapping[str, str]) -> World:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or env.get("SLURM_JOB_NODELIST") or LOOPBACK
     size = _tasks(env)
-    local_rank = int(env.get("SLURM_LOCALID", "0"))
+    local_rank = _number(env, "SLURM_LOCALID", 0)
     layout = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
-    node = int(env.get("SLURM_NODEID", "0"))
+    node = _number(env, "SLURM_NODEID", 0)
     local_size = layout[node] if node < len(layout) else max(local_rank + 1, size if nodes == LOOPBACK else 1)
     host = env.get("MASTER_ADDR") or first_host(nodes)
-    port = env.get("MASTER_PORT") or _port(env.get("SLURM_JOB_ID", "0"), env.get("SLURM_STEP_ID", "0"))
+    port = _port(env) if env.get("MASTER_PORT") else _port_of_step(env)
     return World(
-        rank=int(env["SLURM_PROCID"]),
+        rank=_number(env, "SLURM_PROCID", most=size - 1),
         local_rank=local_rank,
         size=size,
         local_size=local_size,
-        rendezvous=f"tcp://{host}:{port}",
+        rendezvous=f"{TCP}{host}:{port}",
         is_local=layout == [size] or nodes == LOOPBACK,
     )
 
@@ -336,7 +342,22 @@ def _tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def _port(job: str, step: str) -> int:
+def _port(env: Mapping[str, str]) -> int:
+    return _number(env, "MASTER_PORT", least=1, most=2**16 - 1)
+
+
+def _port_of_step(env: Mapping[str, str]) -> int:
     """A port that every task of a job step agrees on and that two steps of one machine rarely share."""
-    job_number, step_number = (int(text) if text.isdigit() else 0 for text in (job, step))
-    return 10_000 + (job_number * 16 + step_number) % 20_000
+    job, step = (int(text) if text.isdigit() else 0 for text in map(env.get, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "00"))
+    return 10_000 + (job * 16 + step) % 20_000
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, most: int = 2**31) -> int:
+    """A variable of who started this process. Raises `UserError` where it is no number from `least` to `most`."""
+    text = env.get(name, str(default)).strip()
+    if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
+        return int(text)
+    raise UserError(
+        f"{name} is {text!r} in the environment, and has to be a number from {least} to {most}",
+        fix="unset RANK and WORLD_SIZE where another job has left them; torchrun and srun set what they need",
+    )

@@ -1,6 +1,5 @@
 """From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -15,7 +14,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.folder_config import check_counts, check_not_gguf, read_folder_config
+from fivefold.core.folder_config import (
+    check_counts,
+    check_no_code,
+    check_not_gguf,
+    no_dropout,
+    noise,
+    read_folder_config,
+)
 from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.core.shapes import no_model, shape_folder
 from fivefold.core.text import listed
@@ -34,9 +40,6 @@ MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
 _ROPE = {"rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "partial_rotary_factor": "partial_rotary_factor",
          "rotary_pct": "partial_rotary_factor"}  # fmt: skip
 _ROPES = ("rope_scaling", "rope_parameters")
-# Keys of other heads than that of a language model.
-_NO_DROPOUT = ("classifier_", "summary_")
-_THRESHOLDS = {("phimoe", "router_jitter_noise")}  # also says which experts count: 0 would be another model
 _NOW = {"torch_dtype": "dtype"}
 _ALWAYS = {*_NOW, *_NOW.values()}
 
@@ -54,12 +57,7 @@ def load_model_config(
     their own code run.
     """
     values = _read(name_or_path)
-    if "auto_map" in values:
-        raise UserError(
-            f"{name_or_path} brings its own model code (auto_map in config.json), and no code from a model folder is "
-            "executed",
-            fix="use a model whose class is part of transformers, or remove auto_map if its model_type is one",
-        )
+    check_no_code(values, str(name_or_path))
     model_type = values.get("model_type", "")
     cls = hf_internals.config_class(model_type) if isinstance(model_type, str) else None
     if cls is None:
@@ -183,19 +181,15 @@ def use_our_attention(model: PreTrainedModel) -> None:
 
 def _refuse_dropout(model: PreTrainedModel) -> None:
     """Raise `UserError` for dropout and jitter: every rank draws its own numbers, so results would differ by layout."""
-    keys = dict(_noise(model.config.get_text_config().to_dict()))
+    name, keys = type(model).__name__, dict(noise(model.config.get_text_config().to_dict()))
     if keys or any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
-        found = ", ".join(f"{key} {value}" for key, value in keys.items())
-        raise UserError(
-            f"dropout is not supported: {type(model).__name__} has {found or 'a module that drops'}",
-            fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}" if keys else None,
-        )
+        raise no_dropout(name, keys)
 
 
 def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """`hf_config` itself, its dropout and jitter set to 0: of a model that is not trained, which draws none."""
     text = hf_config.get_text_config()
-    for key, value in _noise(text.to_dict()):
+    for key, value in noise(text.to_dict()):
         *above, last = key.split(".")
         inside: Any = text
         for name in above:
@@ -205,21 +199,6 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         else:
             setattr(inside, last, type(value)(0))  # configs hold fields to their types
     return hf_config
-
-
-def _noise(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
-    for key, value in values.items():
-        if (values.get("model_type"), key) in _THRESHOLDS:
-            continue
-        if isinstance(value, Mapping):
-            yield from _noise(value, f"{inside}{key}.")
-        elif re.search("drop|jitter", str(key)) and not str(key).startswith(_NO_DROPOUT) and _is_positive(value):
-            yield f"{inside}{key}", value
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def weights_folder(

@@ -47,7 +47,7 @@ class CheckpointManager:
         )
         self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"
-        self._under_way: Path | None = None
+        self._under_way = 0  # the step that is being saved
         self.failed: UserError | None = None
 
     def resume(self, config: RunConfig) -> Resumed:
@@ -67,6 +67,7 @@ class CheckpointManager:
                 passed[where] = damage.what
                 continue
             warmup_steps = opened.agreement.get(checkpoint.WARMUP)
+            self._log.folder.saved = opened.step if Path(folder).parent == self._directory else 0
             return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
 
     def save(self, config: RunConfig, step: int, state: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class CheckpointManager:
             tokenizer_dir=tokenizer.folder if is_own else tokenizer.saved,
         )  # fmt: skip
         self._saver.save(self._model, self._optimizer, about)
-        self._under_way = self._directory / checkpoint.step_folder(step)
+        self._under_way = step
 
     def try_memory(self, more: int) -> None:
         """Take the memory that a save will copy to, for weights and state; `more`: bytes of state that is not there
@@ -93,7 +94,7 @@ class CheckpointManager:
         if failure is None:
             self._tell_published()
             return
-        self._under_way = None
+        self._under_way = 0
         if self._stops_on_failure:
             self.failed = failure
         self._log.display.note(f"step {step}: {failure.what}; training {'stops' if self.failed else 'goes on'}")
@@ -110,8 +111,8 @@ class CheckpointManager:
 
     def _tell_published(self) -> None:
         if self._under_way and not self._saver.is_pending:
-            self._log.events.tell("save", self._under_way)
-            self._under_way = None
+            self._log.events.tell("save", self._directory / checkpoint.step_folder(self._under_way))
+            self._log.folder.saved, self._under_way = self._under_way, 0
 
     def _where_to_go_on(self, config: RunConfig, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
         """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""

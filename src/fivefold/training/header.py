@@ -1,17 +1,16 @@
 """The lines around a run: what it is before the first step, where everything is after the last."""
 
 from collections.abc import Iterator, Mapping
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from fivefold.config import RunConfig
 from fivefold.core.fp8 import KERNELS, RECIPES
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB, human, human_bytes, many
+from fivefold.launch.folder import next_commands
 from fivefold.launch.world import multiplies_bf16
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
@@ -230,15 +229,3 @@ def closing_lines(job: "Trainer", why: str | None) -> list[tuple[str, str]]:
         ("files", f"{run}/  {'  '.join(there)}"),
         *(("" if number else "next", line) for number, line in enumerate(commands)),
     ]
-
-
-def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
-    """What to type after a run, or after it was stopped: each line can be pasted into a shell."""
-    run = quote(str(config.run_dir))
-    prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")
-    hf = config.run_dir / "hf"
-    longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
-    uses = [f"fivefold report {run}", f"fivefold generate {run} --prompt {quote(prompt)}"]
-    uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}"]
-    goes_on = f"{longer}   # {'makes it longer' if step >= total_steps else 'goes on'}"
-    return [*uses, goes_on] if step >= total_steps else [goes_on, *uses]

@@ -17,8 +17,16 @@ from fivefold.core.layout import Layout
 from fivefold.core.terminal import say, shown
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
-from fivefold.launch.folder import began_with, claim_fresh, last_logged_step, last_saved_step, named, open_folder
-from fivefold.launch.model import check_model
+from fivefold.launch.folder import (
+    began_with,
+    claim_fresh,
+    last_logged_step,
+    last_saved_step,
+    named,
+    next_commands,
+    open_folder,
+)
+from fivefold.launch.model import check_data, check_model
 from fivefold.launch.processes import Workers
 from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fivefold.data import Progress
+    from fivefold.data.prepare import PreparedData
 
 BODY = "fivefold.training.run:on_worker"
 Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
@@ -57,14 +66,17 @@ def run(
                 prove(config, config.layout.resolve(workers))
     if world is None:
         with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
-            _prepare(config, show=True)
+            data = _prepare(config, show=True)
+            check_data(config, data)
+            if not is_fresh and _is_finished(config, data):
+                return config.run_dir
             return _start(claim_fresh(config) if is_fresh else config, crew, listener)
     with one_voice(world):
         _prepare(config, show=world.is_first)
     from fivefold import checkpoint  # imports torch
 
     here = find_world(config.train.device) or world
-    with join(here), said_once(here):
+    with join(here, timeout=config.launch.timeout), said_once(here):
         if config.is_automatic:  # the first rank chooses for all, whose devices it takes to be like its own
             settled = partial(_settled, config, here.size, here.local_size, is_fresh=is_fresh)
             config = config.with_layout(Layout.parse(checkpoint.on_first_rank(lambda: str(settled().layout))))
@@ -80,6 +92,12 @@ def run(
 def _workers(config: RunConfig, nproc: int | None) -> int:
     """How many to start."""
     kind, layout = device_kind(config.train.device), config.written_layout
+    if kind == "cpu" and config.train.attention == "fa3":
+        raise UserError(
+            "train.attention: fa3 is for GPUs, and this run is on cpu",
+            fix="train.attention: auto",
+            more="docs/machine.md",
+        )
     return worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
 
 
@@ -100,6 +118,30 @@ def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -
     for line in why:
         say(line)
     return config
+
+
+def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
+    """Whether all steps of the run are done, and nothing else is asked for than its folder says; then it is said."""
+    from fivefold.training.display import open_display
+    from fivefold.training.schedule import settled, total_steps
+
+    total = total_steps(config, data)
+    if not 0 < total == last_saved_step(config) or (
+        config.checkpoint.export_hf and not (config.run_dir / "hf").exists()
+    ):
+        return False
+    try:
+        before = load_config(config.run_dir)
+    except UserError:  # the workers tell
+        return False
+    warmup = before.scheduler.warmup_steps
+    if not isinstance(warmup, int) or before != settled(config, total, before=warmup):
+        return False
+    commands = next_commands(config, step=total, total_steps=total)
+    with open_display(total_steps=total, start=total) as display:
+        done = f"this run is finished: {total} of {total} steps are done"
+        display.closing([("done", done), *(("" if at else "next", line) for at, line in enumerate(commands))])
+    return True
 
 
 def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
@@ -137,11 +179,11 @@ def _tell_restart(config: RunConfig, text: str) -> None:
         log.write("died", last_logged_step(config), what=text)
 
 
-def _prepare(config: RunConfig, *, show: bool) -> None:
+def _prepare(config: RunConfig, *, show: bool) -> "PreparedData":
     from fivefold.data import prepare
 
     with preparing() if show else nullcontext() as progress:
-        prepare(config, progress=progress)
+        return prepare(config, progress=progress)
 
 
 @contextmanager

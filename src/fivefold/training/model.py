@@ -7,9 +7,8 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.base import base_source
 from fivefold.config import RunConfig
-from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
-from fivefold.launch.model import check_positions
+from fivefold.launch.model import check_positions, check_tokens
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
 from fivefold.models.adapter import Layered
@@ -43,15 +42,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
         if config.model.init == "random":
             own |= {"vocab_size": data.tokenizer.vocab_size, "bos_token_id": None, "pad_token_id": None}
     hf_config = load_model_config(config.model.name_or_path, config.model.overrides, of_text=own)
-    vocabulary = hf_config.get_text_config().vocab_size
-    # A tokenizer may name more than the model has (a padding token, often) as long as no text holds it.
-    sides = [side for side in (data.train, data.validation) if side and data.tokenizer.vocab_size > vocabulary]
-    if any(side.largest_token >= vocabulary for side in sides):
-        raise UserError(
-            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model's vocabulary {vocabulary}",
-            fix="use the model's own tokenizer (tokenizer.name_or_path: auto), "
-            f"or set model.overrides.vocab_size: {data.tokenizer.vocab_size} with model.init: random",
-        )
+    check_tokens(data, hf_config.get_text_config().vocab_size)
     check_positions(getattr(hf_config.get_text_config(), "max_position_embeddings", None), config.data.seq_length)
     check_lengths(hf_config, config.data.seq_length)
     if config.model.init == "random":

@@ -17,6 +17,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import replace
 from fivefold.core.interrupts import Stopped
 from fivefold.core.json_lines import JsonLines, Row
+from fivefold.core.step_folders import step_folder, steps
 from fivefold.launch.events import Events, Listener
 from fivefold.launch.folder import LOCK, FolderLock
 from fivefold.training import record
@@ -105,13 +106,14 @@ def _how(error: BaseException) -> str:
 
 class HeldFolder:
     """Rank 0's hold on its run folder; on other ranks nothing is taken, and nothing done. A folder that someone
-    removes is made again."""
+    removes is made again. `saved`: the step of the newest checkpoint that this run knows of."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._lock: FolderLock | None = None
         self._files: dict[str, bytes] = {}
         self._is_lost = False
+        self.saved = 0
 
     def take(self) -> None:
         """Keep other runs from writing to it. Raises `UserError` when one does already."""
@@ -128,11 +130,19 @@ class HeldFolder:
         self._files |= {name: (self.run_dir / name).read_bytes() for name in names}
 
     def look(self, say: Callable[[str], None]) -> None:
-        """See whether the folder is there; one that was removed is made again, with the files that were remembered.
+        """See whether the folder is there; one that was removed is made again, with the files that were remembered. A
+        checkpoint that was removed is said.
 
         Raises `UserError` when another run has taken its place. What cannot be written is said, once.
         """
-        if self._lock is None or self._lock.is_at(self.run_dir / LOCK):
+        if self._lock is None:
+            return
+        saved = self.saved
+        if self._lacks_checkpoint():
+            self.saved = 0
+        if self._lock.is_at(self.run_dir / LOCK):
+            if self.saved != saved:
+                say(f"WARNING: step {saved} was removed from {self.run_dir}/checkpoints; the next one is saved on time")
             return
         gone = {name: content for name, content in self._files.items() if not (self.run_dir / name).exists()}
         try:
@@ -153,3 +163,9 @@ class HeldFolder:
         if any(os.scandir(self.run_dir / "checkpoints") if (self.run_dir / "checkpoints").is_dir() else ()):
             there = "its checkpoints are there"
         say(f"WARNING: {self.run_dir} was removed while this run writes to it; it is made again: {there}")
+
+    def _lacks_checkpoint(self) -> bool:
+        folder = self.run_dir / "checkpoints"
+        if not self.saved or (folder / step_folder(self.saved)).is_dir():
+            return False
+        return max(steps(folder), default=0) < self.saved  # the run itself removes it once there is a newer one

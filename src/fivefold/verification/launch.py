@@ -31,7 +31,7 @@ def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> Verify
     from fivefold.verification.ranks import inside
 
     here = find_world(config.train.device) or world
-    with join(here), said_once(here):
+    with join(here, timeout=config.launch.timeout), said_once(here):
         return inside(request, here, Path(config.run.dir), publish)
 
 

@@ -1,0 +1,166 @@
+"""Where ranks meet that something else has started: a store of torch, at a port of rank 0 or of torchrun's agent.
+
+Ranks that do not come are named while the others wait, and end the wait after a time. A node may not have started, or
+another job has left `RANK` and `WORLD_SIZE` in the environment.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache, partial
+from typing import Any
+
+from fivefold.core.errors import RunFailed, UserError, first_line
+from fivefold.core.terminal import say
+from fivefold.core.text import listed
+
+LOOPBACK = "127.0.0.1"
+FIRST, EVERY = 10.0, 60.0  # seconds until it is said who is waited for, and from then on
+_PAUSE = 1.0  # seconds between two looks, at most
+_ANSWER = 10.0  # seconds that a store may take for an answer
+_COUNT, _ALL = "fivefold/came", "fivefold/all-came"
+
+
+def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float) -> Any:
+    """The store of all ranks, once all have come. `hosts`: it is this rank's, at `port` of this machine.
+
+    Raises `UserError` where the port cannot be had, `RunFailed` where a rank has not come after `timeout` seconds.
+    """
+    wait = _Wait(timeout)
+    store = _open(size, host, port) if hosts else _reach(rank, size, host, port, wait)
+    _wait_for_all(store, rank, size, f"{host}:{port}" + (f" (here: {socket.gethostname()})" if hosts else ""), wait)
+    return store
+
+
+class _Wait:
+    """Says what is waited for, and ends when it has taken too long."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._began, self._next = timeout, time.monotonic(), FIRST
+
+    def look(self, what: Callable[[], str]) -> None:
+        """Say `what` is waited for if it is time to ("" where another rank says it), and rest. Raises `RunFailed`."""
+        waited = time.monotonic() - self._began
+        if waited >= self._timeout:
+            raise RunFailed(
+                f"{what() or 'not all ranks have come'} ({self._timeout:g} s: launch.timeout)",
+                fix="start the ranks that are missing; or unset RANK and WORLD_SIZE, which another job may have left, "
+                "to let fivefold start its workers",
+                more="docs/machine.md",
+            )
+        if waited >= self._next:
+            self._next += EVERY
+            if said := what():
+                say(f"{said} ({waited:.0f} s)", stream=sys.stderr)
+        time.sleep(min(_PAUSE, 0.01 + waited / 8))
+
+
+def _open(size: int, host: str, port: int) -> Any:
+    """The store at a port of this machine: of the loopback interface where `host` is that, else of all."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
+
+    try:
+        listening = _listen(host, port).detach()
+    except OSError as error:
+        raise UserError(
+            f"rank 0 cannot listen at port {port} of {socket.gethostname()}: {os.strerror(error.errno or 0)}",
+            fix="set MASTER_PORT to a free port, the same for every rank, or end what uses it",
+        ) from error
+    return TCPStore(LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if host != LOOPBACK and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a machine whose IPv6 is turned off
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((LOOPBACK if host == LOOPBACK else "", port))
+
+
+def _reach(rank: int, size: int, host: str, port: int, wait: _Wait) -> Any:
+    """The store that another process has opened, once it has."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
+
+    while True:
+        try:
+            address = _address(host)
+            # torch tells of every attempt that fails, in C++.
+            socket.create_connection((address, port), timeout=_PAUSE).close()
+            return _answered(partial(TCPStore, address, port, size, is_master=False, wait_for_workers=False))
+        except (OSError, RuntimeError) as error:
+            why = "no answer" if isinstance(error, TimeoutError) else first_line(error)
+            if isinstance(error, socket.gaierror):
+                why = f"no address of {host} is known"
+        wait.look(partial(str, f"rank {rank} waits for rank 0 at {host}:{port}: {why}"))
+
+
+def _answered(connect: Callable[[], Any]) -> Any:
+    """What `connect` gives, in a thread: torch waits for ever for a service that is no store. Raises `TimeoutError`."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(connect())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(_ANSWER)
+
+
+def _address(host: str) -> str:
+    """`host` where its address is known, else the address that Slurm has of a node of this name. Raises `OSError`."""
+    try:
+        socket.getaddrinfo(host, None)
+        return host
+    except OSError:
+        if not (address := _of_slurm(host)):
+            raise
+    return address
+
+
+@cache
+def _of_slurm(node: str) -> str:
+    """The `NodeAddr` of a node; "" where Slurm knows none."""
+    with suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(
+            ["scontrol", "show", "node", node], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
+        )
+        if found := re.search(r"\bNodeAddr=(\S+)", asked.stdout):
+            return found[1]
+    return ""
+
+
+def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> None:
+    from torch.distributed import DistNetworkError
+
+    try:
+        store.set(_key(rank), "")
+        if store.add(_COUNT, 1) >= size:
+            store.set(_ALL, "")
+        while not store.check([_ALL]):  # to wait for it, torch would tell of every second
+            wait.look(partial(_missing, store, rank, size, place))
+    except DistNetworkError as error:
+        raise RunFailed(
+            f"rank {rank} was waiting at {place}, and the process that listened there has ended",
+            fix="look at what rank 0 has said",
+        ) from error
+
+
+def _missing(store: Any, rank: int, size: int, place: str) -> str:
+    """Who has not come, in words, for the first of those who have."""
+    first = next(each for each in range(size) if store.check([_key(each)]))
+    if first != rank:
+        return ""
+    missing = [each for each in range(size) if not store.check([_key(each)])]
+    return f"rank {rank} waits at {place} for rank {listed(missing, 8)}: {size - len(missing)} of {size} have come"
+
+
+def _key(rank: int) -> str:
+    return f"{_COUNT}/{rank}"

@@ -1,0 +1,140 @@
+"""Ranks that something else has started meet at a port of rank 0 and name who does not come. Here ranks are threads."""
+
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.launch import meeting
+from fivefold.launch.meeting import LOOPBACK, meet
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, seconds in (("FIRST", 0.3), ("EVERY", 0.4), ("_PAUSE", 0.1)):
+        monkeypatch.setattr(meeting, name, seconds)
+    meeting._of_slurm.cache_clear()
+    yield
+    meeting._of_slurm.cache_clear()
+
+
+def ranks(come: list[int], size: int, port: int, *, timeout: float = 1.0, host: str = LOOPBACK) -> list[Any]:
+    """What each of the ranks that come gets: a store, or an error."""
+
+    def one(rank: int) -> Any:
+        try:
+            return meet(rank, size, host, port, hosts=rank == 0, timeout=timeout)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(len(come)) as threads:
+        return list(threads.map(one, come))
+
+
+def test_ranks_that_all_come_share_a_store(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    first, *others = ranks([0, 2, 1], 3, port, timeout=20)
+    first.set("key", "value")
+    assert [each.get("key") for each in others] == [b"value"] * 2
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_never_comes_is_named_by_the_first_of_the_others(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    errors = ranks([0, 3], 5, port)
+    assert {type(error) for error in errors} == {RunFailed} and "launch.timeout" in errors[0].what
+    said = rf"rank 0 waits at {LOOPBACK}:{port} \(here: .+\) for rank 1, 2, 4: 2 of 5 have come \("
+    assert re.match(said, errors[0].what)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(re.match(said, line) for line in lines), lines
+
+
+def test_rank_0_that_never_comes_is_named(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    (error,) = ranks([1], 2, port)
+    said = f"rank 1 waits for rank 0 at {LOOPBACK}:{port}: Connection refused"
+    assert error.what == f"{said} (1 s: launch.timeout)" and "unset RANK" in error.fix
+    lines = capfd.readouterr().err.splitlines()  # torch writes to the descriptor
+    assert lines and all(line.startswith(f"{said} (") for line in lines)
+
+
+def test_a_port_that_is_taken_is_said_at_once(port: int) -> None:
+    with socket.create_server((LOOPBACK, port)):
+        for host in (LOOPBACK, socket.gethostname()):
+            (error,) = ranks([0], 2, port, timeout=60, host=host)
+            assert type(error) is UserError and "MASTER_PORT" in error.fix
+            assert (
+                error.what == f"rank 0 cannot listen at port {port} of {socket.gethostname()}: Address already in use"
+            )
+
+
+def test_another_service_at_the_port_is_no_store(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER", 0.3)
+    with socket.create_server((LOOPBACK, port)):  # takes connections, and never says anything
+        (error,) = ranks([1], 2, port)
+    assert error.what == f"rank 1 waits for rank 0 at {LOOPBACK}:{port}: no answer (1 s: launch.timeout)"
+
+
+def no_names(monkeypatch: pytest.MonkeyPatch, scontrol: Callable[..., Any]) -> None:
+    """Numbers alone are addresses; Slurm is asked by `scontrol`."""
+    resolve = socket.getaddrinfo
+
+    def numbers(host: str, *rest: Any, **options: Any) -> Any:
+        if re.fullmatch(r"[0-9.:]+", host):
+            return resolve(host, *rest, **options)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", numbers)
+    monkeypatch.setattr(meeting, "subprocess", SimpleNamespace(run=scontrol, **SUBPROCESS))
+
+
+SUBPROCESS = {name: getattr(subprocess, name) for name in ("DEVNULL", "SubprocessError")}
+
+
+def test_slurm_is_asked_for_the_address_of_a_node(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def scontrol(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        return SimpleNamespace(stdout=f"NodeName=gpu-7 Arch=x86_64\n   NodeAddr={LOOPBACK} NodeHostName=x Port=0\n")
+
+    no_names(monkeypatch, scontrol)
+    first, second = ranks([0, 1], 2, port, timeout=20, host="gpu-7")
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    assert asked == [["scontrol", "show", "node", "gpu-7"]]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_name_without_an_address_is_said(there: bool, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scontrol(*_: Any, **__: Any) -> Any:
+        if not there:
+            raise FileNotFoundError("scontrol")
+        return SimpleNamespace(stdout="NodeName=other NodeAddr=\n")
+
+    no_names(monkeypatch, scontrol)
+    (error,) = ranks([1], 2, port, host="gpu-7", timeout=0.3)
+    assert error.what.startswith(f"rank 1 waits for rank 0 at gpu-7:{port}: no address of gpu-7 is known (")
+
+
+def test_the_end_of_rank_0_ends_the_wait_of_the_others(port: int) -> None:
+    kept = [meeting._open(3, LOOPBACK, port)]
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(ranks, [1], 3, port, timeout=60)
+        while not kept[0].check([meeting._key(1)]):
+            time.sleep(0.02)
+        kept.clear()
+        (error,) = waits.result(timeout=20)
+    assert type(error) is RunFailed and "has ended" in error.what
