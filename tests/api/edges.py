@@ -169,12 +169,12 @@ def without_padding(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tens
     return [{key: values[row][mask[row]][None] for key, values in kept.items()} for row in range(len(mask))]
 
 
-def layouts_of_whole_tensors() -> bool:
-    """Optimizers that look at whole tensors, in copies: the same on both ranks and as in one process."""
+def layouts_of_whole_tensors(layout: str) -> bool:
+    """Optimizers that look at whole tensors, where ranks have them: the same on both and as in one process."""
     found = []
     for make in (lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.1),):
         alone: Any = build("llama")
-        model = ff.parallelize(build("llama"), "dp2")
+        model = ff.parallelize(build("llama"), layout)
         optimizer, other = make(list(model.parameters())), make(list(alone.parameters()))
         batch = plain(np.random.default_rng(1), 2, 6)
         for _ in range(2):

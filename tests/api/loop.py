@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.verification.exact import exact
+from tests.api.optimizers import Lamb
 from tests.parity import PAD, VOCABULARY, Case, reference_model
 
 STEPS, CLIP = 3, 0.5
@@ -87,6 +88,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda model: torch.optim.AdamW(groups(model), lr=3e-3),
     "sgd": lambda model: torch.optim.SGD(groups(model), lr=3e-2, momentum=0.9, nesterov=True),
+    "lamb": lambda model: Lamb(groups(model), lr=3e-3),
 }
 
 

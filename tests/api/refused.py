@@ -17,6 +17,7 @@ import fivefold as ff
 from fivefold.parallel.dtensor import local
 from fivefold.verification.exact import exact
 from tests.api.loop import CLIP, build, mean_loss, plain
+from tests.api.optimizers import Prodigy
 from tests.parity import VOCABULARY
 
 Batch = dict[str, Any]
@@ -242,8 +243,9 @@ def optimizers(layout: str) -> bool:
                 wrong.step()
         with refuses("closure"):
             torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(()))
-        with refuses("depends on others of the tensor"):
-            GlobalClip(model.parameters(), lr=0.1).step()
+        for wrong in (GlobalClip(model.parameters(), lr=0.1), Prodigy(model.parameters())):
+            with refuses("depends on other tensors"):
+                wrong.step()
     with refuses("are DTensors"):
         torch.optim.Rprop(model.parameters()).step()
     model.zero_grad()

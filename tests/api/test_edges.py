@@ -58,8 +58,9 @@ def test_each_group_keeps_its_rate_unless_one_is_given() -> None:
     assert run_ranks(1, edges.rates, "single") == [[0.5, 0.25, 0.125, 0.125]]
 
 
-def test_optimizers_of_whole_tensors_run_where_tensors_are_whole() -> None:
-    assert all(run_ranks(2, edges.layouts_of_whole_tensors))
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_optimizers_of_whole_tensors_run_where_tensors_are_whole(layout: str) -> None:
+    assert all(run_ranks(2, edges.layouts_of_whole_tensors, layout))
 
 
 @pytest.mark.parametrize("layout", ["shard2+zero1", "tp2"])

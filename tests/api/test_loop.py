@@ -32,3 +32,9 @@ def test_own_loop_equals_one_process(layout: str, name: str) -> None:
 def test_train_step_equals_one_process(layout: str, name: str) -> None:
     for found in run_ranks(2, train_on_rank, layout, name, "sgd"):
         assert_equal(found, expected(name, "sgd"))
+
+
+def test_what_looks_at_whole_tensors_is_right_in_a_pipeline() -> None:
+    """LAMB, which is refused where a rank has parts."""
+    for found in run_ranks(2, train_on_rank, "pp2", "tied", "lamb", True):
+        assert_equal(found, expected("tied", "lamb"))

@@ -1,5 +1,7 @@
 """Optimizers of someone else's making, tried on small tensors before they update parts of large ones."""
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ from torch import nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.own_loop.optimizer import watch_optimizers, why_not_elementwise
+from fivefold.own_loop.optimizer import watch_optimizers, why_not
+from tests.api.optimizers import Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy
 
 
 class Scaled(torch.optim.Optimizer):
@@ -20,34 +23,120 @@ class Scaled(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            dims = {"element": None, "row": 1, "column": 0, "tensor": (0, 1)}[group["over"]]
             for p in group["params"]:
                 if p.grad is not None:
+                    dims: Any = {"element": None, "row": 1, "column": 0, "tensor": tuple(range(p.ndim))}[group["over"]]
                     norm = p.grad.abs() if dims is None else p.grad.norm(dim=dims, keepdim=True)
                     p.add_(p.grad / (norm + 1e-3), alpha=-group["lr"])
+
+
+def parameters(**options: Any) -> list[nn.Parameter]:
+    return list(nn.Linear(4, 4, **options).parameters())
 
 
 @pytest.mark.parametrize("over", ["row", "column", "tensor"])
 def test_what_looks_beyond_an_element_in_either_direction_is_found(over: str) -> None:
     """Rows are cut by FSDP, columns by tensor parallelism."""
-    assert "depends on others" in str(why_not_elementwise(Scaled(nn.Linear(4, 4).parameters(), over=over)))
+    found = why_not(Scaled(parameters(bias=False), over=over), "parts")
+    assert found and "depends on others of the tensor" in found[0] and "dp, pp" in found[1]
+
+
+ELEMENTWISE = (
+    torch.optim.AdamW, torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+    torch.optim.SGD, Scaled, Lion, Lookahead,
+    partial(torch.optim.AdamW, fused=True, weight_decay=0.1), partial(torch.optim.AdamW, foreach=True, amsgrad=True),
+    partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1), partial(torch.optim.AdamW, eps=1e-15),
+    partial(torch.optim.AdamW, capturable=True), partial(torch.optim.Adam, differentiable=True),
+    partial(torch.optim.RMSprop, centered=True, momentum=0.9), partial(torch.optim.NAdam, decoupled_weight_decay=True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("made", ELEMENTWISE)
+def test_what_updates_each_element_by_its_own_gradient_passes(made: Any) -> None:
+    assert why_not(made(parameters(), lr=0.1), "parts") is None
+
+
+@pytest.mark.parametrize("rate", [10.0, 1e-6, 0.0])
+def test_it_passes_at_any_rate(rate: float) -> None:
+    assert why_not(torch.optim.AdamW(parameters(), lr=rate), "parts") is None
+
+
+def test_what_is_compiled_inside_of_a_step_is_tried_too() -> None:
+    assert why_not(Compiled(parameters()), "parts") is None
+
+
+PER_TENSOR = (
+    torch.optim.Adafactor, Lamb, Normed, partial(Normed, begins=60), partial(Normed, every=10),
+    partial(Normed, least=128), Late,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("made", PER_TENSOR)
+def test_what_looks_at_a_tensor_is_right_in_a_pipeline_alone(made: Any) -> None:
+    """From the first step on, after a warm-up, every tenth step, of large tensors alone, and in a thousand steps."""
+    found = why_not(made(parameters()), "parts")
+    assert found and re.search("others of the tensor|takes linalg_vector_norm of", found[0]) and "dp, pp" in found[1]
+    assert why_not(made(parameters()), "tensors") is None
+
+
+def test_muon_looks_at_matrices() -> None:
+    found = why_not(torch.optim.Muon(parameters(bias=False)), "parts")
+    assert found and "others of the tensor" in found[0] and "optimizer.name=muon" in found[1]
 
 
 @pytest.mark.parametrize(
-    "made",
-    [
-        torch.optim.AdamW, torch.optim.Adam, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-        torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Rprop, torch.optim.SGD, Scaled,
-    ],
-)  # fmt: skip
-def test_what_updates_each_element_by_its_own_gradient_passes(made: Any) -> None:
-    assert why_not_elementwise(made(nn.Linear(4, 4).parameters(), lr=0.1)) is None
+    "made", [Prodigy, partial(Clipped, clip=1.0), partial(Clipped, clip=1.0, waits=60), partial(Clipped, clip=100.0)]
+)
+@pytest.mark.parametrize("ranks_hold", ["tensors", "parts"])
+def test_what_adds_up_over_all_parameters_is_right_in_copies_alone(made: Any, ranks_hold: Any) -> None:
+    found = why_not(made(parameters()), ranks_hold)
+    assert found and "depends on other tensors" in found[0] and "(dp)" in found[1] and "pp" not in found[1]
 
 
-def test_every_group_is_tried_with_its_own_options() -> None:
-    first, second = nn.Linear(4, 4).parameters()
-    groups = [{"params": [first], "over": "element"}, {"params": [second], "over": "row"}]
-    assert why_not_elementwise(Scaled(groups)) is not None
+def test_a_warm_up_hides_nothing() -> None:
+    """The first of its rates is nearly none, and the step of Prodigy would not grow."""
+    optimizer = Prodigy(parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 1000)
+    assert optimizer.param_groups[0]["lr"] == 0.0 and why_not(optimizer, "parts") is not None
+
+
+def test_every_group_is_tried_with_its_own_options_and_all_together() -> None:
+    first, second = parameters()
+    groups = [{"params": [first], "over": "element"}, {"params": [second], "over": "tensor"}]
+    assert why_not(Scaled(groups), "parts") is not None
+    assert why_not(Prodigy([{"params": [first]}, {"params": [second]}]), "tensors") is not None
+
+
+def test_a_trial_leaves_random_numbers_and_the_optimizer_as_they_were() -> None:
+    class Counted(Own):
+        def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+            group["taken"] += torch.rand(())
+            p.sub_(grad)
+
+    torch.manual_seed(3)
+    before, optimizer = torch.get_rng_state(), Counted(parameters(), taken=torch.zeros(()))
+    own = [p.clone() for p in optimizer.param_groups[0]["params"]]
+    torch.set_rng_state(before)
+    why_not(optimizer, "parts")
+    assert torch.equal(torch.get_rng_state(), before) and not optimizer.state
+    assert not optimizer.param_groups[0]["taken"]
+    assert all(map(torch.equal, own, optimizer.param_groups[0]["params"]))
+
+
+def test_layouts_say_what_ranks_hold() -> None:
+    """Copies have all, pipelines some tensors, the others parts."""
+    for layout, wrong in (("dp2", ()), ("pp2", (Prodigy,)), ("dp2.pp2", (Prodigy,)), ("tp2", (Prodigy, Lamb)),
+                          ("shard2.pp2", (Prodigy, Lamb))):  # fmt: skip
+        for made in (Prodigy, Lamb, torch.optim.SGD):
+            model = nn.Linear(4, 4)
+            watch_optimizers(model, Layout.parse(layout), before=[])
+            optimizer = made(model.parameters())
+            if made in wrong:
+                with pytest.raises(UserError, match=f"{made.__name__} under {layout}"):
+                    optimizer.step()
+            else:
+                optimizer.step()
 
 
 def test_a_group_that_is_added_later_is_tried_before_the_next_step() -> None:
@@ -69,9 +158,15 @@ def test_parameters_that_were_replaced_are_refused_and_strangers_left_alone() ->
     torch.optim.SGD(model.parameters()).step()
 
 
+@pytest.mark.parametrize("made", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_what_cannot_be_tried_is_refused(made: Any) -> None:
+    found = why_not(made(parameters()), "parts")
+    assert found and "cannot be tried" in found[0]
+
+
 def test_an_optimizer_that_raises_without_a_word_is_refused_with_the_type_of_its_error() -> None:
     class Silent(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             raise NotImplementedError
 
-    assert "NotImplementedError" in str(why_not_elementwise(Silent(nn.Linear(4, 4).parameters(), lr=0.1)))
+    assert "NotImplementedError" in str(why_not(Silent(parameters(), lr=0.1), "parts"))

@@ -1,28 +1,41 @@
 """Whether a user's optimizer may update a parallelized model: it is tried on small tensors, not looked up by name.
 
 A rank holds parts of tensors. AdamW, SGD and their kin update each element by its own gradient, so that parts give
-what the whole gives. Muon, Adafactor, LBFGS and all that look at rows, norms or whole matrices do not: they are refused
-where a rank has only parts of a tensor.
+what the whole gives. Muon, Adafactor and LAMB look at rows, norms or whole matrices, and are right where every tensor
+is whole on some rank (a pipeline); Prodigy, LBFGS and all that adds up over all parameters, only where a rank has all.
 """
 
+import copy
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
-from fivefold.parallel.dtensor import local
+from fivefold.parallel.guard import unmark_gradients
 from fivefold.parallel.offload import WALKING
+from fivefold.torch_internals import Dispatch
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
-_CLOSE = 1e-9  # of fp64: what kernels for other lengths may differ by
+# How an optimizer computes, not what.
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+_STEPS = 100  # of a trial
+_PICK = ("new_", "index", "gather", "take", "masked_select", "nonzero")  # operators that mix no numbers
+_RATE = 0.01  # of a trial, where an optimizer has none
+_CLOSE, _ROUNDED = (
+    1e-6,
+    1e-13,
+)  # of the way of a tensor in fp64, and of the tensor: what kernels for other lengths may differ by
 
 
 def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Parameter]) -> None:
@@ -75,22 +88,31 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
             "part by part",
             fix=f"ff.train_step(model, optimizer, batch), which takes the step; or leave offload_{away[0]} out",
         )
-    if layout is None or getattr(optimizer, _CHECKED, None) == checked:
-        return
-    reason = None if getattr(optimizer, "is_elementwise", False) else why_not_elementwise(optimizer)
-    if reason and not _holds_whole_tensors(layout):
+    if layout is not None and getattr(optimizer, _CHECKED, None) != checked:
+        _check_update(optimizer, layout)
+        _check_runs(optimizer, parameters)
+        setattr(optimizer, _CHECKED, checked)
+    if steps:
+        unmark_gradients(parameters)
+
+
+def _check_update(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
+    hold = _what_ranks_hold(layout)
+    if hold != "all" and not getattr(optimizer, "is_elementwise", False) and (wrong := why_not(optimizer, hold)):
+        reason, right = wrong
         raise refusal(
-            f"{type(optimizer).__name__} under {layout}: {reason}, and a rank holds parts of tensors",
-            fix="use an optimizer that updates each element by its own gradient (torch.optim.AdamW), or a layout of "
-            "whole tensors (dp); where you know that it does: optimizer.is_elementwise = True",
+            f"{type(optimizer).__name__} under {layout}: {reason}, and a rank holds "
+            f"{'parts' if hold == 'parts' else 'some'} of the tensors",
+            fix=f"use an optimizer that updates each element by its own gradient (torch.optim.AdamW), or {right}; "
+            "where you know that it does: optimizer.is_elementwise = True",
         )
-    _check_runs(optimizer, parameters)
-    setattr(optimizer, _CHECKED, checked)
 
 
-def _holds_whole_tensors(layout: Layout) -> bool:
-    """Whether every rank has all parameters, each whole: in copies over dp_replicate alone."""
-    return layout.world == layout.dp_replicate
+def _what_ranks_hold(layout: Layout) -> Literal["all", "tensors", "parts"]:
+    """All parameters whole (copies over dp_replicate alone), some of them whole (a pipeline), or parts of them."""
+    if layout.world == layout.dp_replicate:
+        return "all"
+    return "tensors" if layout.world == layout.dp_replicate * layout.pp else "parts"
 
 
 def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
@@ -99,12 +121,15 @@ def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> 
     if like is None:
         return
 
-    def as_its_own(tensor: Tensor) -> DTensor:
-        return DTensor.from_local(tensor.to(like.device), like.device_mesh, like.placements, run_check=False)
+    def as_its_own(tensors: Sequence[Tensor]) -> list[Tensor]:
+        own = (tensor.to(like.device) for tensor in tensors)
+        return [DTensor.from_local(each, like.device_mesh, like.placements, run_check=False) for each in own]
 
+    small = [[torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)] for _ in optimizer.param_groups]
     try:
-        for group in optimizer.param_groups:
-            _steps(optimizer, _options(group), _WHOLE, lambda x: (x,), as_its_own)
+        twin = _Twin(optimizer, small, as_its_own, but=())
+        for _ in range(3):
+            twin.step(small)
     except Exception as error:
         raise refusal(
             f"{type(optimizer).__name__} cannot update parameters that are DTensors, as those of a parallelized model "
@@ -125,54 +150,154 @@ def _not_the_models(optimizer: torch.optim.Optimizer) -> UserError:
 # ---- tried on small tensors ------------------------------------------------------------------------------------------
 
 
-def why_not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer of this type and these options does not update elements one by one; None where it does.
+@dataclass(frozen=True)
+class _Way:
+    """A way to share out tensors: `share(tensors, rank=)` gives what one of two ranks has. `reason`: why steps differ
+    under it; `right`: where they would not."""
 
-    One like it takes three steps over a small matrix, and one over each of its halves, as ranks do: they must come out
-    the same.
+    share: Callable[..., list[Tensor]]
+    reason: str
+    right: str
+
+
+def why_not(optimizer: torch.optim.Optimizer, ranks_hold: Literal["tensors", "parts"]) -> tuple[str, str] | None:
+    """Why steps over what ranks hold, some of the tensors or parts of each, would not be those of one process, and
+    which layout would be right; None where they are the same.
+
+    Optimizers like this one take `_STEPS` steps: one over some small tensors, others over what two ranks would hold of
+    them. Tensors, and parts of them, have gradients of unlike sizes, which jump now and then: what looks at more than
+    an element sees something else on each rank. After so many steps warm-ups are over and periods have passed.
     """
-    cuts: tuple[Callable[[Tensor], Sequence[Tensor]], ...] = (
-        lambda x: (x,),
-        lambda x: torch.split(x, 4, 0),
-        lambda x: torch.split(x, 3, 1),
-    )
-    for group in optimizer.param_groups:
-        try:
-            found = [_steps(optimizer, _options(group), _WHOLE, cut) for cut in cuts]
-        except Exception as error:  # whatever a class of someone else's does
-            return f"it cannot be tried on a small tensor ({type(error).__name__}: {first_line(error)[:80]})"
-        if torch.equal(found[0], _WHOLE):
-            return "its steps change nothing in a small tensor"
-        if any(float((each - found[0]).abs().max()) > _CLOSE for each in found[1:]):
-            return "its update of an element depends on others of the tensor"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            return _differing(optimizer, [_TENSORS] if ranks_hold == "tensors" else [_TENSORS, _PARTS])
+    except Exception as error:  # whatever a class of someone else's does
+        return f"it cannot be tried on small tensors ({type(error).__name__}: {first_line(error)[:80]})", _HAS_ALL
+
+
+def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[str, str] | None:
+    noise = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
+    start = [[noise(shape) for shape in _shapes(group["params"])] for group in optimizer.param_groups]
+    sizes = [[_sized(noise(tensor.shape).sign(), at) for at, tensor in enumerate(group)] for group in start]
+    mixed = set[str]()
+    whole = _Twin(optimizer, start, list)
+    twins = {way: [_Twin(optimizer, start, partial(way.share, rank=rank)) for rank in (0, 1)] for way in ways}
+    for step in range(_STEPS):
+        jump = 30.0 if step % 7 == 3 else 1.0
+        gradients = [[jump * size * (1 + 0.5 * noise(size.shape)) for size in group] for group in sizes]
+        with Dispatch(partial(_note, mixed)):
+            whole.step(gradients)
+        for twin in itertools.chain(*twins.values()):
+            twin.step(gradients)
+        for way, ranks in twins.items() if step == 0 or step % 10 == 9 else ():
+            if any(twin.differs(whole, start) for twin in ranks):
+                return way.reason, way.right
+    pairs = zip(itertools.chain(*whole.parameters), itertools.chain(*start), strict=True)
+    if all(itertools.starmap(torch.equal, pairs)):
+        return "its steps change nothing in small tensors", _HAS_ALL
+    if mixed and _PARTS in ways:
+        return (
+            f"its step takes {', '.join(sorted(mixed))} of tensors, which an update may depend on later",
+            _PARTS.right,
+        )
     return None
 
 
-_WHOLE = torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)
+def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; its name, where the numbers that it gives are of several others each."""
+    out, name = operator(*args, **kwargs), str(operator).split(".")[1]
+    if operator.is_view or name.startswith(_PICK):
+        return out
+    given, made = ([each for each in tree_leaves(of) if isinstance(each, Tensor)] for of in ((args, kwargs), out))
+    most = max((each.numel() for each in given if each.is_floating_point()), default=0)
+    if "mm" in name or "linalg" in name or (made and sum(each.numel() for each in made) < most):
+        mixed.add(name.strip("_"))
+    return out
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Those of a group, at a rate that shows: a warm-up may begin at zero."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")} | {"lr": 0.01}
+def _shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Two tensors of each number of dimensions that `parameters` have, large enough for what looks at large ones."""
+    known = {0: (), 1: (512,), 2: (128, 160)}
+    dims = sorted({parameter.ndim for parameter in parameters} or {2})
+    return [known.get(n, (4,) * (n - 2) + (16, 24)) for n in dims for _ in range(2)]
 
 
-def _steps(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], whole: Tensor,
-    cut: Callable[[Tensor], Sequence[Tensor]], made: Callable[[Tensor], Tensor] = lambda x: x,
-) -> Tensor:  # fmt: skip
-    """`whole` after three steps over its parts, put together again; `made`: what a part becomes as a parameter."""
-    result = whole.clone()
-    parts = [nn.Parameter(made(part.clone())) for part in cut(whole)]
+def _sized(signs: Tensor, at: int) -> Tensor:
+    """Gradients of the tensor of number `at`: ten times as large in the parts that the first rank has."""
+    for dim in range(signs.ndim):
+        signs.narrow(dim, 0, signs.shape[dim] // 4).mul_(10)
+    return signs * 10.0 ** -(at % 3)
+
+
+def _part(tensor: Tensor, at: int, rank: int) -> Tensor:
+    """A quarter for the first rank, of the rows or of the columns; a single number is on both."""
+    dim = -1 if at % 2 else 0
+    return tensor.tensor_split([tensor.shape[dim] // 4], dim)[rank] if tensor.ndim else tensor
+
+
+_HAS_ALL = "a layout that has all parameters on every rank (dp); ff.clip_grad_norm_ clips by the norm of a whole model"
+_TENSORS = _Way(
+    lambda tensors, rank: list(tensors[rank::2]), "its update of a tensor depends on other tensors", _HAS_ALL
+)
+_PARTS = _Way(
+    lambda tensors, rank: [_part(tensor, at, rank) for at, tensor in enumerate(tensors)],
+    "its update of an element depends on others of the tensor",
+    "a layout of whole tensors (dp, pp); fivefold's own Muon takes parts: ff.train, optimizer.name=muon",
+)
+
+
+class _Twin:
+    """An optimizer like another one, over its share of small tensors, group by group."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tensors: Sequence[Sequence[Tensor]], share: Callable[[Any], list[Any]],
+        but: Sequence[str] = IMPLEMENTATION,
+    ) -> None:  # fmt: skip
+        """`but`: options that it does not get; on a CPU some cannot be had."""
+        self._share = share
+        self.parameters = [[nn.Parameter(own.clone()) for own in share(group)] for group in tensors]
+        self._optimizer = _like(optimizer, self.parameters, but)
+
+    def step(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """One step, with its share of the gradients."""
+        for parameters, given in zip(self.parameters, gradients, strict=True):
+            for parameter, gradient in zip(parameters, self._share(given), strict=True):
+                parameter.grad = gradient.clone()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def differs(self, whole: "_Twin", start: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether a tensor is somewhere else than in `whole`, for the way that it has come from `start`."""
+        return any(
+            not torch.allclose(own, other, rtol=0, atol=_CLOSE * float((other - first).abs().max()) + _ROUNDED)
+            for mine, theirs, before in zip(self.parameters, whole.parameters, start, strict=True)
+            for own, other, first in zip(mine, self._share(theirs), self._share(before), strict=True)
+        )
+
+
+def _like(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]], but: Sequence[str]
+) -> torch.optim.Optimizer:
+    """A new optimizer of the same class over other parameters, with the same options and arguments `but` those."""
     known = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    arguments = {key: value for key, value in optimizer.defaults.items() if key in known or takes_all}
-    arguments |= {"lr": 0.01} if "lr" in known else {}
-    twins = [type(optimizer)([{**options, "params": [part]}], **arguments) for part in parts]
-    for step in range(3):
-        gradient = (whole * (3 + step)).sin() + 0.1 * step
-        for twin, part, own in zip(twins, parts, cut(gradient), strict=True):
-            part.grad = made(own.clone())
-            twin.step()
-    for view, part in zip(cut(result), parts, strict=True):
-        view.copy_(local(part))
-    return result
+    given = {key: value for key, value in vars(optimizer).items() if key in known and _is_plain(value)}
+    given |= {key: value for key, value in optimizer.defaults.items() if key in known or takes_all}
+    given |= {"lr": _RATE} if "lr" in known and given.get("lr", 0) == 0 else {}
+    own = [
+        {**_options(group, optimizer.defaults, but), "params": list(parameters)}
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return type(optimizer)(own, **{key: value for key, value in given.items() if key not in but})
+
+
+def _options(group: dict[str, Any], defaults: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
+    """Those of a group, at the largest of its rates: a warm-up may begin at zero."""
+    rates = [group.get("initial_lr"), group.get("lr"), defaults.get("lr")]
+    largest = max((float(rate) for rate in rates if isinstance(rate, int | float | Tensor)), default=None)
+    kept = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names", *but)})
+    return kept if largest is None else kept | {"lr": largest or _RATE}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | tuple)

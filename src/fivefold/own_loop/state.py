@@ -19,7 +19,7 @@ from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
-from fivefold.own_loop.optimizer import check_optimizer
+from fivefold.own_loop.optimizer import IMPLEMENTATION, check_optimizer
 from fivefold.parallel import plain
 
 
@@ -28,10 +28,6 @@ def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor
     a model with an adapter, those of the adapter."""
     check_parallel(model)
     return gathered(model, gradients=gradients)
-
-
-# How an optimizer computes, not what: those of the one that is loaded into stay.
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def save(
@@ -92,7 +88,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
     if optimizer is not None:
         for group, was in zip(optimizer.param_groups, saved.get("groups", ()), strict=False):
             for key, value in was["options"].items():
-                if key not in _IMPLEMENTATION:
+                if key not in IMPLEMENTATION:  # how this one computes stays
                     group[key] = _like(group.get(key), value)
     return dict(opened.state.get("state", opened.state))
 

@@ -7,7 +7,7 @@ which has only its own layers, a plain forward is refused too. The library's own
 where nothing is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -264,3 +264,11 @@ def mark_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if isinstance(parameter.grad, DTensor):
             parameter.grad.__class__ = PartOfGradient
+
+
+def unmark_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let them be taken for whole ones, by an optimizer that may."""
+    gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            gradient.__class__ = DTensor
