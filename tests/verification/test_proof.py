@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from fivefold.core.layout import Layout
 from fivefold.verification.prepare import flips, left_to_chance, prepare, rounding
@@ -15,7 +16,7 @@ from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import FACTOR, LayoutResult, relative_number
 from tests.pool import run_ranks
 from tests.verification.faults import Model
-from tests.verification.mutation import make_subject, prove
+from tests.verification.mutation import make_subject, prove, save_on_rank
 
 
 @pytest.mark.full
@@ -105,3 +106,17 @@ def test_experts_of_two_dimensions_and_parameters_without_a_gradient(changes: An
     """DBRX keeps all experts of a layer in one matrix, which decays; ERNIE's correction bias is a parameter."""
     outcome = prove("step", Model("none", changes=changes), "shard2", tmp_path, steps=2)
     assert not outcome.is_killed, outcome.row or outcome.found.refused
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "optimizer"), [("shard2", "muon"), ("shard2+8bit_states", "adamw")])
+def test_a_bias_that_load_moves_is_saved_where_an_optimizer_keeps_its_own_states(
+    layout: str, optimizer: str, tmp_path: Path
+) -> None:
+    """It is no parameter: the optimizer keeps nothing of it."""
+    model = Model("deepseek_v3", optimizer=optimizer)
+    place = make_subject(model, tmp_path, steps=1, like=Layout.parse(layout))
+    run_ranks(2, save_on_rank, str(place), layout, None, str(tmp_path / "saved"))
+    with safe_open(tmp_path / "saved" / "expected.safetensors", framework="pt") as saved:
+        kept = {key for key in saved.keys() if key.endswith("e_score_correction_bias")}  # noqa: SIM118
+    assert kept == {"weight/model.layers.1.mlp.gate.e_score_correction_bias"}

@@ -43,9 +43,9 @@ class KeptStates:
 
 
 def restored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter, as the numbers that it stands for."""
-    state, states = optimizer.state.get(parameter) or {}, getattr(optimizer, "kept", None)
-    return dict(state) if states is None else states.of[parameter].restored(parameter, state)
+    """What an optimizer keeps of a parameter, as the numbers that it stands for; nothing of what it does not update."""
+    state, states = optimizer.state.get(parameter), getattr(optimizer, "kept", None)
+    return states.of[parameter].restored(parameter, state) if state and states else dict(state or {})
 
 
 class KeptState:
