@@ -3,15 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fivefold.cli import main
-from fivefold.config import load_config
+from fivefold.config import OptimizerSection, load_config
 from fivefold.core.errors import UserError
-from fivefold.verification import resolve
+from fivefold.core.layout import Layout
+from fivefold.launch.world import World
+from fivefold.verification import VerifyRequest, ranks, resolve
+from fivefold.verification.proof_case import ProofCase
 from tests.commands import fivefold
 
 
@@ -103,3 +108,17 @@ def test_the_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
         main(["verify", "--help"])
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--layouts", "--quick", "--thin", "--json", "--html", "--precision"))
+
+
+def test_the_reference_has_the_threads_that_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the layout in the same process those that it had before."""
+    seen, before = list[int](), torch.get_num_threads()
+    case = ProofCase(folder=tmp_path, model_class="X", vocabulary=101, rows=8, row_length=61, steps=1, seed=5,
+                     optimizer=OptimizerSection())  # fmt: skip
+    request = VerifyRequest(config="", layouts={"tp2": "tp2"}, scratch=str(tmp_path))
+    monkeypatch.setattr(ranks, "prepare", lambda *_, **__: seen.append(torch.get_num_threads()))
+    for is_thin, said, expected in ((False, "3", 3), (False, "2", 2), (True, "3", 1)):
+        monkeypatch.setattr(ranks, "make_subject", lambda *_, thin=is_thin: replace(case, thin=thin))
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        ranks._make_evidence(request, [Layout.parse("tp2")], World(), lambda text: None)
+        assert (seen.pop(), torch.get_num_threads()) == (expected, before)

@@ -27,7 +27,7 @@ from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.terminal import say
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
-from fivefold.launch.world import World, cores, join, leave, threads_per_worker
+from fivefold.launch.world import World, join, leave, threads_per_worker
 from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
@@ -179,8 +179,9 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
 
 def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World, say: Callable[[str], None]) -> None:
     """On rank 0, while the others wait: the model, the documents and what one process computes."""
-    case = make_subject(asked, layouts)
-    torch.set_num_threads(1 if case.thin else cores())  # threads that wait for each other cost more than they save
+    case, threads = make_subject(asked, layouts), torch.get_num_threads()
+    # The others wait. In a thin model threads that wait for each other cost more than they save.
+    torch.set_num_threads(1 if case.thin else threads_per_worker(1))
     say(f"  model        {case.describe()}")
     for numerics, layout in {layout.numerics: layout for layout in layouts}.items():
         started = time.perf_counter()
@@ -188,6 +189,7 @@ def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World
         prepare(case, layout.precision, evidence, world.device, fp8=layout, state_dtype=layout.state_dtype)
         seconds = time.perf_counter() - started
         say(f"  reference    one process, plain transformers, {numerics}, {case.steps} steps   {seconds:.1f} s")
+    torch.set_num_threads(threads)
     case.save(asked.folder / ".subject")
     (asked.folder / ".subject").replace(asked.folder / SUBJECT)
 
