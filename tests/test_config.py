@@ -404,3 +404,17 @@ def test_units() -> None:
     for wrong in ("", "k", "-3", "1.5", True, None):
         with pytest.raises(ValueError):
             parse_count(wrong)
+
+
+@pytest.mark.parametrize("written", ["model.name_or_path=llama-3.2-1b", "model={name_or_path: llama-3.2-1b}"])
+def test_without_a_file_another_model_has_nothing_of_the_demo(written: str, tmp_path: Path) -> None:
+    """Neither its widths, its tokenizer, its optimizer nor its precision."""
+    (tmp_path / "run.yaml").write_text("model: {name_or_path: llama-3.2-1b}\n")
+    others = ["layout=tp2", "train.max_steps=7"]
+    found = load_config(None, [others[0], written, others[1]])
+    assert found == load_config(tmp_path / "run.yaml", others)
+    assert (found.model.overrides, found.optimizer.name, found.train.max_steps) == ({}, "adamw", 7)
+    demo = load_config(None, ["model.name_or_path=demo", *others])
+    assert demo == load_config(None, others) and demo.optimizer.name == "muon"
+    with pytest.raises(UserError, match=r"command line optimizer\.name"):
+        load_config(None, [written, "optimizer.name=admw"])

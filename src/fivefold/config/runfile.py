@@ -100,6 +100,12 @@ class RunFile:
                 path, at = (*path, part), at[part]  # type: ignore[index]
         return (*path, location[-1]) if missing else path
 
+    def overridden(self, texts: Iterable[str]) -> "RunFile":
+        """Itself, after every `key=value` in its order. Raises `UserError`."""
+        for text in texts:
+            self.override(text)
+        return self
+
     def override(self, text: str) -> None:
         """Apply one `key=value`; the value is read as YAML. Raises `UserError` when it is not of that form."""
         dotted, equals, written = text.partition("=")

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
-from fivefold.config.runfile import READ_MORE, RunFile, explained
+from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
@@ -676,15 +676,16 @@ def _positions(folder: Path, model: dict[str, Any]) -> int | None:
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file (None: the built-in demo; a run folder: its own) and set `key=value` overrides on top.
 
-    Precedence: defaults, then the file, then the overrides in their order. Raises `UserError` with the file and
-    line of the key, the likely fix and where to read more.
+    Precedence: defaults, then the file, then the overrides in their order. Of the demo nothing is left where they name
+    another model. Raises `UserError` with the file and line of the key, the likely fix and where to read more.
     """
     if path is None:
-        file = RunFile.read(DEMO, name="built-in demo.yaml")
+        file = RunFile.read(DEMO, name="built-in demo.yaml").overridden(overrides)
+        if (_section(file.tree, "model") or {}).get("name_or_path") != ModelSection().name_or_path:
+            file = RunFile(COMMAND_LINE).overridden(overrides)
     else:
         file = RunFile.of_run(Path(path)) if Path(path).is_dir() else RunFile.read(Path(path))
-    for override in overrides:
-        file.override(override)
+        file.overridden(overrides)
     try:
         config = RunConfig.model_validate(file.tree)
     except ValidationError as error:
