@@ -2,12 +2,13 @@
 # make lint    style                                        make types   mypy --strict
 # make test-all    all that guards a merge: half an hour. `make test-rest` is what `make test` leaves of it
 # make rehearsal   the real step of many layouts on a stand-in for the CUDA driver: its own environment, of 5 GB
+# make versions    what is private in torch, in the oldest and the newest torch allowed: an environment each
 # make campaign    all that is not in every test run, from where the last campaign of this commit ended: some hours
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
 # PIP_FLAGS="--extra-index-url ..." with the index that holds the small torch without CUDA.
 
-.PHONY: train test test-rest test-all campaign rehearsal lint types clean
+.PHONY: train test test-rest test-all campaign rehearsal versions lint types clean
 .DEFAULT_GOAL := train
 
 VENV := .venv
@@ -57,6 +58,19 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
+# The ends of the range in pyproject.toml. Installs alone take minutes and hundreds of MB each, so `make test-all` has them
+# not, and the campaign does.
+TORCHS := 2.11 2.14
+
+versions: $(TORCHS:%=.venv-torch-%/.installed)
+	for each in $(TORCHS); do \
+		.venv-torch-$$each/bin/python -m pytest tests/test_torch_internals.py || exit 1; done
+
+.venv-torch-%/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-torch-$*
+	.venv-torch-$*/bin/python -m pip install $(PIP_FLAGS) -e . "torch==$*.*" 'pytest>=9'
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { \
 		echo "fivefold needs Python 3.11 or newer, and this machine has: $$(python3 --version 2>&1 || echo none)" >&2; \
@@ -68,4 +82,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(REHEARSAL)
+	rm -rf $(VENV) $(REHEARSAL) $(TORCHS:%=.venv-torch-%)

@@ -5,9 +5,10 @@
     python benchmarks/campaign.py --only compositions faults
 
 The parts: the tests marked `campaign`, a file at a time; every composition of folds; every planted fault; clean proofs;
-and `reliability`: kills and signals, frozen processes, damage, hostile folders and files, and the page of them
-(docs/reliability.md). Most write their own results and tables. What became of each part, when and in how many seconds,
-is in benchmarks/results/campaign.json, and `--list` prints it. Exits with 1 when a part failed.
+the oldest and the newest torch; and `reliability`: kills and signals, frozen processes, damage, hostile folders and
+files, and the page of them (docs/reliability.md). Most write their own results and tables. What became of each part,
+when and in how many seconds, is in benchmarks/results/campaign.json, and `--list` prints it. Exits with 1 when a part
+failed.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def parts() -> Iterator[tuple[str, list[str]]]:
             yield name, [sys.executable, "-m", "pytest", "-q", "-m", "campaign", name, *left_out]
     for name, (script, *options) in SCRIPTS.items():
         yield name, [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    yield "versions", ["make", "versions"]
 
 
 def run(name: str, command: Sequence[str]) -> Ended:

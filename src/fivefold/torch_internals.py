@@ -1,9 +1,9 @@
-"""The one file that reads private or semi-private interfaces of torch; `models/hf_internals.py` is its twin.
+"""The private interfaces of torch: `models/hf_internals.py` is its twin.
 
-Callers use the named functions below and never the interfaces. Each function names what it reads, has an entry in
-`surfaces` (its feature test) and one contract test in `tests/test_torch_internals.py`: when a new minor of torch moves
-an interface, those tests fail and this file is the only one to mend. `check` tells a user of an unknown torch so before
-anything runs.
+Callers use the named functions below and not the interfaces, but for attributes of modules and tensors that are as old
+as torch. `surfaces` lists all that any file reads, which a test holds complete, and each function has a contract
+test in `tests/test_torch_internals.py`: when a new minor of torch moves an interface, those tests fail. `check` tells a
+user of such a torch so before anything runs; `make versions` runs the tests on the oldest and the newest torch allowed.
 
 | interface | for | where torch differs |
 |---|---|---|
@@ -18,14 +18,15 @@ anything runs.
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | nothing else asks |
 """
 
+import itertools
 import logging
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from importlib.util import find_spec
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
@@ -62,15 +63,12 @@ grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or get
 scaled_grouped_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_grouped_mm", None)
 
 # What selective recompute keeps: products of linears, and attention in one operator.
-DEAR = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(torch.ops.aten, name)
+_DEAR = (
+    "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
+DEAR = frozenset(getattr(torch.ops.aten, name) for name in _DEAR if hasattr(torch.ops.aten, name))
 SUMS = frozenset({collectives.reduce_scatter_tensor, collectives.all_reduce})
 
 
@@ -233,13 +231,23 @@ def fans(tensor: Tensor) -> tuple[int, int]:
 @contextmanager
 def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -> Iterator[None]:
     """Inside, the optimizer's own hooks run `before` a step and `after` it, or not."""
-    first, last = kept = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks = first if before else type(first)()
-    optimizer._optimizer_step_post_hooks = last if after else type(last)()
+    first, last = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    assign(
+        optimizer, _optimizer_step_pre_hooks=first if before else type(first)(),
+        _optimizer_step_post_hooks=last if after else type(last)(),
+    )  # fmt: skip
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = kept
+        assign(optimizer, _optimizer_step_pre_hooks=first, _optimizer_step_post_hooks=last)
+
+
+def assign(owner: Any, **values: Any) -> None:
+    """Set attributes that are there. One that torch has renamed raises `AttributeError`: set blindly, it would be a new
+    one that nothing reads."""
+    for name, value in values.items():
+        getattr(owner, name)
+        setattr(owner, name, value)
 
 
 # Process groups ------------------------------------------------------------------------------------------------------
@@ -323,7 +331,7 @@ _carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
 
 def can_carry() -> bool:
     """Whether this torch lets collectives be carried by something else than its backends."""
-    return not any(surface.is_optional and not surface.is_there for surface in _of_carriers())
+    return all(surface.is_there for surface in _surfaces(_FOR_CARRIERS, is_optional=True))
 
 
 def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -573,20 +581,19 @@ def fsdp_forget(module: "FSDPModule") -> None:
     a backward, gradients that nobody sees and the next backward would add to its own. (`reset_iter_state` is newer than
     torch 2.11, and keeps those.) A unit that was wholly frozen before learns in which types its gradients are."""
     state = module._get_fsdp_state()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
+    assign(state._state_ctx, iter_forward_root=None, post_backward_final_callback_queued=False)
     state._comm_ctx.post_forward_order.clear()
     groups = [group for group in _groups(module) if group]
     for each in (state, *groups):
-        each._training_state = type(each._training_state).IDLE
+        assign(each, _training_state=type(each._training_state).IDLE)
     for group in groups:
         group.wait_for_unshard()
         group._post_forward_indices.clear()
-        group._partial_reduce_output = None
+        assign(group, _partial_reduce_output=None)
         if group._orig_dtype is None:
             group._init_mp_dtypes()
         for of in group.fsdp_params:
-            of.unsharded_accumulated_grad = None
+            assign(of, unsharded_accumulated_grad=None)
             if hasattr(of, "_unsharded_param"):
                 of._unsharded_param.grad = None
 
@@ -620,11 +627,11 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
         before, shared = group._training_state, group.comm_ctx
         group.post_backward()
         group.finalize_backward()
-        group._training_state = before
+        assign(group, _training_state=before)
         if hasattr(shared, "reduce_scatter_states"):
             shared.reduce_scatter_states.clear()
         else:  # torch 2.11 keeps one
-            shared.reduce_scatter_state = None
+            assign(shared, reduce_scatter_state=None)
 
 
 def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
@@ -658,7 +665,8 @@ def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
     size = of.padded_sharded_param_size
     gather.rows, shard = size[0], parameter._local_tensor
     if (home := gather.rest(size, shard.dtype)) is not None:
-        of._sharded_param_data, parameter._local_tensor = home.view(-1), home[: len(shard)]
+        assign(of, _sharded_param_data=home.view(-1))
+        assign(parameter, _local_tensor=home[: len(shard)])
     gather.shard = shard = parameter._local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = gather.before, gather.after
     of._init_extensions()
@@ -750,91 +758,124 @@ def graph_breaks() -> dict[str, int]:
 # Feature tests -------------------------------------------------------------------------------------------------------
 
 
+_FSDP = "distributed.fsdp._fully_shard"
+
+# Owner, as a path from `torch`, -> what is read of it. `a/b`: one of them is enough.
+_NEEDED: Mapping[str, str] = {
+    "": "_dynamo _foreach_copy_ _foreach_mul_ _foreach_norm _inductor",
+    "ScriptObject": "_type",
+    "Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks _version",
+    "UntypedStorage": "_cdata",
+    "_C": "DisableTorchFunctionSubclass _SetExcludeDispatchKeyGuard _current_graph_task_id "
+    "_disabled_torch_function_impl _distributed_c10d",
+    "_C._autograd": "_top_saved_tensors_default_hooks",
+    "_dynamo.config": "recompile_limit skip_fwd_side_effects_in_bwd_under_checkpoint",
+    "_ops.OpOverload": "_overloadpacket _schema",
+    "autograd": "_unsafe_preserve_version_counter",
+    "autograd.Variable._execution_engine": "queue_callback",
+    "cuda": "_is_in_bad_fork",
+    "distributed.ProcessGroup": "_get_backend",
+    "distributed.distributed_c10d": "_get_default_store _resolve_process_group",
+    "distributed.tensor.DTensor": "_local_tensor _spec",
+    f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
+    f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "
+    "_training_state",
+    f"{_FSDP}._fsdp_state.FSDPStateContext": "iter_forward_root post_backward_final_callback_queued",
+    f"{_FSDP}._fsdp_common.TrainingState": "IDLE",
+    f"{_FSDP}._fsdp_param_group.FSDPCommContext": "post_forward_order reduce_scatter_states/reduce_scatter_state",
+    f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "_init_mp_dtypes _orig_dtype _partial_reduce_output "
+    "_post_forward_indices _training_state comm_ctx finalize_backward fsdp_params post_backward wait_for_unshard",
+    f"{_FSDP}._fsdp_param.FSDPParam": "_init_extensions _module_info _sharded_param_data _unsharded_param "
+    "accumulate_unsharded_grad_if_needed padded_sharded_param_size reset_sharded_param sharded_param "
+    "to_accumulated_grad_if_needed unsharded_accumulated_grad",
+    f"{_FSDP}._fsdp_param.ParamModuleInfo": "module param_name shared_modules shared_param_names",
+    "nn.Module": "_apply _buffers _forward_hooks _forward_pre_hooks _modules _parameters",
+    "nn.init": "_calculate_fan_in_and_fan_out",
+    "nn.modules.conv": "_ConvNd",
+    "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
+    "ops.aten": "_flash_attention_backward _flash_attention_forward _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
+    "utils": "_python_dispatch _pytree",
+}  # fmt: skip
+
+# Without these, gloo carries all collectives.
+_FOR_CARRIERS: Mapping[str, str] = {
+    "_C._distributed_c10d": "PythonCallbackWork _create_work_from_future",
+    "_C._distributed_c10d.Work": "boxed",
+    "_C._distributed_c10d.Backend.Options": "_timeout",
+    "distributed.ProcessGroup": "_device_types",
+    "distributed.ProcessGroupGloo": "_allgather_base _reduce_scatter_base",
+    "library": "get_kernel",
+    "ops.c10d": " ".join(_CARRIED),
+}
+
+# What reads these does without.
+_OPTIONAL: Mapping[str, str] = {
+    "": "_grouped_mm _scaled_grouped_mm",
+    "_C._distributed_c10d": "_dump_fr_trace_json _dump_nccl_trace_json",
+    "_dynamo.utils": "counters get_compilation_metrics set_compilation_metrics_limit",
+    "cuda.memory": "_record_memory_history _snapshot",
+    "distributed.ProcessGroupNCCL": "_comm_ptr",
+    "nn.functional": "grouped_mm",
+    "ops.aten": " ".join(_DEAR),
+    "ops.mkldnn": "_is_mkldnn_bf16_supported _linear_pointwise",
+    "testing": "_internal",
+}
+
+
 @dataclass(frozen=True)
 class Surface:
-    """A private interface: `path` from `torch`, or from `owner`. `is_optional`: what reads it does without."""
+    """A private interface: its path from `torch`. `is_optional`: what reads it does without."""
 
     path: str
-    owner: Any = torch
     is_optional: bool = False
 
     @property
     def is_there(self) -> bool:
+        owner, _, names = self.path.rpartition(".")
         try:
-            operator.attrgetter(self.path)(self.owner)
-        except AttributeError:
+            found = _at(owner)
+        except (ImportError, AttributeError):
             return False
-        return True
+        return any(_has(found, name) for name in names.split("/"))
 
 
 def surfaces() -> Iterator[Surface]:
-    """All that this file reads."""
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor"):
-        yield Surface(f"ops._c10d_functional.{name}")
-    for name in ("_scaled_dot_product_flash_attention_for_cpu", "_flash_attention"):
-        forward = name if name.endswith("cpu") else f"{name}_forward"
-        yield from (Surface(f"ops.aten.{forward}"), Surface(f"ops.aten.{name}_backward"))
-    for name in (
-        "_foreach_norm",
-        "_foreach_mul_",
-        "_C.DisableTorchFunctionSubclass",
-        "ScriptObject",
-        "_C._autograd._top_saved_tensors_default_hooks",
-        "_C._SetExcludeDispatchKeyGuard",
-    ):
-        yield Surface(name)
-    yield Surface("nn.functional.grouped_mm", is_optional=True)
-    yield Surface("ops.mkldnn._linear_pointwise", is_optional=True)
-    yield Surface("_scaled_grouped_mm", is_optional=True)
-    yield from (Surface("UntypedStorage._cdata"), Surface("nn.modules.conv._ConvNd"))
-    yield Surface("nn.init._calculate_fan_in_and_fan_out")
-    for name in ("_get_default_store", "_resolve_process_group"):
-        yield Surface(f"distributed.distributed_c10d.{name}")
-    yield Surface("distributed.ProcessGroup._get_backend")
-    yield from (Surface("autograd._unsafe_preserve_version_counter"), Surface("Tensor._post_accumulate_grad_hooks"))
-    yield Surface("Tensor._backward_hooks")
-    yield Surface("autograd.Variable._execution_engine.queue_callback")
-    yield from _of_carriers()
-    yield Surface("cuda._is_in_bad_fork")
-    yield from (Surface("_C._disabled_torch_function_impl"), Surface("_C._current_graph_task_id"))
-    yield Surface("_C._distributed_c10d._dump_fr_trace_json", is_optional=True)
-    for name in ("_record_memory_history", "_snapshot"):
-        yield Surface(f"cuda.memory.{name}", is_optional=True)
-    for name in ("get_compilation_metrics", "set_compilation_metrics_limit", "counters"):
-        yield Surface(name, import_module("torch._dynamo.utils"), is_optional=True)
-    yield Surface("recompile_limit", import_module("torch._dynamo").config)
-    for where, names in _OF_FSDP.items():
-        yield from (Surface(name, _fsdp(where)) for name in names)
+    """Every private interface of torch that any file reads."""
+    for table in (_NEEDED, _FOR_CARRIERS, _OPTIONAL):
+        yield from _surfaces(table, is_optional=table is not _NEEDED)
 
 
-def _of_carriers() -> Iterator[Surface]:
-    """Without these, gloo carries all collectives."""
-    yield Surface("library.get_kernel", is_optional=True)
-    yield Surface("distributed.ProcessGroup._device_types", is_optional=True)
-    for name in ("PythonCallbackWork", "_create_work_from_future", "Work.boxed"):
-        yield Surface(f"_C._distributed_c10d.{name}", is_optional=True)
+def _surfaces(table: Mapping[str, str], *, is_optional: bool) -> Iterator[Surface]:
+    for owner, names in table.items():
+        yield from (Surface(f"{owner}.{name}".strip("."), is_optional) for name in names.split())
 
 
-_OF_FSDP = {  # module and class -> what is read of it
-    "_fully_shard.FSDPModule": ("_get_fsdp_state",),
-    "_fsdp_state.FSDPState": ("_lazy_init",),
-    "_fsdp_param_group.FSDPParamGroup": ("post_backward", "finalize_backward", "wait_for_unshard"),
-    "_fsdp_param.FSDPParam": (
-        "to_accumulated_grad_if_needed",
-        "accumulate_unsharded_grad_if_needed",
-        "reset_sharded_param",
-        "_init_extensions",
-    ),
-}
+def _at(path: str) -> Any:
+    """What a path from `torch` names; modules are imported. Raises `ImportError`, `AttributeError`."""
+    found: Any = torch
+    for name in path.split(".") if path else ():
+        found = import_module(f"{found.__name__}.{name}") if _has_module(found, name) else getattr(found, name)
+    return found
 
 
-def _fsdp(where: str) -> Any:
-    """A class of FSDP2's private modules; None, which has nothing, where it is not."""
-    module, _, name = where.partition(".")
-    try:
-        return getattr(import_module(f"torch.distributed.fsdp._fully_shard.{module}"), name, None)
-    except ImportError:
-        return None
+def _has(owner: Any, name: str) -> bool:
+    """As a module, an attribute, or one that instances have: the methods of a class name it."""
+    return _has_module(owner, name) or hasattr(owner, name) or name in _of_instances(owner)
+
+
+def _has_module(package: Any, name: str) -> bool:
+    """One that is not imported yet."""
+    own = getattr(package, "__dict__", {})
+    return "__path__" in own and name not in own and find_spec(f"{package.__name__}.{name}") is not None
+
+
+def _of_instances(owner: Any) -> set[str]:
+    own = list(vars(owner).values()) if isinstance(owner, type) else []
+    methods = [getattr(each, "fget", each) for each in own]
+    named = [each.__code__.co_names for each in methods if hasattr(each, "__code__")]
+    return {*getattr(owner, "__annotations__", {}), *itertools.chain(*named)}
 
 
 def missing() -> list[str]:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fivefold.torch_internals import assign
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, apart from autograd; a tensor that is no DTensor is its own. (A parameter that
@@ -23,7 +25,7 @@ def put_local(tensor: Tensor, values: Tensor) -> None:
     """Let a DTensor have `values` on this rank, of the same shape, wherever they lie. It goes on to say the device that
     it was made on."""
     assert isinstance(tensor, DTensor), "parameters of a parallelized model are DTensors"
-    tensor._local_tensor = values
+    assign(tensor, _local_tensor=values)
 
 
 def zeros_by_block(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
