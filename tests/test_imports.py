@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -154,3 +155,11 @@ def test_the_files_and_names_of_the_architecture_page_are_there() -> None:
         else:
             leaf = word.partition("(")[0].rpartition(".")[2]
             assert leaf in code, f"{word} is nowhere in the code"
+
+
+def test_the_package_has_its_public_names_alone() -> None:
+    import fivefold
+
+    assert [name for name in dir(fivefold) if not name.startswith("_")] == sorted(fivefold.__all__)
+    own = {name for name, value in vars(fivefold).items() if not isinstance(value, ModuleType)}
+    assert {name for name in own if not name.startswith("_")} <= {*fivefold.__all__}

@@ -1,9 +1,9 @@
 """fivefold: train any Hugging Face causal language model, unchanged, in five dimensions of parallelism."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from fivefold.api import Run, compare, export, generate, rehearse, train, verify
     from fivefold.config import RunConfig, load_config
     from fivefold.core.errors import RunFailed, UserError
@@ -53,13 +53,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name == "__version__":
-        return import_module("fivefold.core.version").version_of("fivefold")
+        return _importlib.import_module("fivefold.core.version").version_of("fivefold")
     if name not in _HOMES:
         raise AttributeError(f"module 'fivefold' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(_importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*__all__, *filter(lambda name: name.startswith("__"), globals()), "__version__"})

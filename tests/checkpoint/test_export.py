@@ -1,6 +1,8 @@
 """An export is a Hugging Face folder like any other: the same weights, the same logits, tokenizer and stop tokens."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
 from fivefold.checkpoint.export import cast, export_dtype
+from fivefold.checkpoint.model_folder import save_tensors
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config
@@ -201,3 +204,13 @@ def test_the_card_says_what_it_is_and_the_printed_lines_run(
     assert python.count("\n") == 3
     exec(python, {})
     assert "The" in capsys.readouterr().out
+
+
+def test_tensors_are_as_readable_as_other_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_tensors({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").touch()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o640}

@@ -334,6 +334,13 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path, name):
         SafetensorsFolder(folder, build_meta(tiny.llama()))
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a" * 5000, "\ud800"], ids=["NUL", "long", "surrogate"])
+def test_an_index_of_names_that_no_file_can_have_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(UserError, match="as no file can be called"):
+        SafetensorsFolder(tmp_path, build_meta(tiny.llama()))
+
+
 def test_the_links_of_the_hubs_cache_are_followed(saved, tmp_path_factory):
     _, folder = saved(tiny.llama())
     cache = tmp_path_factory.mktemp("models--a--b")

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.merge_check import MergeCheck, check_merged
-from fivefold.checkpoint.model_folder import beside, json_text
+from fivefold.checkpoint.model_folder import beside, json_text, save_tensors
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
@@ -121,7 +120,7 @@ def write_peft(
     named = names_in_peft(targets)
     tensors = {named[name]: to_peft(name, cast(name, source.whole(name), dtype)) for name in source.ordered}
     with beside(out) as temporary:
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, temporary / WEIGHTS)
         (temporary / CONFIG).write_bytes(json_text(_config(lora, targets, model, base)))
         if card is not None:
             (temporary / CARD).write_text(card)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
@@ -220,7 +219,7 @@ def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_
         for name in [each for each in tensors if each in known.pieces]:
             tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        model_folder.save_tensors(tensors, folder / file)
         where |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:

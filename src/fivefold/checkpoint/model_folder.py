@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from fivefold.core import strict_json
 from fivefold.core.errors import RunFailed, UserError
@@ -68,6 +70,15 @@ def beside(out: Path) -> Iterator[Path]:
         raise RunFailed(f"{out} could not be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a new safetensors file, as readable as any other: the library writes a temporary one, which is its owner's
+    alone, and renames it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def came_in(folder: Path) -> str | None:

@@ -283,13 +283,18 @@ def _read_index(path: Path) -> Mapping[str, str]:
 def _inside(folder: Path, name: str) -> Path:
     """The file `name` of the folder, which no name and no link may leave (but for the blobs of the hub's cache)."""
     path, roots = folder / name, [folder.resolve()]
+    try:
+        place, is_there = path.resolve(), path.is_file()
+    except (ValueError, OSError) as error:  # a NUL, half of a character, or too many
+        what = f"{folder / _INDEX} names {name[:80]!r}, as no file can be called"
+        raise UserError(what, fix="download the folder again") from error
     if folder.resolve().parent.name == "snapshots":
         roots.append(folder.resolve().parent.parent / "blobs")
     parts = Path(name).parts
-    if ".." in parts or Path(name).is_absolute() or not any(path.resolve().is_relative_to(root) for root in roots):
-        how = f"{path} is a link to {path.resolve()}" if name == _SINGLE else f"{folder / _INDEX} names {name!r}"
+    if ".." in parts or Path(name).is_absolute() or not any(place.is_relative_to(root) for root in roots):
+        how = f"{path} is a link to {place}" if name == _SINGLE else f"{folder / _INDEX} names {name!r}"
         raise UserError(f"{how}, which is not inside the folder", fix="copy the file into the folder")
-    if not path.is_file():
+    if not is_there:
         raise UserError(f"{folder} lacks {name}, which its index names", fix="download the folder again")
     return path
 
