@@ -146,7 +146,7 @@ def test_what_people_write_is_resolved(subtests: pytest.Subtests, here: Path) ->
         ("layout=tp2+zero1+mb2+full", lambda c: (c.memory.recompute, c.train.micro_batch_size), ("full", 2)),
         ("layout.tp=2", lambda c: (c.layout.tp, c.layout.dp_shard), (2, -1)),
         ("sample.prompts=['def ']", lambda c: c.sample.prompts, ("def ",)),
-        ("run.name=007", lambda c: c.run.name, "7"),
+        ("run.name=007", lambda c: c.run.name, "007"),
         ("optimizer={eps: 1e-6}", lambda c: c.optimizer.eps, 1e-6),
     ]
     for override, read, expected in cases:
