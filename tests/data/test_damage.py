@@ -206,7 +206,7 @@ def test_a_whole_store_is_read(tmp_path: Path, store: Path) -> None:
     assert isinstance(open_store(store, tmp_path).meta, StoreMeta)
 
 
-def test_a_large_file_is_read_once_an_hour_unless_it_is_written_to(
+def test_a_large_file_is_read_once_a_week_unless_it_is_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrity, "_TRUSTED_FROM", 3)
@@ -224,7 +224,7 @@ def test_a_large_file_is_read_once_an_hour_unless_it_is_written_to(
     read: list[Path] = []
     plain = integrity._chunks
     monkeypatch.setattr(integrity, "_chunks", lambda path: (read.append(path), plain(path))[1])
-    later = time.time() + 3601
+    later = time.time() + 7 * 86400 + 1
     monkeypatch.setattr(integrity.time, "time", lambda: later)
     again(tmp_path, [])
     assert {"tokens.bin", "start.npy"} <= {path.name for path in read}

@@ -127,3 +127,14 @@ def test_a_large_row_group_is_read_in_little_memory(tmp_path: Path, compression:
         assert read == text
         most = max(most, pa.total_allocated_bytes() - before)
     assert most < 24 * 2**20  # a page of 1024 texts is 16 MiB
+
+
+def test_long_rows_are_read_one_by_one(tmp_path: Path) -> None:
+    texts = [f"{row} {'long ' * 2**19}" for row in range(16)]  # 2.5 MiB each
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", write_batch_size=1)
+    before, most = pa.total_allocated_bytes(), 0
+    form = next(form for form in formats.discover() if form.name == "parquet")
+    for text, read in zip(texts, form.documents(tmp_path / "a.parquet", Source("", "data.train")), strict=True):
+        assert read == text
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < 32 * 2**20

@@ -158,7 +158,9 @@ def test_records_that_prefer_neither_answer_are_left_out_and_counted(tmp_path: P
     else:
         assert [(own, good) for _, own, _, good in rated(data)[:2]] == [("one$", False), ("two$", True)]
         assert len(rated(data)) == 8
-    assert "; 3 records left out: 'overall_preference' prefers neither answer" in "".join(data.counts.lines())
+    learned = read(tmp_path, records, objective=objective, tokenizer="train:300")  # from records that are read for it
+    for counts in (data.counts, learned.counts):
+        assert "; 3 records left out: 'overall_preference' prefers neither answer" in "".join(counts.lines())
 
 
 def test_records_of_which_none_prefers_an_answer_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from fivefold.data import PackedRows, prepare
 from fivefold.data import pack as pack_module
 from fivefold.data.pack import pack
 from fivefold.data.split import block_size, blocks_of
-from fivefold.data.store import BLOCK, _hash, open_store
+from fivefold.data.store import BLOCK, block_hashes, open_store
 from tests.data.helpers import byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 
@@ -214,7 +214,7 @@ def test_finer_blocks_leave_whole_documents_their_hash(tmp_path: Path) -> None:
     assert coarse.hash[short].tolist() == fine.hash[np.isin(fine.document, [0, 1, 3])].tolist()
     assert fine.length.max() == 64 and fine.length.sum() == coarse.length.sum()
     for start, length, found in zip(fine.start.tolist(), fine.length.tolist(), fine.hash.tolist(), strict=True):
-        assert _hash(store.tokens[start : start + length]) == found
+        assert block_hashes([store.tokens[start : start + length]], BLOCK) == [found]
 
 
 def letters(size: int, seed: int = 0) -> str:

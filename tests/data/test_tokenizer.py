@@ -1,5 +1,6 @@
 """The tokenizers: built in, trained, and of a Hugging Face folder; each a folder that `transformers` loads."""
 
+import gzip
 import json
 import shutil
 import signal
@@ -9,12 +10,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoConfig
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data import PreparedData, prepare, tokenizer, tokenizer_probe
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
+from tests.data.test_compressed import COMPRESS, csv_of
 
 READ_APART = tokenizer._read_apart  # before `tests/conftest.py` reads them here
 TEXT = "def f(x):\n\treturn 'caf\xe9 \U0001f600'  # \x00 \r\n  <|endoftext|x\n"
@@ -202,3 +206,37 @@ def test_unused_text_does_not_change_the_trained_tokenizer(tmp_path: Path) -> No
     """The tokenizer is trained on the training sources: a validation list leaves it alone."""
     held = write_jsonl(tmp_path / "held.jsonl", ["zzzz"])
     assert trained(tmp_path).tokenizer.folder == trained(tmp_path, validation=[{"path": str(held)}]).tokenizer.folder
+
+
+def test_the_trained_tokenizer_is_that_of_the_texts_in_every_format(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed file has far fewer bytes than its text has characters."""
+    texts = [" ".join(text.split("c")) * 3 for text in random_texts(3, 53, 997)]
+    plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "a.csv").write_bytes(csv_of(tmp_path / "a.csv", texts))
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd")
+    for suffix, compress in COMPRESS.items():
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(plain.read_bytes()))
+    for characters in (4_000_000, 9_000):
+        monkeypatch.setattr(tokenizer, "_SAMPLE_CHARACTERS", characters)
+        learned = {}
+        for path in sorted(tmp_path.glob("a.*")):
+            info = prepare(config_for(path, tokenizer="train:400"), cache=tmp_path / "cache").tokenizer
+            learned[path.name] = (info.folder / "tokenizer.json").read_bytes()
+        for name, found in learned.items():
+            with subtests.test(msg=f"{name}, {characters}"):
+                assert found == learned["a.jsonl"]
+
+
+def test_a_sample_is_shared_by_the_texts_of_packed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_SAMPLE_CHARACTERS", 9_000)
+    for name, texts in {"a": ["x y " * 3_000], "b": random_texts(0, 101, 997)}.items():
+        plain = write_jsonl(tmp_path / f"{name}.jsonl", texts)
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    learned = [
+        prepare(config_for(f"{tmp_path}/*.{kind}", tokenizer="train:400"), cache=tmp_path / "cache").tokenizer.folder
+        for kind in ("jsonl", "jsonl.gz")
+    ]
+    assert learned[0] != learned[1]
+    assert (learned[0] / "tokenizer.json").read_bytes() == (learned[1] / "tokenizer.json").read_bytes()

@@ -27,7 +27,7 @@ from fivefold.core.terminal import say
 Progress = Callable[[str, int, int], None]
 Found = TypeVar("Found")
 
-_REMEMBER_DIGEST_FROM = 16 * 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
+_REMEMBER_DIGEST_FROM = 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
 INSTEAD = "point FIVEFOLD_CACHE to a folder you can write to"
 _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its time stamp
 

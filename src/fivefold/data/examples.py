@@ -165,6 +165,11 @@ class Rated:
 Document = str | Example | Preference  # as a format gives it
 
 
+def plain(document: Document) -> str:
+    """All that is said in it, for a tokenizer to learn from."""
+    return document if isinstance(document, str) else document.plain
+
+
 def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
     """Each rated answer of a file with that of the record before it; the first with that of the second. Raises
     `UserError` for one alone."""

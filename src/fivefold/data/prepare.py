@@ -32,6 +32,7 @@ _ROWS_VERSION = 1  # raise when the rows of the same tokens change
 _SPLIT_VERSION = 2  # raise when the rows change of those of which a fraction is held out
 
 Stores = tuple[TokenStore, ...]
+Spans = tuple[Int64s, Int64s]  # start and length
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,12 +174,12 @@ class _Plan:
 
     def build(self, folder: Path) -> None:
         """Write the row indices of both sides and their counts."""
-        blocks = blocks_of(self.stores, self.block)
-        out = held_out(blocks, self.fraction)
+        # Arrays of all blocks are large: they are gone when rows are packed.
+        spans, held, repeated = self._split()
         counts: dict[str, Any] = {
-            **self._training(folder / "train", spans_of(blocks, ~out)),
+            **self._training(folder / "train", spans),
             "validation": None,
-            "repeated": 0,
+            "repeated": repeated,
         }
         if not counts["train"]["rows"]:
             if pairs := counts["train"]["too_long"]:
@@ -195,17 +196,24 @@ class _Plan:
                 f"data.train: no document has two tokens or more ({counts['train']['spans']:,} documents)",
                 fix="add text",
             )
-        if self.held or out.any():
-            other = blocks_of(self.held) if self.held else blocks
-            side = np.ones(len(other.hash), np.bool_) if self.held else out
-            index, held = self._rows(spans_of(other, side), self.held or self.stores)
+        if held:
+            index, of_held = self._rows(held, self.held or self.stores)
             index.save(folder / "validation")
-            counts["validation"] = asdict(held)
-            counts["repeated"] = _repeated(other, blocks) if self.held else 0
+            counts["validation"] = asdict(of_held)
         arrays = {str(path.relative_to(folder)): file_checksum(path) for path in sorted(folder.glob("*/*.npy"))}
         (folder / "counts.json").write_text(signed({**counts, "arrays": arrays}), encoding="utf-8")
 
-    def _training(self, folder: Path, spans: tuple[Int64s, Int64s]) -> dict[str, Any]:
+    def _split(self) -> tuple[Spans, Spans | None, int]:
+        """The spans of both sides, and how many blocks of a validation list stand in the training text too."""
+        blocks = blocks_of(self.stores, self.block)
+        out = held_out(blocks, self.fraction)
+        train = spans_of(blocks, ~out)
+        if not self.held:
+            return train, spans_of(blocks, out) if out.any() else None, 0
+        other = blocks_of(self.held)
+        return train, spans_of(other, np.ones(len(other.hash), np.bool_)), _repeated(other, blocks)
+
+    def _training(self, folder: Path, spans: Spans) -> dict[str, Any]:
         """Write the rows, pool after pool; what is in them, in each pool and of each source."""
         bases = bases_of(self.stores)
         weight_of = np.array(self.weights)[store_at(bases, spans[0])]
@@ -221,7 +229,7 @@ class _Plan:
             "sources": tokens.tolist(),
         }
 
-    def _rows(self, spans: tuple[Int64s, Int64s], stores: Stores) -> tuple[RowIndex, RowCounts]:
+    def _rows(self, spans: Spans, stores: Stores) -> tuple[RowIndex, RowCounts]:
         return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing)
 
     def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:

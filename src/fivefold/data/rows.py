@@ -69,7 +69,7 @@ def build_index(
     """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`, and what was cut, left out and padded."""
     spans, is_pair = len(start), are_pairs(stores, start)
     fits = ~is_pair | (length <= seq_length)
-    start, length = start[fits], length[fits]
+    start, length = (start, length) if fits.all() else (start[fits], length[fits])  # large, where documents are many
     is_example, is_long = are_examples(stores, start), length > seq_length
     cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
     targets = trained_targets(stores, cut)

@@ -32,7 +32,7 @@ _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict
 # What the parts of a dataset are called in the names of its files and folders, as `datasets` reads them.
 _WORDS = re.compile(r"[a-z]+")
 _HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "dev", "val"}
-_SHRINKS = 4  # times: text that is compressed, roughly
+_SHRINKS = 4  # times: text that is packed, roughly
 _HEAD = 8192  # bytes by which a file of an unknown kind is judged
 
 
@@ -107,9 +107,20 @@ class Format:
         """A hash of the contents of one file."""
         return file_digest(path, root)
 
+    def is_packed(self, path: Path) -> bool:
+        """True where a file takes less room than its text."""
+        return is_compressed(path)
+
     def size(self, path: Path) -> int:
-        """Bytes of one file's text, roughly: for progress, and for its part of a sample."""
-        return path.stat().st_size * (_SHRINKS if is_compressed(path) else 1)
+        """Bytes of one file's text, roughly: for progress."""
+        return path.stat().st_size * (_SHRINKS if self.is_packed(path) else 1)
+
+    def text_size(self, path: Path, source: Source) -> int:
+        """Bytes of one file as they are without compression, for its part of a sample."""
+        if not self.is_packed(path):
+            return self.size(path)
+        with opened(path, source.at(path)) as file:
+            return sum(map(len, iter(lambda: file.read(2**20), b"")))
 
     def options(self, source: Source) -> dict[str, str]:
         """The options that change what `documents` gives: part of the cache key."""

@@ -99,7 +99,7 @@ def _hashes(store: TokenStore, size: int) -> NDArray[np.uint64]:
     hashes: list[int] = []
     for start, length, block in zip(starts.tolist(), lengths.tolist(), first.tolist(), strict=True):
         if length > size:
-            hashes += block_hashes(store.tokens[start : start + length], size)
+            hashes += block_hashes([store.tokens[start : start + length]], size)
         elif length:
             hashes.append(int(store.block_hashes[block]))
     return np.array(hashes, np.uint64)

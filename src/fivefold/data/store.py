@@ -11,6 +11,7 @@ trained.bin     uint8 [tokens], 1 for a token that is trained; only where the do
 meta.json       sizes and checksums, whose tokens they are, and what the records of the texts are
 """
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,19 +41,23 @@ from fivefold.core.integrity import (
 from fivefold.data.examples import Document, Preference, Text
 from fivefold.data.records import Records, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
-from fivefold.data.tokenizer import TokenizerInfo, put_bos
+from fivefold.data.tokenizer import TokenizerInfo, missing_bos
+from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
 _READING = 4  # raise when the same records are read as other documents, or others of their tokens are trained
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
-_BATCH_CHARACTERS = 2_000_000
+_BATCH_CHARACTERS = 1_000_000
 _TELLINGS = 200  # how often progress is told at most: a display may be slower than a short document
 _ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
 _TRAINED = "trained.bin"
 
 Say = Callable[[str], None]
+# Some of a document, and what `trained.bin` holds of them: nothing for a text.
+Tokens = tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]
+_NO_MARKS = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -268,13 +273,12 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
 
 
 class _Writer:
-    """Writes one store: memory holds a batch of documents, the offsets and the block hashes."""
+    """Writes one store: memory holds a batch of documents with its tokens, the offsets and the block hashes."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerInfo, content: str) -> None:
         self.folder, self.tokenizer, self.content = folder, tokenizer, content
         self.dtype = _dtype(tokenizer.vocab_size)
-        self.lengths: list[int] = []
-        self.hashes: list[int] = []
+        self.lengths, self.hashes = array("q"), array("Q")
         self.left_out: dict[str, None] = {}  # by the template, of all turns
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
@@ -282,18 +286,10 @@ class _Writer:
         tokenizer = self.tokenizer.load()
         with (self.folder / "tokens.bin").open("wb") as out, (self.folder / _TRAINED).open("wb") as mask:
             for batch in _batches(_documents(files, progress)):
-                both = [self._texts(document, tokenizer) for document in batch]
-                texts = [text for each in both for text in each]
-                is_example = any(text.trained is not None for text in texts)
-                # The fast one does not say where in the text a token is.
-                encode = tokenizer.encode_batch if is_example else tokenizer.encode_batch_fast
-                encodings = encode([text.text for text in texts], add_special_tokens=False)
-                sequences = map(self._sequence, texts, encodings)
-                for document, each in zip(batch, both, strict=True):
-                    desirable = isinstance(document, Preference) and bool(document.desirable)
-                    tokens, trained = self._document([next(sequences) for _ in each], desirable=desirable)
+                for tokens, marks in self._tokens(batch, tokenizer):
                     out.write(tokens.tobytes())
-                    mask.write(trained.tobytes())
+                    mask.write(marks.tobytes())
+                batch.clear()  # the memory of a long document is free when the next is read
         if not self.examples:
             (self.folder / _TRAINED).unlink()
         mixed = {"texts and examples": self.examples, "pairs of answers and other examples": self.pairs}
@@ -307,8 +303,8 @@ class _Writer:
             check_used(files.source, are_examples=self.examples > 0)
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
         checksums = chunk_checksums(self.folder / "tokens.bin")
-        for name, array in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
-            np.save(self.folder / name, array)
+        for name, values in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
+            np.save(self.folder / name, values)
         meta = self._meta(int(offsets[-1]), *columns_read(files, tuple(self.left_out)))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
@@ -325,34 +321,47 @@ class _Writer:
         self.left_out |= dict.fromkeys(what for text in texts for what in text.left_out)
         return texts
 
-    def _document(
-        self, sequences: list[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]], *, desirable: bool
-    ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
-        """The tokens of a document, of one sequence or of two, and what they are."""
-        tokens = np.concatenate([each for each, _ in sequences])
-        sequences[0][1][:] |= 4 * desirable
-        for _, trained in sequences[1:]:
-            trained[:1] = 0  # it has nothing before it: no target
-            trained |= 2
-        marks = np.concatenate([each for _, each in sequences])
-        self.trained += int((marks & 1).sum())
-        self.lengths.append(len(tokens))
-        self.hashes += block_hashes(tokens, BLOCK)
-        return tokens, marks
+    def _tokens(self, batch: list[Document], tokenizer: Any) -> Iterator[Tokens]:
+        """The tokens of all documents, part after part."""
+        both = [self._texts(document, tokenizer) for document in batch]
+        texts = [text for each in both for text in each]
+        is_example = any(text.trained is not None for text in texts)
+        parts = Encoder(tokenizer, with_ends=is_example).encode([text.text for text in texts])
+        sequences = map(self._sequence, texts, parts)
+        for document, each in zip(batch, both, strict=True):
+            desirable = isinstance(document, Preference) and bool(document.desirable)
+            yield from self._document([next(sequences) for _ in each], desirable=desirable)
 
-    def _sequence(self, text: Text, encoded: Any) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]:
-        """The tokens of a text, and which of them are trained."""
+    def _document(self, sequences: list[list[Tokens]], *, desirable: bool) -> list[Tokens]:
+        """The tokens of a document, of one sequence or of two, and what they are."""
+        for _, marks in sequences[0] if desirable else ():
+            marks |= 4
+        for sequence in sequences[1:]:
+            for _, marks in sequence[:1]:
+                marks[:1] = 0  # it has nothing before it: no target
+            for _, marks in sequence:
+                marks |= 2
+        document = [each for sequence in sequences for each in sequence]
+        self.trained += sum(int((marks & 1).sum()) for _, marks in document if len(marks))
+        self.lengths.append(sum(len(tokens) for tokens, _ in document))
+        self.hashes.extend(block_hashes([tokens for tokens, _ in document], BLOCK))
+        return document
+
+    def _sequence(self, text: Text, parts: list[Encoded]) -> list[Tokens]:
+        """The tokens of a text, part after part, and which of them are trained."""
+        bos, eos = self.tokenizer.bos_token_ids, self.tokenizer.eos_token_id
         # A conversation has the tokens of `apply_chat_template`: the template writes BOS, or there is none.
-        ids = encoded.ids if text.by_template else put_bos(encoded.ids, self.tokenizer.bos_token_ids)
-        has_end = ids[-1:] == [self.tokenizer.eos_token_id]
-        ends = [self.tokenizer.eos_token_id] * (text.ends and not has_end)
+        front = () if text.by_template else missing_bos(parts[0].ids[: len(bos)].tolist(), bos)
+        has_end = parts[-1].ids[-1:].tolist() == [eos]
+        ends = [eos] * (text.ends and not has_end)
         self.ended += has_end
-        tokens = np.array([*ids, *ends], dtype=self.dtype)
+        ids = [front, *(part.ids for part in parts), ends]
+        tokens = [np.asarray(each, self.dtype) for each in ids]
         if text.trained is None:
-            return tokens, np.ones(len(tokens), np.uint8)
+            return [(each, _NO_MARKS) for each in tokens if len(each)]
         is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
-        flags = [*text.is_trained([end for _, end in encoded.offsets]).tolist(), *[is_last] * len(ends)]
-        return tokens, np.array([False] * (len(tokens) - len(flags)) + flags, np.uint8)  # BOS in front
+        flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
+        return [(each, flag.astype(np.uint8)) for each, flag in zip(tokens, flags, strict=True) if len(each)]
 
     def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
         files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}
@@ -380,14 +389,18 @@ class _Writer:
         )
 
 
-def block_hashes(tokens: NDArray[np.unsignedinteger], size: int) -> list[int]:
-    """A hash of each `size` tokens of a document, the last block shorter."""
-    return [_hash(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-
-
-def _hash(tokens: NDArray[np.unsignedinteger]) -> int:
-    """The same for the same tokens, however wide they are stored."""
-    return int.from_bytes(blake2b(tokens.astype("<u4").tobytes(), digest_size=8).digest(), "little")
+def block_hashes(parts: Iterable[NDArray[np.unsignedinteger]], size: int) -> list[int]:
+    """A hash of each `size` tokens of a document that comes in `parts`, the last block shorter. The same for the same
+    tokens, however wide they are stored."""
+    states, room = [], 0
+    for part in parts:
+        while len(part):
+            if not room:
+                states.append(blake2b(digest_size=8))
+                room = size
+            states[-1].update(part[:room].astype("<u4").tobytes())
+            part, room = part[room:], max(0, room - len(part))
+    return [int.from_bytes(state.digest(), "little") for state in states]
 
 
 def _documents(files: FileList, progress: Progress | None) -> Iterator[Document]:
@@ -399,6 +412,7 @@ def _documents(files: FileList, progress: Progress | None) -> Iterator[Document]
         for text in form.documents(path, files.source):
             yield text
             read = min(size, read + len(text))
+            del text
             if progress and (behind + read - told) * _TELLINGS >= total:
                 told = behind + read
                 progress(f"tokenising {files.name}", told, total)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data import tokenizer_probe
 from fivefold.data.chat import BUILT_IN, ChatTemplate
+from fivefold.data.examples import plain
 from fivefold.data.source import FileList
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
 _TRAIN_VERSION = 1  # raise when what `train:N` gives changes
+_PACKED_VERSION = 1  # ... of files that are packed, such as parquet; earlier versions read too little of these
 _READ_VERSION = 1  # raise when what is remembered of a folder changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
@@ -128,11 +131,16 @@ def find_tokenizer(
 
 
 def put_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> list[int]:
-    """The tokens of a text with BOS in front, once: a text that begins with it (a rendered chat) gets no second one.
+    """The tokens of a text with BOS in front."""
+    return [*missing_bos(ids, bos_token_ids), *ids]
+
+
+def missing_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """BOS, where a text of these tokens lacks it: one that begins with it (a rendered chat) gets no second one.
 
     A text without tokens stays empty: BOS and EOS alone would teach that a text ends at once.
     """
-    return ids if not ids or tuple(ids[: len(bos_token_ids)]) == bos_token_ids else [*bos_token_ids, *ids]
+    return () if not ids or tuple(ids[: len(bos_token_ids)]) == bos_token_ids else bos_token_ids
 
 
 def _with_bos(found: TokenizerInfo, bos: Bos) -> TokenizerInfo:
@@ -153,7 +161,9 @@ def _trained(name: str, corpus: Sequence[FileList], root: Path, progress: Progre
     size = _vocabulary_size(name)
     _refuse_stores(corpus)
     files = [
-        [form.name, form.options(one.source), form.digest(path, root)] for one in corpus for path, form in one.files
+        [form.name, form.options(one.source), form.digest(path, root), *[_PACKED_VERSION] * form.is_packed(path)]
+        for one in corpus
+        for path, form in one.files
     ]
     parts = ["train", _TRAIN_VERSION, _SAMPLE_CHARACTERS, size, files]
     return _cached(root, parts, lambda folder: _save(_train(size, corpus, progress), folder))
@@ -360,12 +370,14 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     """The first characters of evenly spaced files, each file by its share of the bytes: the same sample every time."""
     files = [(one.source, path, form) for one in corpus for path, form in one.files]
     files = files[:: -(-len(files) // _SAMPLE_FILES)]
-    sizes = [form.size(path) for _, path, form in files]
+    # What is noted of a source is noted when its documents are read, after this.
+    files = [(replace(source, read={}, undecided=Counter()), path, form) for source, path, form in files]
+    sizes = [form.text_size(path, source) for source, path, form in files]
     share = min(1.0, _SAMPLE_CHARACTERS / max(1, sum(sizes)))
     for (source, path, form), size in zip(files, sizes, strict=True):
         budget = int(size * share) + 1
         for document in form.documents(path, source):
-            text = document if isinstance(document, str) else document.plain
+            text = plain(document)
             yield text[:budget]
             budget -= len(text)
             if budget <= 0:

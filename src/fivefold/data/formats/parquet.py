@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.data.examples import plain
 from fivefold.data.records import Records, given, no_text, parts_of
 from fivefold.data.source import Source, no_documents, not_utf8
 
-_ROWS = 64  # decoded together
+_ROWS, _TOGETHER = 64, 2**24  # rows and bytes that are decoded together, roughly
 _BUFFER = 2**20  # bytes read at once of a column
 
 
 @dataclass(frozen=True)
 class Parquet(Records):
     """Read row group by row group, of the columns that are needed: memory holds a page or two and `_ROWS` records."""
+
+    def is_packed(self, path: Path) -> bool:
+        return True
+
+    def text_size(self, path: Path, source: Source) -> int:
+        return sum(len(plain(document)) for document in self.documents(path, source))
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, row = source.at(path), 0
@@ -26,7 +33,7 @@ class Parquet(Records):
                 _check_column(file, source, where)
             keys = list(parts.keys) if parts else [source.text_key]
             unread = dict.fromkeys(file.schema_arrow.names)
-            for batch in file.iter_batches(_ROWS, columns=keys, use_threads=False):
+            for batch in file.iter_batches(_rows(file), columns=keys, use_threads=False):
                 for number in range(batch.num_rows):
                     row += 1
                     at = f"{where}:{row}"
@@ -45,6 +52,13 @@ def _open(path: Path, where: str) -> Any:
             more="or write the texts to a .jsonl file",
         ) from error
     return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
+
+def _rows(file: Any) -> int:
+    """How many rows are decoded together."""
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    longest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(_ROWS, _TOGETHER // max(1, longest)))
 
 
 @contextmanager

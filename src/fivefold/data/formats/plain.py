@@ -34,6 +34,7 @@ class Txt(Format):
             convert = f"convert it, if it is Latin-1: iconv -f latin1 -t utf-8 {path.name} > fixed{path.suffix}"
             fix = "it is not text: write its texts to a .txt or .jsonl file" if is_binary(raw) else convert
             raise not_utf8(f"{source.at(path)}:{line}", error, f"byte offset {error.start}", fix=fix) from error
+        del raw  # as large as the text
         yield text.removeprefix("\ufeff")
 
 

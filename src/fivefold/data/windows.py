@@ -1,0 +1,114 @@
+"""The tokens of texts. A long text is encoded in windows: in no more memory than short ones take, and on all cores.
+
+`tokenizers` holds about 100 bytes for each token that it makes, and gives a text to one core. What a window shares with
+the next is encoded by itself too. The window must end with the tokens of that, and the next begin with them, but for a
+quarter at the other edge. In the middle of what all three have the two windows are joined.
+
+The joined tokens are those of the whole text, because each part of a tokenizer decides by what is near:
+
+- BPE makes the merge of lowest rank first, of equal ones the leftmost. Take the first merge that would cross a boundary
+  of the joined tokens. The two tokens at it are neighbours in a window too, and what was merged within them was merged
+  there in the same order. So this merge would have been made there, and was not.
+- Other models encode word by word. Their windows are joined between two words.
+- Normalizers, added tokens and the patterns that cut words read from left to right, and look no further than the end of
+  a run of like characters. Windows that share no more than a part of such a run disagree, or cut it in the same way.
+  That is not proved for every pattern that one could write: it is checked at each join.
+
+Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides by all of it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STEP = 2**16  # characters from the beginning of a window to that of the next
+_SHARED = 2**11  # characters at the beginning of a window that are the end of the one before
+_TOGETHER = 16  # windows
+
+
+class Encoded(NamedTuple):
+    """The tokens of a part of a text, uint32 [tokens], and the character that each ends before, if that was asked."""
+
+    ids: NDArray[np.uint32]
+    ends: list[int]
+
+
+class _Window(NamedTuple):
+    """A part of a text that begins at the character `first`; `shared`: the encoding of its beginning."""
+
+    first: int
+    tokens: Encoded
+    shared: Any
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes texts by a `Tokenizer` of `tokenizers`, and says where the tokens end `with_ends`."""
+
+    tokenizer: Any
+    with_ends: bool
+
+    def encode(self, texts: Sequence[str]) -> Iterator[list[Encoded]]:
+        """The tokens of each text, part after part."""
+        short = self._each([text for text in texts if not _is_long(text)])
+        for text in texts:
+            yield self._joined(text) if _is_long(text) else [next(short)]
+
+    def _each(self, texts: list[str], firsts: Iterable[int] = repeat(0)) -> Iterator[Encoded]:
+        """The tokens of parts of a text that begin at these characters."""
+        # The fast one does not say where in the text a token is.
+        many = self.tokenizer.encode_batch if self.with_ends else self.tokenizer.encode_batch_fast
+        for encoding, first in zip(many(texts, add_special_tokens=False), firsts, strict=False):
+            ends = [first + end for _, end in encoding.offsets] if self.with_ends else []
+            yield Encoded(np.array(encoding.ids, np.uint32), ends)
+
+    def _windows(self, text: str) -> Iterator[_Window]:
+        firsts = range(0, len(text) - _SHARED, _STEP)
+        for at in range(0, len(firsts), _TOGETHER):
+            some = firsts[at : at + _TOGETHER]
+            tokens = self._each([text[first : first + _STEP + _SHARED] for first in some], some)
+            shared = [text[first : first + _SHARED] for first in some]
+            yield from map(_Window, some, tokens, self.tokenizer.encode_batch(shared, add_special_tokens=False))
+
+    def _joined(self, text: str) -> list[Encoded]:
+        windows, parts, by_word = self._windows(text), list[Encoded](), _is_by_word(self.tokenizer)
+        (first, tokens, _), begin, merged = next(windows), 0, 1
+        for following in windows:
+            if cut := _cut(tokens.ids, following, by_word=by_word):
+                end = len(tokens.ids) - len(following.shared) + cut
+                parts.append(Encoded(tokens.ids[begin:end], tokens.ends[begin:end]))
+                (first, tokens, _), begin, merged = following, cut, 1
+                continue
+            more = islice(windows, merged - 1)  # twice as many each time
+            last = max((each.first for each in more), default=following.first) + _STEP + _SHARED
+            before, tokens, merged = tokens, next(self._each([text[first:last]], [first])), 2 * merged
+            if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # a join did not see what decides
+                return list(self._each([text]))
+        return [*parts, Encoded(tokens.ids[begin:], tokens.ends[begin:])]
+
+
+def _is_long(text: str) -> bool:
+    return len(text) > 2 * _STEP
+
+
+def _is_by_word(tokenizer: Any) -> bool:
+    from tokenizers import models
+
+    return not isinstance(tokenizer.model, models.BPE)
+
+
+def _cut(before: NDArray[np.uint32], following: _Window, *, by_word: bool) -> int:
+    """How many of the shared tokens are taken from the window before; 0 where the windows are not to be joined."""
+    shared = np.array(following.shared.ids, np.uint32)
+    edge = len(shared) // 4
+    kept = len(shared) - edge
+    ends, begins = before[len(before) - kept :], following.tokens.ids[:kept]
+    if not (np.array_equal(ends, shared[edge:]) and np.array_equal(begins, shared[:kept])):
+        return 0
+    word = following.shared.token_to_word
+    cuts = range(max(1, len(shared) // 2), kept)
+    return next((at for at in cuts if not by_word or word(at) != word(at - 1)), 0)

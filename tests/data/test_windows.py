@@ -1,0 +1,185 @@
+"""A long text is encoded in windows: the tokens, and where they end, are those of the whole text."""
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from fivefold.data import prepare, windows
+from fivefold.data.tokenizer import _byte_tokenizer
+from tests.data import tokenizers_zoo as zoo
+from tests.data.test_preferences import config
+
+WORDS = ["the", " of", " and", "Hello", " world", ", ", ". ", "x=1;", "don't", "é", " 漢字", "\U0001f600", "e\u0301"]
+SPECIAL = ["<|endoftext|>", "<s>", " <s> ", "<tool>"]
+RUNS = [" ", "\n", "\r\n", "a", "ab", "=", "7", "\t", "<s>", "\U0001f600"]
+
+
+def text_of(seed: int, characters: int = 3_001) -> str:
+    """Words, special tokens, and runs that are longer than what small windows share."""
+    rng = np.random.default_rng(seed)
+    parts: list[str] = []
+    while sum(map(len, parts)) < characters:
+        kind = rng.random()
+        if kind < 0.9:
+            parts += rng.choice([*WORDS, *SPECIAL[:2]], rng.integers(1, 40)).tolist()
+        elif kind < 0.95:
+            parts.append(str(rng.choice(RUNS)) * int(rng.integers(2, 500)))
+        else:
+            parts.append(str(rng.choice(SPECIAL)))
+    return "".join(parts)
+
+
+def llama(*, prepends: bool, splits: bool = False) -> Tokenizer:
+    """As Llama 2's and Gemma's: the whole text is one word."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps = [normalizers.Prepend("▁")] * prepends + [normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(steps)
+    made.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")  # or training takes the text for one word
+    made.train_from_iterator(
+        [text_of(seed) for seed in range(100, 110)],
+        trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>"], show_progress=False, limit_alphabet=20),
+    )
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous") if splits else pre_tokenizers.Sequence([])
+    return made
+
+
+def stripping() -> Tokenizer:
+    made = zoo.byte_bpe()
+    made.add_tokens([AddedToken("<tool>", lstrip=True, rstrip=True), AddedToken("of", single_word=True)])
+    made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    return made
+
+
+def spaces_in_one() -> Tokenizer:
+    """As T5's: a normalizer makes one of many spaces."""
+    made = zoo.unigram()
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    return made
+
+
+def one_word_unigram() -> Tokenizer:
+    made = zoo.unigram()
+    made.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    return made
+
+
+def split_by(pattern: str) -> Callable[[], Tokenizer]:
+    def make() -> Tokenizer:
+        made = zoo.byte_bpe()
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_of])
+        special, alphabet = ["<s>", "<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
+        numbers = [f" {number:03}" for number in range(1000)]  # each a token
+        trainer = trainers.BpeTrainer(
+            vocab_size=1700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        made.train_from_iterator([*numbers, text_of(99, 20_000)], trainer)
+        return made
+
+    return make
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte": _byte_tokenizer,
+    "GPT-2": zoo.byte_bpe,
+    "Qwen2": zoo.digits,
+    "Llama 3": split_by(
+        r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "digits from the right": split_by(r"\d{1,3}(?=(?:\d{3})*(?!\d))|\p{L}+|[^\p{L}\d]+"),
+    "Llama 2": lambda: llama(prepends=True),
+    "Gemma": lambda: llama(prepends=False, splits=True),
+    "tokens that strip": stripping,
+    "Unigram": zoo.unigram,
+    "T5": spaces_in_one,
+    "Unigram of one word": one_word_unigram,
+    "WordPiece": zoo.wordpiece,
+}
+
+
+def encoded(tokenizer: Any, text: str, *, with_ends: bool = False) -> tuple[int, list[int], list[int]]:
+    (parts,) = windows.Encoder(tokenizer, with_ends=with_ends).encode([text])
+    ids = list(chain.from_iterable(part.ids.tolist() for part in parts))
+    return len(parts), ids, list(chain.from_iterable(part.ends for part in parts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_those_of_the_whole_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, most = KINDS[kind](), 0
+    for seed in range(12):
+        text = text_of(seed)
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        for step, shared in ((61, 64), (97, 128), (256, 48)):
+            monkeypatch.setattr(windows, "_STEP", step)
+            monkeypatch.setattr(windows, "_SHARED", shared)
+            parts, ids, _ = encoded(tokenizer, text)
+            assert ids == whole.ids, (seed, step)
+            _, ids, ends = encoded(tokenizer, text, with_ends=True)
+            assert (ids, ends) == (whole.ids, [end for _, end in whole.offsets]), (seed, step)
+            most = max(most, parts)
+    assert most > 5 or kind == "Unigram of one word"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_than_a_window_is_encoded_at_once(kind: str) -> None:
+    tokenizer, lengths = KINDS[kind](), []
+
+    class Counted:
+        model = tokenizer.model
+
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            lengths.extend(map(len, texts))
+            return tokenizer.encode_batch(texts, **options)
+
+        encode_batch_fast = encode_batch
+
+    rng = np.random.default_rng(0)
+    text = "".join(rng.choice([*WORDS, "\n", "\n\n", " 1234", SPECIAL[0]], 50_000).tolist())
+    parts, ids, _ = encoded(Counted(), text)
+    assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+    if kind != "Unigram of one word":
+        assert 2 * parts == len(lengths) == 2 * -(-(len(text) - 2**11) // 2**16)
+        assert max(lengths) == 2**16 + 2**11
+
+
+def test_where_what_is_far_decides_the_whole_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digits in threes from the right: windows that end three times so far apart cut a long number alike, wrongly."""
+    monkeypatch.setattr(windows, "_STEP", 3 * 64)
+    monkeypatch.setattr(windows, "_SHARED", 3 * 32)
+    tokenizer, whole = KINDS["digits from the right"](), []
+    for length in (1000, 1001, 1002):
+        text = "n" * 300 + "1234567890" * (length // 10) + "7" * (length % 10) + "." + "end" * 100
+        parts, ids, _ = encoded(tokenizer, text)
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+        whole.append(parts == 1)
+    assert whole == [True, True, False]
+
+
+@pytest.mark.parametrize("form", ["txt", "prompt", "chat", "preference"])
+def test_the_store_is_that_of_whole_texts(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, other = text_of(1, 9_001), text_of(2, 9_001)
+    if form == "txt":
+        (path := tmp_path / "a.txt").write_text(long, encoding="utf-8")
+    else:
+        records = {
+            "prompt": {"prompt": long, "completion": other},
+            "chat": {"messages": [{"role": "user", "content": long}, {"role": "assistant", "content": other}]},
+            "preference": {"prompt": long[:99], "chosen": long, "rejected": other},
+        }
+        (path := tmp_path / "a.jsonl").write_text(2 * f"{json.dumps(records[form])}\n")
+    options = {"tokenizer": "train:300", "validation": 0.1 if form == "txt" else 0, "seq_length": 60_013}
+    found = []
+    for step in (2**16, 97):
+        monkeypatch.setattr(windows, "_STEP", step)
+        monkeypatch.setattr(windows, "_SHARED", 128)
+        cache = tmp_path / str(step)
+        prepare(config(path, "dpo" if form == "preference" else "sft", **options), cache=cache)
+        found.append({each.name: each.read_bytes() for each in cache.glob("stores/*/*")})
+    assert found[0] == found[1]
+    assert ("trained.bin" in found[0]) == (form != "txt")
