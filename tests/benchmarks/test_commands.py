@@ -84,6 +84,16 @@ def test_start_time() -> None:
 
 
 @pytest.mark.campaign
+def test_tokenising() -> None:
+    done = run("tokenising", "--quick", "--formats", "txt", "jsonl", "parquet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| 1 MB")]
+    assert [line.split("|")[3].strip() for line in rows] == [
+        *["fivefold", "datasets.map", "encode_batch"] * 2, "fivefold", "datasets.map",
+    ]  # fmt: skip
+
+
+@pytest.mark.campaign
 def test_gpu_train(tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
     done = run("gpu_train", "--device", "cpu", "--tiny", "--warmup", "1", "--steps", "2", "--json", str(target))
