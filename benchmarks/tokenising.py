@@ -261,7 +261,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         limit = f"{(1e9 + 20 * row['longest']) / MIB:,.0f}" if "longest" in row else ""
         again = f"{row['again_seconds']:.2f}" if "again_seconds" in row else ""
-        speed = f"{row['seconds']:,.1f} | {row['megabytes'] / row['seconds']:.2f} | {row['cpu_seconds']:,.1f}"
+        spent = f"{row['cpu_seconds']:,.0f}" if "cpu_seconds" in row else ""
+        speed = f"{row['seconds']:,.1f} | {row['megabytes'] / row['seconds']:.2f} | {spent}"
         what = f"{row['megabytes']:,g} MB, {row['format']} | `{row['tokenizer']}` | {row['contender']} | {row['turns']}"
         lines.append(f"| {what} | {speed} | {row['peak'] / MIB:,.0f} | {limit} | {again} |")
     return "\n".join(lines)
