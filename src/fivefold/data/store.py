@@ -40,7 +40,7 @@ from fivefold.core.integrity import (
 from fivefold.data.examples import Document, Preference, Text
 from fivefold.data.records import Records, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
-from fivefold.data.tokenizer import TokenizerInfo, put_bos
+from fivefold.data.tokenizer import TokenizerInfo, encoding, put_bos
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
@@ -287,7 +287,9 @@ class _Writer:
                 is_example = any(text.trained is not None for text in texts)
                 # The fast one does not say where in the text a token is.
                 encode = tokenizer.encode_batch if is_example else tokenizer.encode_batch_fast
-                encodings = encode([text.text for text in texts], add_special_tokens=False)
+                strings = [text.text for text in texts]
+                with encoding(self.tokenizer.folder, tokenizer, strings):
+                    encodings = encode(strings, add_special_tokens=False)
                 sequences = map(self._sequence, texts, encodings)
                 for document, each in zip(batch, both, strict=True):
                     desirable = isinstance(document, Preference) and bool(document.desirable)
