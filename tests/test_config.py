@@ -147,11 +147,28 @@ def test_what_people_write_is_resolved(subtests: pytest.Subtests, here: Path) ->
         ("layout.tp=2", lambda c: (c.layout.tp, c.layout.dp_shard), (2, -1)),
         ("sample.prompts=['def ']", lambda c: c.sample.prompts, ("def ",)),
         ("run.name=007", lambda c: c.run.name, "007"),
+        ("sample.prompts=def x", lambda c: c.sample.prompts, ("def x",)),
+        ("log.to=wandb", lambda c: c.log.to, ("wandb",)),
         ("optimizer={eps: 1e-6}", lambda c: c.optimizer.eps, 1e-6),
     ]
     for override, read, expected in cases:
         with subtests.test(msg=override):
             assert read(loaded(here, "", override)) == expected  # type: ignore[operator]
+
+
+def test_one_value_where_a_list_is_expected_is_taken_or_what_to_write_is_said(
+    subtests: pytest.Subtests, here: Path
+) -> None:
+    for key in (key for key in keys() if isinstance(key.default, tuple)):
+        with subtests.test(msg=key.name):
+            section, name = key.name.split(".")
+            try:
+                config = loaded(
+                    here, "adapter: {name: lora}", f"{key.name}={key.choices[0] if key.choices else 'word'}"
+                )
+                assert len(getattr(getattr(config, section), name)) == 1
+            except UserError as error:
+                assert "it should be a list: [a, b]" in error.what and key.help in str(error.fix)
 
 
 def test_a_built_in_shape_is_completed_where_nothing_is_set(subtests: pytest.Subtests, here: Path) -> None:
@@ -259,6 +276,20 @@ ERRORS = [
     ("optimizer:\n  betas: [1.5, 0.9]", "run.yaml:2 optimizer.betas.0 is 1.5; it should be less than 1", "moments"),
     ("optimizer:\n  betas: [0.9, -1]", "run.yaml:2 optimizer.betas.1 is -1; it should be greater", "moments"),
     ("optimizer:\n  learning_rate: fast", "run.yaml:2 optimizer.learning_rate is 'fast'", "per optimizer step"),
+    ("optimizer:\n  betas: 0.9", "run.yaml:2 optimizer.betas is 0.9; it should be a list: [a, b]", "two moments"),
+    (
+        "optimizer: {betas: [0, 0, 0]}",
+        "run.yaml:1 optimizer.betas is [0, 0, 0]; it should have at most 2 items",
+        "moments",
+    ),
+    ("model: {overrides: 3}", "run.yaml:1 model.overrides is 3; it should be a section of keys", "config.json"),
+    ("data: {train: []}", "run.yaml:1 data.train is []; it should have at least 1 item, not 0", "a list of sources"),
+    (
+        "log:\n  to: wandb2",
+        "run.yaml:2 log.to is 'wandb2'; it should be 'jsonl', 'tensorboard'",
+        "such as [jsonl, wandb]",
+    ),
+    ("log: {to: {wandb: true}}", "run.yaml:1 log.to is a section; it should be a list: [a, b]", "where metrics go"),
     ("scheduler:\n  name: square", "run.yaml:2 scheduler.name is 'square'; it should be 'cosine'", "warm-up"),
     ("optimizer: 3", "run.yaml:1 optimizer is 3; it should be a section", None),
     ("train:\n\n  max_steps: true", "run.yaml:3 train.max_steps: True is not a whole number", "optimizer steps"),

@@ -1,5 +1,5 @@
-"""Every command of the README is run, in its order, in an empty folder: one of each kind as a process, as a user has
-it, the others in this one (`tests/commands.py`)."""
+"""Every block of the README is run in the way that its text says, commands in their order and in an empty folder: one
+of each kind as a process, as a user has it, the others in this one (`tests/commands.py`)."""
 
 import re
 import shlex
@@ -10,19 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.commands import BIN, as_process, fivefold
+from tests.pages import DOCS, ROOT, Block, blocks
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = list(blocks(ROOT / "README.md"))
 
-# Commands that this test does not run, each with its reason.
-NOT_RUN = {
-    "git clone ADDRESS fivefold && cd fivefold": "there is one already",
-    "make train": "sets up an environment; its lines are compared with the README's below",
-    "make test": "would run this test again",
-    "python3 -m venv .venv": "compared with the Makefile below",
-    ".venv/bin/python -m pip install -c constraints.txt -e '.[dev]'": "compared with the Makefile below",
-    "srun --nodes 2 --ntasks-per-node 8 fivefold train notes.yaml": "needs Slurm; its variables have tests in launch/",
-}
+# Lines of a block that is run otherwise: `test_make_runs_the_plain_lines_of_the_readme` holds them to the Makefile.
+BY_MAKE = ["python3 -m venv .venv", ".venv/bin/python -m pip install -c constraints.txt -e '.[dev]'"]
 
 # The first two; other verbs are processes in `tests/test_commands.py`. A command that is no `fivefold` always is one.
 PROCESSES = {
@@ -38,11 +31,11 @@ SHORT = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and not block.not_run]
 
 
-COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+COMMANDS = [command for block in of("bash") for command in block.commands]
 MAKES_NOTES = next(command for command in COMMANDS if "notes.txt" in command)
 
 
@@ -57,14 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     as_process(shlex.split(MAKES_NOTES), folder)
     assert (folder / "notes.txt").stat().st_size > 60_000
-    for text in blocks("yaml"):
-        name = re.match(r"# (\S+\.yaml)\n", text)
-        assert name, "a yaml block starts with its file's name in a comment"
-        (folder / name[1]).write_text(text, encoding="utf-8")
+    for block in [*of("yaml"), *of("python")]:
+        if block.file:
+            block.write(folder)
     return folder
 
 
-RUN = [each for each in dict.fromkeys(COMMANDS) if each not in NOT_RUN]  # one that is there twice is run once
+RUN = [each for each in dict.fromkeys(COMMANDS) if each not in BY_MAKE]  # one that is there twice is run once
 
 
 @pytest.mark.full
@@ -78,18 +70,32 @@ def test_every_command_runs(command: str, folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("block", blocks("python"))
-def test_every_python_block_runs(block: str, folder: Path) -> None:
-    (folder / "block.py").write_text(block, encoding="utf-8")
+@pytest.mark.parametrize("block", [block for block in of("python") if not block.file], ids=str)
+def test_every_python_block_runs(block: Block, folder: Path) -> None:
+    (folder / "block.py").write_text(block.text, encoding="utf-8")
     assert as_process([sys.executable, "block.py"], folder)
+
+
+def test_a_block_with_a_name_is_run_by_a_command() -> None:
+    named = [block.file for block in BLOCKS if block.file]
+    assert named and all(any(name in command for command in COMMANDS) for name in named)
+    assert all(block.file for block in of("yaml"))
 
 
 def test_the_text_of_the_run_file_is_made_before_it_is_needed() -> None:
     assert COMMANDS.index(MAKES_NOTES) < min(i for i, command in enumerate(COMMANDS) if "notes.yaml" in command)
 
 
-def test_what_is_not_run_is_in_the_readme() -> None:
-    assert {*NOT_RUN, *PROCESSES} <= set(COMMANDS)
+def test_what_this_file_names_is_in_the_readme() -> None:
+    assert {*BY_MAKE, *PROCESSES} <= set(COMMANDS)
+
+
+def test_no_sentence_is_cut_from_the_block_that_it_announces() -> None:
+    """A line that ends in a colon has a block, a table or a list behind it."""
+    for page in [ROOT / "README.md", *DOCS]:
+        text = re.sub(r"^```.*?^```$", "```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        cut = re.findall(r"^.*:\n\n(?!```|<!--|\||[-*] |\d+\. |!\[|> |    ).*$", text, re.MULTILINE)
+        assert cut == [], page.name
 
 
 @pytest.mark.full
@@ -98,8 +104,8 @@ def test_make_runs_the_plain_lines_of_the_readme() -> None:
         ["make", "--dry-run", "--always-make", "train", "PYTHON=python3"], cwd=ROOT, capture_output=True, text=True
     )
     made = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert any("python3 -m venv .venv" in line for line in made)
-    for line in COMMANDS[COMMANDS.index("python3 -m venv .venv") + 1 :][:2]:
+    assert any(BY_MAKE[0] in line for line in made)
+    for line in COMMANDS[COMMANDS.index(BY_MAKE[1]) :][:2]:
         assert line in made, done.stdout
 
 
@@ -114,7 +120,7 @@ def test_make_says_so_when_python_is_too_old(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_error_that_the_readme_shows_is_the_one_that_appears(folder: Path) -> None:
-    shown = next(iter(blocks("text")))
+    shown = next(iter(of("text"))).text
     text = (folder / "notes.yaml").read_text(encoding="utf-8").replace("learning_rate", "learning_rte")
     (folder / "typo").mkdir()
     (folder / "typo" / "notes.yaml").write_text(text, encoding="utf-8")

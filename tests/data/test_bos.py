@@ -134,6 +134,13 @@ def test_a_text_that_ends_with_eos_gets_no_second_one(tmp_path: Path) -> None:
     assert read(twice) == [[BOS, 97, 98, EOS, EOS]]  # which says so itself
 
 
+def test_tokens_that_a_text_brings_its_own_end_for_are_other_data(tmp_path: Path) -> None:
+    """Earlier versions put a second EOS there: rows and checkpoints of those tokens are of other data."""
+    for text, is_alike in (("ab", True), ("ab<|endoftext|>", False)):
+        stores = [prepared(tmp_path, [text], bos=bos).train.stores[0] for bos in (True, False)]
+        assert (stores[0].meta.content == stores[1].meta.content) == is_alike
+
+
 def test_a_tokenizer_without_bos_says_so(tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path, template=False, named=False)
     with pytest.raises(UserError, match=r"data.bos: true, but the tokenizer in .* has no BOS token") as caught:

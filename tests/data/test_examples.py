@@ -20,7 +20,7 @@ from tokenizers.decoders import ByteLevel
 from fivefold import cli
 from fivefold.core.errors import UserError
 from fivefold.core.time_limit import within
-from fivefold.data import IGNORE, PreparedData, chat, prepare, store
+from fivefold.data import IGNORE, PreparedData, chat, prepare, shown, store
 from fivefold.data.chat import CHATML, ChatTemplate
 from fivefold.data.examples import Example, Rated, beside_others
 from fivefold.data.examples import chat as chat_example
@@ -507,3 +507,31 @@ def test_the_command_shows_rows_as_the_model_sees_them(
     shown = json.loads(capsys.readouterr().out)
     assert shown["trained"] == [{"least": 5, "most": 8, "pieces": 2}]
     assert [each["pieces"] for each in shown["lengths"]] == [1, 0, 1]  # of 9 to 16 tokens, 17 to 32, 33 to 64
+
+
+# ---- what `fivefold data` shows --------------------------------------------------------------------------------------
+
+
+def test_lengths_are_counted_in_powers_of_two() -> None:
+    found = shown.buckets([1, 1, 2, 3, 4, 5, 8, 9])
+    assert found == tuple(map(shown.Bucket, (1, 2, 3, 5, 9), (1, 2, 4, 8, 16), (2, 1, 2, 2, 1)))
+    assert shown.buckets([]) == ()
+    lines = [line.split() for line in shown._bars(found)]
+    assert lines[0] == ["1", "#" * 40, "2"] and lines[2:] == [
+        ["3", "to", "4", "#" * 40, "2"], ["5", "to", "8", "#" * 40, "2"], ["9", "to", "16", "#" * 20, "1"],
+    ]  # fmt: skip
+
+
+def test_of_a_long_document_the_first_characters_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = read(tmp_path, [{"prompt": "p" * 8, "completion": "c" * 8}])
+    size = 16 + len("<|endoftext|>")
+    for most, parts in (
+        (size, ["p" * 8, "c" * 8 + "<|endoftext|>"]),
+        (size - 1, None),
+        (10, ["p" * 8, "cc"]),
+        (3, ["ppp"]),
+    ):
+        monkeypatch.setattr(shown, "_MOST", most)
+        ((document,),) = shown.examine(data, 1).rows
+        assert document.cut == (most < size) and (document.tokens, document.trained) == (17, 9)
+        assert parts is None or [part.text for part in document.parts] == parts

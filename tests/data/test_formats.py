@@ -206,6 +206,17 @@ def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
     assert f"{tmp_path / name}:1: the file is empty" in refusal(tmp_path, tmp_path).what
 
 
+@pytest.mark.parametrize("name", ["a.gguf", "a.txt", "a.jsonl", "a.json", "a.csv", "a.parquet", "a"])
+def test_the_weights_of_a_model_are_named(tmp_path: Path, name: str) -> None:
+    """Whatever the file is called. A text about such files is a text."""
+    (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0" + bytes(range(256)))
+    error = refusal(tmp_path, tmp_path / name)
+    assert f"{tmp_path / name}: a GGUF file, which holds the weights of a model" in error.what
+    assert "model.name_or_path" in str(error.fix)
+    (tmp_path / "b.txt").write_text("GGUF: a format of files")
+    assert read(tmp_path, tmp_path / "b.txt") == [b"GGUF: a format of files"]
+
+
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.xyz").write_text("text")
     (tmp_path / "nothing").mkdir()

@@ -195,8 +195,9 @@ def test_what_the_header_says(tmp_path: Path) -> None:
 
 def test_a_validation_list_has_no_weights(tmp_path: Path) -> None:
     held = write_jsonl(tmp_path / "held.jsonl", ["held"])
-    with pytest.raises(UserError, match=r"data.validation.weight: 2: evaluation reads every row .* once"):
-        prepared(tmp_path, None, validation=[{"path": str(held), "weight": 2}])
+    for weight in ("2", "0.5"):
+        with pytest.raises(UserError, match=f"data.validation.weight: {weight}: evaluation reads every row .* once"):
+            prepared(tmp_path, None, validation=[{"path": str(held), "weight": weight}])
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -14,6 +14,7 @@ from fivefold.data.shown import examine
 from tests.data.helpers import SEQ, config_for, segments
 
 ASKED = [{"role": "user", "content": "q"}]
+TOLD = {"role": "system", "content": "s"}
 GOOD, BAD = ({"role": "assistant", "content": each} for each in ("good", "b"))
 LISTS = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
 CHAT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
@@ -65,6 +66,10 @@ def _text(tokens: list[int]) -> str:
         ({"prompt": "q", "chosen": [GOOD], "rejected": [BAD]}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         ({"prompt": "q", **LISTS}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         ({"prompt": ASKED, **LISTS}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
+        (  # of several ways in which the lists go on from the prompt, the longest
+            {"prompt": [TOLD, *ASKED, BAD, *ASKED], **{key: [*ASKED, BAD, *each] for key, each in LISTS.items()}}, {},
+            f"<|im_start|>system\ns<|im_end|>\n{CHAT}b<|im_end|>\n{CHAT}", "good<|im_end|>$", "b<|im_end|>$",
+        ),
         ({"prompt": "[0, 1]", "chosen": "[1, 2]", "rejected": "[]"}, {}, "[0, 1]", "[1, 2]$", "[]$"),
         ({"question": "q", "chosen": "good", "rejected": "b"}, {}, CHAT, "good<|im_end|>$", "b<|im_end|>$"),
         (
@@ -80,7 +85,7 @@ def _text(tokens: list[int]) -> str:
 def test_the_answers_of_a_record(
     tmp_path: Path, record: dict[str, Any], source: dict[str, Any], prompt: str, chosen: str, rejected: str
 ) -> None:
-    data = read(tmp_path, [record], source=source, seq_length=200)
+    data = read(tmp_path, [record], source=source, seq_length=400)
     found = answers(data.train.rows([0], row_multiple=1))
     assert data.counts.train.targets == sum(len(trained) for _, trained in found)
     first = prompt or None

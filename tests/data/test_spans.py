@@ -118,6 +118,33 @@ def test_every_answer_is_trained_with_its_end(name: str) -> None:
     assert text[slice(*answers[1][0])] == trained[0]
 
 
+def test_an_answer_begins_and_ends_where_its_own_turn_does(subtests: pytest.Subtests) -> None:
+    said_turn = "{% for m in messages %}{{ '<a>' if m.role == 'assistant' else '<u>' }}{{ m.content }}{% endfor %}"
+    cases: dict[str, tuple[str, list[dict[str, Any]], str]] = {
+        "a question that counts, of as many answers as are each asked for": (
+            "{% for m in messages %}{{ '<a%d>' % loop.index0 if m.role == 'assistant' else '<u>' }}{{ m.content }}"
+            "{% endfor %}{% if add_generation_prompt %}<a{{ messages | length }}>{% endif %}",
+            TWO * 2, "<u>q1<a1>[[a1]]<u>q2<a3>[[<b>a2]]<u>q1<a5>[[a1]]<u>q2<a7>[[<b>a2]]",
+        ),
+        "behind a turn that is left out, a template that ends with the next user": (
+            "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{{ '<user>' if messages[-1].role == 'assistant' }}{% if add_generation_prompt %}<assistant>{% endif %}",
+            [*TWO[:2], RESULT, *TWO[2:]], "<user>q1<assistant>[[a1]]<user>q2<assistant>[[<b>a2<user>]]",
+        ),
+        "an end at the front of the next turn, of turns that have one": (
+            "{% for m in messages %}{{ '<end>' if not loop.first }}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+            "{% if add_generation_prompt %}<end><assistant>{% endif %}",
+            TWO, "<user>q1<end><end><assistant>[[a1<end>]]<end><user>q2<end><end><assistant>[[<b>a2<end>]]",
+        ),
+        "an end that is no question, for that comes behind it": (
+            said_turn + "<a>{% if add_generation_prompt %}<a>{% endif %}", TWO, "<u>q1<a>[[a1]]<u>q2<a>[[<b>a2<a>]]",
+        ),
+    }  # fmt: skip
+    for name, (source, turns, expected) in cases.items():
+        with subtests.test(msg=name):
+            assert read(source, turns) == expected
+
+
 def test_what_is_thought_is_asked_for_as_it_was_before_the_next_question() -> None:
     """As Qwen3: thoughts of the turns since the last question are written, so a later question changes what was."""
     source = (

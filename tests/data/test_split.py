@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fivefold.core.cache import key_of
+from fivefold.core.errors import UserError
 from fivefold.data import PackedRows, prepare
 from fivefold.data import pack as pack_module
 from fivefold.data.pack import pack
+from fivefold.data.rows import RowIndex
 from fivefold.data.split import block_size, blocks_of
 from fivefold.data.store import BLOCK, block_hashes, open_store
-from tests.data.helpers import byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
+from tests.data.helpers import SEQ, byte_tokens, config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 
 
 def test_duplicates_stay_on_one_side(tmp_path: Path) -> None:
@@ -81,6 +84,15 @@ def test_a_validation_list_is_read_like_train_and_repeats_are_counted(tmp_path: 
     assert data.validation is not None and data.counts.repeated == 1
     assert _inputs(data.validation) == Counter(tuple(byte_tokens(text)) for text in ("two", "four"))
     assert "in the training text too: 1 block of validation" in data.counts.lines()[-1]
+
+
+def test_a_validation_list_without_a_target_is_said_and_one_of_two_sources_is_named(tmp_path: Path) -> None:
+    held = write_jsonl(tmp_path / "held.jsonl", [""])
+    data = prepare_texts(tmp_path, ["ab"], validation=[{"path": str(held)}])
+    assert data.validation is None and data.counts.validation_asked
+    sources = [{"path": str(held)}, {"path": str(tmp_path / "nowhere")}]
+    with pytest.raises(UserError, match=r"^data\.train\[1\]: .*nowhere does not exist"):
+        prepare(config_for(sources), cache=tmp_path / "cache")
 
 
 def test_sources_are_read_one_after_the_other(tmp_path: Path) -> None:
@@ -220,3 +232,25 @@ def test_finer_blocks_leave_whole_documents_their_hash(tmp_path: Path) -> None:
 def letters(size: int, seed: int = 0) -> str:
     """Words of random letters, so that no two blocks are alike."""
     return "".join(np.random.default_rng(seed).choice(list("abcdefgh  \n"), size))
+
+
+def test_arrays_of_an_index_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    data = prepare_texts(tmp_path, random_texts(0))
+    data.train.index.save(tmp_path / "index")
+    assert len(RowIndex.load(tmp_path / "index")) == len(data.train)
+    np.save(tmp_path / "index" / "offsets.npy", data.train.index.offsets[:-1])
+    with pytest.raises(ValueError, match="the arrays do not belong together"):
+        RowIndex.load(tmp_path / "index")
+
+
+def test_a_document_without_a_target_is_not_one_without_trained_tokens(tmp_path: Path) -> None:
+    counts = prepare_texts(tmp_path, ["", "ab"]).counts.train
+    assert (counts.without_target, counts.untrained) == (1, 0)
+
+
+def test_what_names_rows_is_the_same_in_every_version(tmp_path: Path) -> None:
+    """Else no run of before goes on."""
+    for fraction, version in ((0.0, 1), (0.5, 2)):
+        data = prepare_texts(tmp_path, random_texts(0), validation=fraction)
+        contents = [[[store.meta.content, store.meta.tokenizer] for store in data.train.stores], []]
+        assert data.fingerprint == key_of(version, contents, fraction, SEQ, True)

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data import PreparedData, prepare, tokenizer, tokenizer_probe
+from fivefold.data.store import _dtype
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 from tests.data.test_compressed import COMPRESS, csv_of
 
@@ -189,6 +190,25 @@ def test_the_probe_ends_with_the_process_that_waits_for_it(tmp_path: Path, folde
     while process.exists() and "Z" not in (process / "stat").read_text().split() and time.monotonic() < end:
         time.sleep(0.01)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_the_tokenizer_fails_at_is_named(tmp_path: Path, folder: Path) -> None:
+    """A regular expression that gives up is a panic of Rust, and no `Exception`."""
+    facts = json.loads((folder / "tokenizer.json").read_text())
+    greedy = {"type": "Split", "pattern": {"Regex": "(a+)+(b+)+$"}, "behavior": "Isolated", "invert": False}
+    facts["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [greedy, facts["pre_tokenizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(facts))
+    endless = "a" * 40 + "b" * 40 + "."
+    with pytest.raises(UserError) as caught:
+        prepare_texts(tmp_path, ["a text", endless, "another"], tokenizer=folder)
+    assert f"the tokenizer in {folder} fails at the text 'aaaa" in caught.value.what and caught.value.fix
+    assert prepare_texts(tmp_path, ["a text"], tokenizer=folder).counts.documents == 1
+    with pytest.raises(KeyboardInterrupt), tokenizer.encoding(folder, None, ["x"]):
+        raise KeyboardInterrupt
+
+
+def test_tokens_are_as_wide_as_the_vocabulary_needs() -> None:
+    assert [_dtype(size).str for size in (2**15 + 1, 2**16, 2**16 + 1)] == ["<u2", "<u2", "<u4"]
 
 
 def test_a_large_vocabulary_takes_wider_tokens(tmp_path: Path, folder: Path) -> None:

@@ -2,15 +2,18 @@
 they were copied to by a checkpoint or an export."""
 
 import os
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from fivefold.checkpoint.model_folder import model_files
 from fivefold.core.errors import UserError
-from fivefold.data import prepare, tokenizer
+from fivefold.data import prepare, tokenizer, tokenizer_probe
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer, tokenizer_files
 from fivefold.models.hf_internals import forced_tokenizer_class
 from tests.data import tokenizers_zoo as zoo
@@ -162,3 +165,57 @@ def test_another_version_of_the_libraries_or_another_hub_id_reads_a_folder_anew(
     monkeypatch.setattr(tokenizer, "version", lambda package: f"{package} of tomorrow")
     found(folder, tmp_path)
     assert asked == ["", "org/name", ""]
+
+
+def test_the_same_file_in_another_place_is_another_tokenizer(tmp_path: Path) -> None:
+    """A template of that name beside the tokenizer is the template; among the additional ones it is one of several."""
+    folder, template = zoo.made("class: GPT-2", tmp_path / "tokenizer"), "{{ messages }}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert found(folder, tmp_path).template.source == template
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "chat_template.jinja").rename(folder / "additional_chat_templates" / "chat_template.jinja")
+    assert found(folder, tmp_path).template.source == {"chat_template": template}
+
+
+# ---- what a folder may ask for ---------------------------------------------------------------------------------------
+
+
+def grown(folder: Path, times: int, *replaced: str, added: str = "") -> Path:
+    """A token each byte, behind normalizers that double every "x" so many `times`, and replace other texts."""
+    made = zoo.byte_bpe(vocabulary=257)
+    steps = [normalizers.Replace("x", "xx")] * times + [normalizers.Replace(each, "") for each in replaced]
+    made.normalizer = normalizers.Sequence(steps)
+    made.add_special_tokens([added] if added else [])
+    zoo.config(folder)
+    zoo.saved(made, folder)
+    return folder
+
+
+def test_a_text_may_grow_a_hundredfold_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokenizer_probe.read(str(grown(tmp_path / "8", 8)), str(tmp_path / "out")) is None
+    said = str(tokenizer_probe.read(str(grown(tmp_path / "13", 13)), str(tmp_path / "out")))
+    assert re.fullmatch(r"it makes \d{6} tokens of \d{3} characters", said)
+    monkeypatch.setattr(tokenizer_probe, "MOST_TOKENS_A_CHARACTER", 0)  # of patterns and added tokens so much is tried
+    patterns = [chr(97 + at) * 1500 for at in range(12)]
+    said = str(
+        tokenizer_probe.read(str(grown(tmp_path / "0", 0, *patterns, added="y" * 20_000)), str(tmp_path / "out"))
+    )
+    assert f"of {len(tokenizer_probe._SAMPLE) + 2 + 2 * 10_000} characters" in said
+    assert list(tokenizer_probe._texts({"a": ["b" * 1001, 7]})) == ["b" * 1000]
+
+
+def test_the_probe_takes_no_more_memory_than_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(tokenizer_probe.resource, "setrlimit", lambda *given: asked.append(given))
+    tokenizer_probe._limit(2**30)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    ((what, (soft, hard)),) = asked
+    assert what == resource.RLIMIT_AS and soft == hard == pytest.approx(now + 2**30, abs=2**26)
+
+
+def test_a_file_of_no_tokenizer_s_size_is_not_read(tmp_path: Path) -> None:
+    zoo.config(tmp_path / "huge")
+    with (tmp_path / "huge" / "tokenizer.json").open("wb") as file:
+        file.truncate(2**29 + 1)  # a hole
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*: 536,870,913 bytes, and at most 536,870,912 are read"):
+        found(tmp_path / "huge", tmp_path)

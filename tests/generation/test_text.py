@@ -6,6 +6,7 @@ import pytest
 
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
+from fivefold.generation.prompts import Answer, Prompt, _take
 from fivefold.generation.text import StoppedText, TextStream, encode_prompt
 
 TEXTS = ["plain words, no more", "naïve façade — “quoted”", "日本語"]
@@ -77,3 +78,18 @@ def test_a_text_ends_before_the_first_of_several_stops() -> None:
 
     stream = StoppedText(Words(), ("c", "b"))
     assert [stream.push(0), stream.push(1)] == ["say ", ""] and stream.is_over and stream.finish() == ""
+
+
+def test_every_token_of_an_answer_is_counted(byte_tokenizer: Any) -> None:
+    """The one that ends it among them, and those of a stop text, of which nothing is shown."""
+    cases: list[tuple[tuple[str, ...], bytes, str, bool]] = [
+        ((), b"ab", "ab", False), (("bc",), b"abc", "a", True), (("c", "d"), b"abd", "ab", True),
+    ]  # fmt: skip
+    for stop, tokens, text, is_over in cases:
+        for end in ([], [256]) if not is_over else ([],):
+            answer = Answer(StoppedText(byte_tokenizer, stop))
+            ids = [*tokens, *end]
+            ended = [_take([Prompt([1], {}, (256,), stop)], [answer], 0, token) for token in ids]
+            assert ended == [*[False] * (len(ids) - 1), is_over or bool(end)]
+            answer.parts.append(answer.stream.finish())
+            assert (answer.text, answer.tokens, answer.is_over) == (text, len(ids), ended[-1])

@@ -12,6 +12,7 @@ import pytest
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
+from fivefold.data.tokenizer import find_tokenizer
 from fivefold.launch.model import check_data, check_model
 from fivefold.models.build import weights_folder
 
@@ -83,10 +84,15 @@ def test_a_name_that_is_nothing_is_said(tmp_path: Path) -> None:
 
 def test_gguf_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.Q4_1.gguf").touch()
-    for name in (tmp_path, tmp_path / "model.Q4_1.gguf"):
+    (tmp_path / "model-q4").write_bytes(b"GGUF\x03\0\0\0")
+    for name in (tmp_path, tmp_path / "model.Q4_1.gguf", tmp_path / "model-q4"):
         assert f"{name} holds quantised weights as GGUF" in (error := refusal(name)).what and error.fix
         with pytest.raises(UserError, match="GGUF"):  # where `generate` and `evaluate` look first
             weights_folder(name)
+    with pytest.raises(UserError, match="GGUF"):
+        find_tokenizer(str(tmp_path / "model-q4"), model="demo", corpus=[], root=tmp_path)
+    (tmp_path / "config.json").write_bytes(b"GGUF\x03\0\0\0")
+    assert "config.json holds quantised weights as GGUF" in refusal(tmp_path).what
     (tmp_path / "config.json").write_text("{}")  # what else lies beside a model is nothing of it
     assert weights_folder(tmp_path) == tmp_path
 

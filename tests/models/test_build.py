@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import CLIPConfig
 
 from fivefold.core.errors import UserError
@@ -42,6 +43,14 @@ def test_overrides_patch_the_file_before_the_class_derives_values(tmp_path):
 
 def test_rope_in_its_old_words_patches_a_new_file(folder):
     assert load_model_config(folder, {"rope_theta": 123.0}).rope_parameters == {**tiny.LLAMA3_ROPE, "rope_theta": 123.0}
+
+
+def test_the_type_of_the_weights_is_remembered_and_the_model_is_in_fp32(tmp_path):
+    """An export goes back to it."""
+    for dtype in (torch.bfloat16, torch.float16, None):
+        values = OLD_LLAMA | {"torch_dtype": dtype and str(dtype).removeprefix("torch.")}
+        model = build_meta(load_model_config(write(tmp_path, values)))
+        assert model.config.dtype == dtype and {each.dtype for each in model.parameters()} == {torch.float32}
 
 
 def test_fewer_layers_cut_the_list_of_layer_types(tmp_path):

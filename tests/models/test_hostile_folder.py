@@ -20,6 +20,7 @@ from tests.models import tiny
 
 CONFIG = tiny.llama()
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GGUF = b"GGUF\x03\0\0\0" + bytes(16)
 Tree = dict[str, Any]
 
 
@@ -113,6 +114,11 @@ def a_folder(folder: Path) -> None:
     (folder / SINGLE).mkdir()
 
 
+def by_gguf(folder: Path) -> None:
+    (folder / "b.gguf").write_bytes(GGUF)
+    index(lambda tree: tree["weight_map"].update({"model.norm.weight": "b.gguf"}))(folder)
+
+
 def no_file(folder: Path) -> None:
     index(lambda tree: tree["weight_map"].update({"model.norm.weight": "b.safetensors"}))(folder)
 
@@ -149,6 +155,7 @@ HARM: dict[str, Callable[[Path], None]] = {
     "a megabyte more": content(lambda c: c + b"\0" * 2**20),
     "zeros": content(lambda c: b"\0" * len(c)),
     "a zip archive": content(lambda c: b"PK\3\4" + c),
+    "a GGUF file": content(lambda _: GGUF),
     "a pickle": content(lambda _: b"\x80\x02cos\nsystem\n(S'false'\ntR."),
     "a web page": content(lambda _: b"<!DOCTYPE html><html>rate limited</html>" * 9),
     "a pointer of git lfs": content(lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"),
@@ -193,6 +200,8 @@ HARM: dict[str, Callable[[Path], None]] = {
     "a file that is not there": no_file,
     "an index of a list": index("[]"),
     "an index that is no JSON": index("{"),
+    "an index that is a GGUF file": index(GGUF.decode()),
+    "an index of a GGUF file": by_gguf,
     "an index with a key twice": index('{"weight_map": {"a": "a.safetensors"}, "weight_map": {}}'),
     "an index without its map": index(lambda tree: tree.pop("weight_map")),
     "an index of numbers": index(lambda tree: tree.update(weight_map={"model.norm.weight": 7})),
@@ -218,6 +227,7 @@ def test_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
             with pytest.raises(UserError) as refused:
                 SafetensorsFolder(folder, build_meta(CONFIG))
             assert str(folder) in str(refused.value)
+            assert ("GGUF" in harm) == ("GGUF" in refused.value.what)
             assert sorted(place.rglob("*")) == before
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2**18  # KiB: 256 MiB
 

@@ -140,6 +140,17 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any], Any]] = 
     (CONFIGS["gemma 3, by layer type"],
      {"num_hidden_layers": 1, "rope_parameters": {"full_attention": {"factor": 3.0}}},
      lambda c: (c.layer_types, c.rope_parameters["full_attention"]["factor"]), (["sliding_attention"], 3.0)),
+    ({"model_type": "olmo3", "rope_parameters": {
+        "full_attention": {**YARN, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3.0}}},
+     {"rope_parameters": {"full_attention": {"factor": 8.0}}},
+     lambda c: [each["rope_theta"] for each in c.rope_parameters.values()], [5e5, 3.0]),
+    # A class with a key of that name beside `rope_parameters`: of two values one would be another model's.
+    ({"model_type": "cohere2_moe"}, {"rope_theta": 7.0},
+     lambda c: (c.rope_theta, c.rope_parameters["rope_theta"]), (7.0, 7.0)),
+    ({"model_type": "cohere2_moe", "rope_theta": 5.0}, {"rope_parameters": {"rope_theta": 7.0}},
+     lambda c: (c.rope_theta == 5.0, c.rope_parameters["rope_theta"]), (False, 7.0)),
+    (CONFIGS["gpt-neox"], {"rotary_emb_base": 7.0}, lambda c: c.rope_parameters["rope_theta"], 7.0),
     (CONFIGS["gpt-neox"], {"rotary_pct": 0.5}, lambda c: c.rope_parameters["partial_rotary_factor"], 0.5),
     (CONFIGS["phi"], {"partial_rotary_factor": 0.25}, lambda c: c.rope_parameters["partial_rotary_factor"], 0.25),
     (CONFIGS["gpt-2"], {"num_hidden_layers": 3, "hidden_size": 8}, lambda c: (c.n_layer, c.n_embd), (3, 8)),

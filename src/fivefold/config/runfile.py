@@ -32,6 +32,9 @@ _PLAIN = "write texts, numbers, true, false, null, lists and sections, without t
 
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
+# What pydantic calls things that a run file calls otherwise.
+_WORDS = {"a valid tuple": "a list: [a, b]", "a valid dictionary": "a section of keys", " after validation": ""}
+
 # Ways to say the same thing: an override of one drops what the file says in another.
 _RIVALS: tuple[Path_, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
 
@@ -316,7 +319,9 @@ def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> Use
     if first["type"] == "model_type":
         what = f"{at} is {_short(first['input'])}; it should be a section of keys"
         return UserError(what, fix=answer(name), more=READ_MORE)
-    problem = first["msg"].replace("Input should be", "it should be").split(", unable")[0]
+    problem = re.sub(r"^(Input|Value|Tuple) should", "it should", first["msg"]).split(", unable")[0]
+    for theirs, ours in _WORDS.items():
+        problem = problem.replace(theirs, ours)
     return UserError(f"{at} is {_short(first['input'])}; {problem}", fix=_help_of(name, keys), more=READ_MORE)
 
 

@@ -93,10 +93,17 @@ def _fraction_or_sources(value: Any) -> Any:
     return parse_fraction(value)
 
 
+def _listed(value: Any) -> Any:
+    """A name alone as a list of it."""
+    return [value] if isinstance(value, str) else value
+
+
 Count = Annotated[int, BeforeValidator(parse_count)]
 Length = Annotated[int, BeforeValidator(parse_length)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+Tracker = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 PathText = Annotated[str, AfterValidator(_findable)]
 Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
@@ -303,10 +310,6 @@ class ObjectiveSection(Section):
         return self
 
 
-def _names(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class AdapterSection(Section):
     """What is trained beside a frozen model; `models/adapter.py` has the formula."""
 
@@ -315,13 +318,13 @@ class AdapterSection(Section):
     )
     rank: Whole = Field(default=16, ge=1, description="rows of A, columns of B")
     alpha: Number = Field(default=32.0, gt=0, description="their product is multiplied by alpha / rank")
-    targets: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = Field(
+    targets: Names = Field(
         default=(AUTO,),
         description="linears by the ends of their names, such as [q_proj, v_proj]; auto: all of the layers but routers "
         "and experts",
     )
-    target_parameters: Annotated[tuple[str, ...], BeforeValidator(_names, json_schema_input_type=str | list[str])] = (
-        Field(default=(), description="matrices of experts by the ends of their names: [gate_up_proj, down_proj]")
+    target_parameters: Names = Field(
+        default=(), description="matrices of experts by the ends of their names: [gate_up_proj, down_proj]"
     )
     rslora: bool = Field(default=False, description="multiply by alpha / sqrt(rank)")
     quantize: Literal["none", "nf4"] = Field(
@@ -518,13 +521,16 @@ class EvalSection(Section):
 
 class SampleSection(Section):
     every: Every = Field(default=250, description="optimizer steps between samples; 0 = never")
-    prompts: tuple[str, ...] = Field(default=(), description="texts to continue; none = no samples")
+    prompts: Names = Field(default=(), description="texts to continue; none = no samples")
 
 
 class LogSection(Section):
     every: Annotated[Every, Field(ge=1)] = Field(default=1, description="optimizer steps between metrics rows")
-    to: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
-        default=("jsonl",), description="where metrics go; all but jsonl need the package of that name"
+    to: Annotated[tuple[Tracker, ...], BeforeValidator(_listed, json_schema_input_type=Tracker | list[Tracker])] = (
+        Field(
+            default=("jsonl",),
+            description="where metrics go, such as [jsonl, wandb]; all but jsonl need the package of that name",
+        )
     )
 
 

@@ -37,7 +37,7 @@ class RunFailed(UserError):
     exit_code = 1
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error of another library says, without the pages that may follow; its type where it says nothing."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return next(iter(said.strip().splitlines()), type(error).__name__)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def read_folder_config(path: Path) -> dict[str, Any]:
             more=_MORE,
         ) from None
     except (OSError, ValueError) as error:
+        check_not_gguf(file)
         raise UserError(f"{file} cannot be read: {error}", fix="copy it from its origin again", more=_MORE) from None
     if not isinstance(values, dict):
         raise UserError(f"{file} holds no JSON object", fix="copy it from its origin again", more=_MORE)
@@ -38,9 +40,19 @@ def read_folder_config(path: Path) -> dict[str, Any]:
     return values
 
 
+def is_gguf(path: Path) -> bool:
+    """True for a file of llama.cpp by its first bytes, whatever its name: that word, and a number in binary."""
+    head = b""
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as file:
+            head = file.read(8)
+    return head.startswith(b"GGUF") and b"\0" in head
+
+
 def check_not_gguf(path: Path) -> None:
     """Raise `UserError` for a GGUF file, and for a folder that has one in place of a config.json."""
-    if path.suffix == ".gguf" or (not (path / "config.json").is_file() and any(path.glob("*.gguf"))):
+    is_in_place = not (path / "config.json").is_file() and any(path.glob("*.gguf"))
+    if path.suffix == ".gguf" or is_in_place or is_gguf(path):
         raise UserError(
             f"{path} holds quantised weights as GGUF, the file of llama.cpp, which is not read here",
             fix="write a Hugging Face folder of it by transformers, once",

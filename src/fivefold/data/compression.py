@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from fivefold.core.errors import UserError
+from fivefold.core.folder_config import is_gguf
 
 MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memory at once
 _MOST_TIMES = 200  # how many times its size a compressed file may grow to ...
@@ -52,12 +53,23 @@ def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
     Raises UserError, here and where it is used, for a file that is cut short, is not what its name says, or expands to
     too much.
     """
+    check_is_data(path, where)
     if not is_compressed(path):
         with path.open("rb") as file:
             yield file
         return
     with _readable(path, where), _expanded(path) as expanded:
         yield io.BufferedReader(_Bounded(expanded, path, where), _BUFFER)
+
+
+def check_is_data(path: Path, where: str) -> None:
+    """Raises UserError for a file that holds the weights of a model."""
+    if is_gguf(path):
+        raise UserError(
+            f"{where}: a GGUF file, which holds the weights of a model and no text",
+            fix="name texts here, and the model by model.name_or_path, as a Hugging Face folder",
+            more="docs/first_fine_tune.md",
+        )
 
 
 def read_most(file: IO[bytes], most: int) -> bytes:

@@ -41,7 +41,7 @@ from fivefold.core.integrity import (
 from fivefold.data.examples import Document, Preference, Text
 from fivefold.data.records import Records, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
-from fivefold.data.tokenizer import TokenizerInfo, missing_bos
+from fivefold.data.tokenizer import TokenizerInfo, encoding, missing_bos
 from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
@@ -326,11 +326,12 @@ class _Writer:
         both = [self._texts(document, tokenizer) for document in batch]
         texts = [text for each in both for text in each]
         is_example = any(text.trained is not None for text in texts)
-        parts = Encoder(tokenizer, with_ends=is_example).encode([text.text for text in texts])
-        sequences = map(self._sequence, texts, parts)
-        for document, each in zip(batch, both, strict=True):
-            desirable = isinstance(document, Preference) and bool(document.desirable)
-            yield from self._document([next(sequences) for _ in each], desirable=desirable)
+        strings = [text.text for text in texts]
+        sequences = map(self._sequence, texts, Encoder(tokenizer, with_ends=is_example).encode(strings))
+        with encoding(self.tokenizer.folder, tokenizer, strings):
+            for document, each in zip(batch, both, strict=True):
+                desirable = isinstance(document, Preference) and bool(document.desirable)
+                yield from self._document([next(sequences) for _ in each], desirable=desirable)
 
     def _document(self, sequences: list[list[Tokens]], *, desirable: bool) -> list[Tokens]:
         """The tokens of a document, of one sequence or of two, and what they are."""

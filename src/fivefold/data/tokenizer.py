@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fivefold.core.cache import Progress, entry, file_digest, key_of, say_aloud
-from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.files import expanded
-from fivefold.core.folder_config import read_folder_config
+from fivefold.core.folder_config import check_not_gguf, read_folder_config
 from fivefold.core.hub import MODEL, is_hub_id, snapshot
 from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
+from fivefold.core.text import shortened
 from fivefold.data import tokenizer_probe
 from fivefold.data.chat import BUILT_IN, ChatTemplate
 from fivefold.data.examples import plain
@@ -143,6 +145,35 @@ def missing_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> tuple[int, ..
     return () if not ids or tuple(ids[: len(bos_token_ids)]) == bos_token_ids else bos_token_ids
 
 
+@contextmanager
+def encoding(folder: Path, tokenizer: "Tokenizer", texts: Sequence[str]) -> Iterator[None]:
+    """Raises `UserError` where the tokenizer of `folder` fails inside at one of `texts`, naming it."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        wrong = next((text for text in texts if _fails(tokenizer, text)), texts[0])
+        raise UserError(
+            f"the tokenizer in {folder} fails at the text {shortened(repr(wrong), 60)}: {first_line(error)}",
+            fix="leave that text out, or name another tokenizer",
+            more=_MORE,
+        ) from error
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether `tokenizers` raised it: a bare Exception, or a panic of Rust, which is none."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+def _fails(tokenizer: "Tokenizer", text: str) -> bool:
+    try:
+        tokenizer.encode(text)
+    except BaseException as error:
+        return _is_of_library(error)
+    return False
+
+
 def _with_bos(found: TokenizerInfo, bos: Bos) -> TokenizerInfo:
     if bos is False:
         return found
@@ -217,6 +248,8 @@ def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_FILES) -> 
 
 def _folder_of(name: str, *, auto: bool) -> Path:
     path = expanded(name)
+    if path.is_file():
+        check_not_gguf(path)
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
         if not is_hub_id(name):

@@ -21,7 +21,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
 from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
-from fivefold.data.tokenizer import Bos, TokenizerInfo, find_tokenizer
+from fivefold.data.tokenizer import Bos, TokenizerInfo, encoding, find_tokenizer
 from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
@@ -52,13 +52,15 @@ class Opened:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, none around them. Raises `UserError` for one that the model does not have."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        with encoding(self.info.folder, self.tokenizer, [text]):
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         check_vocabulary(max(ids, default=0), self.model.config, self.info, "the text")
         return ids
 
     def prompt(self, text: str) -> Tensor:
         """The tokens of a text that goes on, int64 [1, T]: see `encode_prompt`. Raises `UserError`."""
-        ids_1T = encode_prompt(self.tokenizer, text, self.ends, self.info.bos_token_ids)
+        with encoding(self.info.folder, self.tokenizer, [text]):
+            ids_1T = encode_prompt(self.tokenizer, text, self.ends, self.info.bos_token_ids)
         check_vocabulary(int(ids_1T.max()), self.model.config, self.info, "the prompt")
         return ids_1T
 

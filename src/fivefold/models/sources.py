@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError, first_line
+from fivefold.core.folder_config import check_not_gguf
 from fivefold.core.text import listed
 from fivefold.models import hf_internals, merged
 from fivefold.models import recipe as recipes
@@ -277,6 +278,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
         weight_map = strict_json.read(path)["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        check_not_gguf(path)
         raise UserError(f"{path} is not an index of safetensors files: {error!r}") from error
 
 
@@ -312,6 +314,7 @@ def _header(path: Path) -> Mapping[str, safetensors_header.Entry]:
         with path.open("rb") as file:
             return safetensors_header.read(file)
     except (ValueError, OSError) as error:
+        check_not_gguf(path)
         raise UserError(f"{path} cannot be read: {error}", fix="download the file again") from error
 
 

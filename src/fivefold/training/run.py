@@ -27,6 +27,7 @@ from fivefold.core.interrupts import Stopped, StopRequest
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
+from fivefold.data.tokenizer import encoding
 from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
@@ -375,7 +376,8 @@ class Trainer:
     def _sample(self) -> None:
         for prompt in self.config.sample.prompts:
             ends = (self.data.tokenizer.eos_token_id,)
-            ids = encode_prompt(self._tokenizer, prompt, ends, self.data.tokenizer.bos_token_ids)
+            with encoding(self.data.tokenizer.folder, self._tokenizer, [prompt]):
+                ids = encode_prompt(self._tokenizer, prompt, ends, self.data.tokenizer.bos_token_ids)
             options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
             text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
             self.log.sampled(self.step, prompt, text)

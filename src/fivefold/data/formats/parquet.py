@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.data.compression import check_is_data
 from fivefold.data.examples import plain
 from fivefold.data.records import Records, given, no_text, parts_of
 from fivefold.data.source import Source, no_documents, not_utf8
@@ -51,6 +52,7 @@ def _open(path: Path, where: str) -> Any:
             fix="pip install 'fivefold[parquet]'",
             more="or write the texts to a .jsonl file",
         ) from error
+    check_is_data(path, where)
     return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
 
 
