@@ -13,7 +13,7 @@ from fivefold.core.errors import UserError
 from fivefold.training import schedule
 from fivefold.training.schedule import learning_rate
 from tests.data.helpers import prepare_texts
-from tests.test_readme import blocks
+from tests.pages import ROOT, blocks
 from tests.training.bodies import column, run_dir, run_file, state, train
 
 
@@ -43,7 +43,8 @@ def test_a_warm_up_that_is_left_open_is_that_of_the_checkpoint(asked: str) -> No
 
 
 def test_the_run_file_of_the_readme_reaches_its_learning_rate(tmp_path: Path) -> None:
-    (tmp_path / "notes.yaml").write_text(blocks("yaml")[0])
+    (run_file,) = (each for each in blocks(ROOT / "README.md") if each.language == "yaml")
+    (tmp_path / "notes.yaml").write_text(run_file.text)
     read = load_config(tmp_path / "notes.yaml")
     total, peak = read.train.max_steps, read.optimizer.learning_rate
     assert total

@@ -57,7 +57,7 @@ def test_it_is_set_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     seen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))
-    monkeypatch.setattr(world, "_open_group", lambda _: None)
+    monkeypatch.setattr(world, "_open_group", lambda *_: None)
     with world.join(world.World(device="cuda:0", backend="nccl")):
         pass
     assert seen == ["expandable_segments:True"]
