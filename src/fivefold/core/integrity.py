@@ -1,6 +1,6 @@
 """Checksums of what lies in the cache, and of token stores: damage is found when they are opened, not trained on.
 
-xxh3 reads some GB/s. A file of 64 MiB or more that was found whole in the last week, and has not been written to since,
+xxh3 reads some GB/s. A file of 64 MiB or more that was found whole in the last day, and has not been written to since,
 is not read again: workers take the launcher's word for it, and a start takes no longer for a larger corpus.
 """
 
@@ -20,7 +20,7 @@ from fivefold.core.cache import key_of
 
 CHUNK = 2**20  # bytes under one checksum of a large file
 _TRUSTED_FROM = 2**26  # bytes
-_TRUSTED_SECONDS = 7 * 86400.0
+_TRUSTED_SECONDS = 86400.0
 
 
 class DamagedError(ValueError):
