@@ -206,7 +206,7 @@ def test_a_whole_store_is_read(tmp_path: Path, store: Path) -> None:
     assert isinstance(open_store(store, tmp_path).meta, StoreMeta)
 
 
-def test_a_large_file_is_read_once_a_week_unless_it_is_written_to(
+def test_a_large_file_is_read_once_a_day_unless_it_is_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrity, "_TRUSTED_FROM", 3)
