@@ -3,13 +3,15 @@
 import re
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch import meeting
@@ -49,6 +51,20 @@ def test_ranks_that_all_come_share_a_store(port: int, capfd: pytest.CaptureFixtu
     first.set("key", "value")
     assert [each.get("key") for each in others] == [b"value"] * 2
     assert capfd.readouterr().err == ""
+
+
+def test_ranks_that_torchrun_starts_again_do_not_meet_those_of_before(port: int) -> None:
+    """Their store is that of torchrun's agent, and holds all that those had said."""
+    agent = TCPStore(LOOPBACK, port, 2, is_master=True, wait_for_workers=False)
+    again = partial(meet, size=2, host=LOOPBACK, port=port, hosts=False, timeout=20)
+    with ThreadPoolExecutor(2) as threads:
+        first, _ = threads.map(again, range(2))
+    first.set("key", "of before")
+    with pytest.raises(RunFailed, match=r"for rank 0: 1 of 2 have come"):
+        again(1, attempt=1, timeout=0.5)
+    with ThreadPoolExecutor(2) as threads:
+        assert not any(store.check(["key"]) for store in threads.map(partial(again, attempt=2), range(2)))
+    del agent
 
 
 def test_a_rank_that_never_comes_is_named_by_the_first_of_the_others(
@@ -130,11 +146,10 @@ def test_a_name_without_an_address_is_said(there: bool, port: int, monkeypatch: 
 
 
 def test_the_end_of_rank_0_ends_the_wait_of_the_others(port: int) -> None:
-    kept = [meeting._open(3, LOOPBACK, port)]
+    kept = [PrefixStore("attempt-0", meeting._open(3, LOOPBACK, port))]
     with ThreadPoolExecutor(1) as threads:
-        waits = threads.submit(ranks, [1], 3, port, timeout=60)
-        while not kept[0].check([meeting._key(1)]):
-            time.sleep(0.02)
+        waits = threads.submit(ranks, [1], 3, port, timeout=20)
+        kept[0].wait([meeting._key(1)], timedelta(seconds=20))
         kept.clear()
         (error,) = waits.result(timeout=20)
     assert type(error) is RunFailed and "has ended" in error.what

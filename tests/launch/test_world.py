@@ -206,7 +206,7 @@ def test_a_worker_s_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 SCRIPT = """
-import json, sys
+import json, os
 import torch, torch.distributed as dist
 from fivefold.launch.world import alone, find_world, join
 
@@ -215,6 +215,8 @@ with join(world):
     with join(world):  # a group that exists is left as it is
         total = torch.tensor([float(world.rank + 1)])
         dist.all_reduce(total)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and world.rank == 1:
+        os._exit(3)
     again = torch.ones(1)
     dist.all_reduce(again)
 assert not dist.is_initialized()
@@ -241,8 +243,9 @@ def test_join_alone(script: Path) -> None:
 
 
 @pytest.mark.full
-def test_join_under_torchrun(script: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+def test_join_under_torchrun_which_starts_the_ranks_again(script: Path) -> None:
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert [(row["rank"], row["size"], row["sum"], row["again"]) for row in outputs(done.stdout)] == [
         (0, 2, 3.0, 2.0),

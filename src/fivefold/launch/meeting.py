@@ -28,13 +28,17 @@ _ANSWER = 10.0  # seconds that a store may take for an answer
 _COUNT, _ALL = "fivefold/came", "fivefold/all-came"
 
 
-def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float) -> Any:
-    """The store of all ranks, once all have come. `hosts`: it is this rank's, at `port` of this machine.
+def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float, attempt: int = 0) -> Any:
+    """The store of all ranks, once all have come. `hosts`: it is this rank's, at `port` of this machine. `attempt`: how
+    often torchrun has started the ranks again, whose store outlives them.
 
     Raises `UserError` where the port cannot be had, `RunFailed` where a rank has not come after `timeout` seconds.
     """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, untyped
+
     wait = _Wait(timeout)
-    store = _open(size, host, port) if hosts else _reach(rank, size, host, port, wait)
+    opened = _open(size, host, port) if hosts else _reach(rank, size, host, port, wait)
+    store = PrefixStore(f"attempt-{attempt}", opened)
     _wait_for_all(store, rank, size, f"{host}:{port}" + (f" (here: {socket.gethostname()})" if hosts else ""), wait)
     return store
 

@@ -263,7 +263,8 @@ def _store(world: World, timeout: float) -> Any:
     if world.is_local and not has_agent:
         host = LOOPBACK
     hosts = world.is_first and not has_agent
-    store = meet(world.rank, world.size, host, int(port), hosts=hosts, timeout=timeout)
+    attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    store = meet(world.rank, world.size, host, int(port), hosts=hosts, timeout=timeout, attempt=attempt)
     store.set_timeout(TIMEOUT)
     return store
 
