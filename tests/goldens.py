@@ -20,8 +20,9 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ from typing import Any
 from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import keys
 from fivefold.core.layout import Layout
-from fivefold.core.legality import violations
+from fivefold.core.legality import Violation, violations
 from fivefold.parallel.plan import lower
 from fivefold.planner.estimate import Step
+from fivefold.planner.price import PriceList
 from tests.planner.test_search import WORKLOAD, sample
 from tests.test_legality import a_case
 from tests.training.bodies import MODEL, column, run_dir, run_file, train
+from tests.verification.cases import ProvedCase
 from tests.verification.core import core
 from tests.verification.mutation import prove
 
@@ -75,7 +78,7 @@ def facts(folder: Path) -> Facts:
     yield from plans()
     yield from proofs(folder)
     for layout in LAYOUTS:
-        yield f"run {layout}", lambda layout=layout: run(folder / layout, layout)  # type: ignore[misc]
+        yield f"run {layout}", partial(run, folder / layout, layout)
 
 
 def legality() -> Facts:
@@ -83,8 +86,11 @@ def legality() -> Facts:
     draw = random.Random(7)
     for number in range(2000):
         layout, limits, world, batch = a_case(draw)
-        said = "\n".join(map(str, violations(layout, limits, world=world, batch=batch)))
-        yield f"legality {number}", lambda said=said: said  # type: ignore[misc]
+        yield f"legality {number}", partial(_said, violations(layout, limits, world=world, batch=batch))
+
+
+def _said(found: Iterable[Violation]) -> str:
+    return "\n".join(map(str, found))
 
 
 def plans() -> Facts:
@@ -93,29 +99,33 @@ def plans() -> Facts:
         step = Step(prices, layout, WORKLOAD)
         for rank in sorted({0, layout.pp // 2, layout.pp - 1}):
             name = f"plan {number} {prices.cluster} {layout} stage {rank}"
-            yield name, lambda step=step, layout=layout, rank=rank: plan_text(step, layout, rank)  # type: ignore[misc]
-        yield f"estimate {number} {prices.cluster} {layout}", lambda step=step: str(step.estimate())  # type: ignore[misc]
+            yield name, partial(plan_text, prices, step, layout, rank)
+        yield f"estimate {number} {prices.cluster} {layout}", partial(_estimate, step)
 
 
-def plan_text(step: Any, layout: Layout, pp_rank: int) -> str:
+def plan_text(prices: PriceList, step: Step, layout: Layout, pp_rank: int) -> str:
     """Collectives, bytes, shards and edits of a rank."""
-    plan = lower(step.prices.facts, layout, pp_rank * (layout.world // layout.pp))
+    plan = lower(prices.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
-    shape = replace(shape, compiled=step.prices.engine.compiled)
+    shape = replace(shape, compiled=prices.engine.compiled)
     regions = [(name, plan.regions(name)) for name in plan.facts.parameters]
     parts = [*map(str, plan.calls(shape)), str(plan.bytes(shape)), *map(str, regions), *map(str, plan.interventions)]
     return "\n".join(parts)
 
 
+def _estimate(step: Step) -> str:
+    return str(step.estimate())
+
+
 def proofs(folder: Path) -> Facts:
     """What is compared, and whether it is right; not how much it is off, which a machine decides."""
     for case in core():
+        yield f"proof {case}", partial(_proof, case, folder / "proofs")
 
-        def text(case: Any = case) -> str:
-            found = prove(case.kind, case.model, case.layout, folder / "proofs", steps=2).found
-            return "\n".join([found.refused or "", *(f"{row.what} {row.ok}" for row in found.rows)])
 
-        yield f"proof {case}", text
+def _proof(case: ProvedCase, folder: Path) -> str:
+    found = prove(case.kind, case.model, case.layout, folder, steps=2).found
+    return "\n".join([found.refused or "", *(f"{row.what} {row.ok}" for row in found.rows)])
 
 
 def run(folder: Path, layout: str) -> str:
