@@ -39,4 +39,4 @@ def test_long_rows_fit_eight_gpus(tmp_path: Path) -> None:
     text = (ROOT / "examples" / "long_rows.yaml").read_text(encoding="utf-8")
     command = next(re.finditer(r"^# +fivefold (plan .*)$", text, re.MULTILINE))[1].split()
     shown = fivefold(command, tmp_path)
-    assert "8 rows of 32,768 tokens" in shown and re.search(r"^shard4\.cp2\+selective .* best", shown, re.MULTILINE)
+    assert "8 rows of 32,768 tokens" in shown and re.search(r"^shard2\.cp4 .* best", shown, re.MULTILINE)
