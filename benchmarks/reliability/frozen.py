@@ -26,8 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import RESULTS, machine
-from fivefold.core.json_lines import read
-from reliability.kills import parents_now, workers_of
+from reliability.kills import last_step, parents_now, workers_of
 
 LAYOUTS = ("shard2", "tp2", "pp2")
 PROCESSES = ("rank 0", "rank 1", "forking process", "launcher")
@@ -111,12 +110,6 @@ def turns(run: "subprocess.Popen[bytes]") -> Iterator[None]:
         yield
         time.sleep(0.002)
     raise SystemExit("the run has ended, or does not come to this phase")
-
-
-def last_step(run: Path) -> int:
-    """That is logged."""
-    rows = read(run / "metrics.jsonl").rows
-    return int(rows[-1]["step"]) if rows else 0
 
 
 if __name__ == "__main__":

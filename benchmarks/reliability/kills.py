@@ -190,9 +190,7 @@ class Run:
             time.sleep(0.01)
 
     def _step(self) -> int:
-        """Of the last row that is whole."""
-        rows = read(self.folder / "metrics.jsonl").rows if (self.folder / "metrics.jsonl").exists() else []
-        return int(rows[-1]["step"]) if rows else 0
+        return last_step(self.folder)
 
     def _below(self) -> list[int]:
         assert self._process is not None
@@ -220,6 +218,12 @@ def workers_of(launcher: int) -> list[int]:
     """The children of the launcher's child that forks them."""
     parents = parents_now()
     return sorted(pid for pid, its in parents.items() if parents.get(its) == launcher)
+
+
+def last_step(run: Path) -> int:
+    """The step of the last row that is whole; 0 before there is one."""
+    rows = read(run / "metrics.jsonl").rows
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def losses(run: Path) -> list[tuple[int, float]]:

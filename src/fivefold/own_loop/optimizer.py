@@ -32,10 +32,8 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 _STEPS = 100  # of a trial
 _PICK = ("new_", "index", "gather", "take", "masked_select", "nonzero")  # operators that mix no numbers
 _RATE = 0.01  # of a trial, where an optimizer has none
-_CLOSE, _ROUNDED = (
-    1e-6,
-    1e-13,
-)  # of the way of a tensor in fp64, and of the tensor: what kernels for other lengths may differ by
+# What kernels for other lengths may differ by in fp64: as a part of a tensor's way, and in its numbers.
+_CLOSE, _ROUNDED = 1e-6, 1e-13
 
 
 def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Parameter]) -> None:
