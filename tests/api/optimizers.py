@@ -1,5 +1,6 @@
 """Optimizers that are not torch's, as their papers write them: what an update looks at differs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,11 +64,17 @@ class Normed(Own):
 
 
 class Late(Own):
-    """SGD that takes the norm of a gradient, and divides by it after a thousand steps."""
+    """SGD that looks at a gradient `by` something, by its norm, and uses what it saw after a thousand steps."""
+
+    def __init__(
+        self, params: Any, lr: float = 0.01, by: Callable[[Tensor], Tensor] = torch.linalg.vector_norm
+    ) -> None:
+        super().__init__(params, lr)
+        self.by = by
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        norm = float(grad.norm())
-        p.add_(grad, alpha=-group["lr"] / (norm if state["step"] > 1000 else 1.0))
+        seen = self.by(grad)
+        p.add_(grad / seen if state["step"] > 1000 else grad, alpha=-group["lr"])
 
 
 class Compiled(Own):

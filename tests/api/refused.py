@@ -1,8 +1,11 @@
 """What users may try that cannot be right, on one rank of a world, with what they are told."""
 
 import copy
+import io
+import math
 import pickle
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from transformers import JetMoeConfig, JetMoeForCausalLM, PreTrainedTokenizerFas
 
 import fivefold as ff
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.state import state_of
 from fivefold.verification.exact import exact
 from tests.api.loop import CLIP, build, mean_loss, plain
 from tests.api.optimizers import Prodigy
@@ -77,6 +81,61 @@ def plain_calls(layout: str, name: str) -> tuple[list[float], int]:
     with exact():
         result = ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, max_grad_norm=CLIP)
     return [result.loss, result.grad_norm], model.data_ranks
+
+
+def numbers(layout: str) -> bool:
+    """Numbers that a loop reads from gradients and weights by hand; and hooks that step while backward runs."""
+    model, batch = model_and_batch(layout)
+    model.backward(batch)
+    norm = float(ff.clip_grad_norm_(model, math.inf))
+    # On a pipeline rank, one that it has.
+    name, parameter = next((name, p) for name, p in model.named_parameters() if p.ndim == 2)
+    whole: Any = {"weight": ff.gather(model)[name], "gradient": ff.gather(model, gradients=True)[name]}
+    is_whole = layout == "dp2"
+    reads: list[tuple[Callable[[Tensor], float], str]] = [
+        (lambda g: g.norm(2).item(), "gradient"),
+        (lambda g: g.detach().data.norm(2).item(), "gradient"),
+        (lambda g: float(g.pow(2).sum()), "gradient"),
+        (lambda g: g.abs().max().item(), "gradient"),
+        (lambda g: float((g**2).mean()), "gradient"),
+        (lambda g: float(g.sum(0).square().sum()), "gradient"),
+        (lambda p: p.norm().item(), "weight"),
+        (lambda p: p.detach().clone().pow(2).sum().item(), "weight"),
+    ]
+    refusals = 0
+    for read, of in reads:
+        try:
+            assert read(parameter if of == "weight" else parameter.grad) == pytest.approx(read(whole[of]), rel=1e-12)
+        except ff.UserError as error:
+            refusals += "ff.clip_grad_norm_(model, max_norm)" in str(error)
+    # What DTensors put together by themselves is right where their mesh knows all parts: a mean.
+    assert refusals == {"dp2": 0, "tp2": 8, "pp2": 8}.get(layout, refusals) and (is_whole or refusals >= 6)
+    if layout in ("shard2", "cp2"):  # the mesh knows all parts, and what is whole again may be read
+        squares = sum(p.grad.pow(2).sum() for p in model.parameters())
+        assert float(squares.sqrt()) == pytest.approx(norm, rel=1e-12)
+        assert float(nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor()) == pytest.approx(norm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    hook = optimizer.register_step_pre_hook(lambda *_: print(parameter.grad.pow(2).sum().item()))
+    with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
+        optimizer.step()
+    hook.remove()
+    optimizer.step()
+    with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
+        parameter.grad.norm().item()
+    kept = io.BytesIO()
+    torch.save([optimizer.state_dict()["state"], [p.detach().clone() for p in model.parameters()]], kept)
+    assert b"guard" not in kept.getvalue()
+    refused = {name for name, p in model.named_parameters() if not _takes_hook(p)}
+    assert refused == (set(state_of(model).plan.gradient_sums) if layout == "tp2" else set())
+    return True
+
+
+def _takes_hook(parameter: Tensor) -> bool:
+    try:
+        parameter.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    except ff.UserError:
+        return False
+    return True
 
 
 def other_parameters(layout: str, precision: str) -> bool:

@@ -80,6 +80,28 @@ def test_what_looks_at_a_tensor_is_right_in_a_pipeline_alone(made: Any) -> None:
     assert why_not(made(parameters()), "tensors") is None
 
 
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda grad: torch.quantile(grad.abs(), 0.9), lambda grad: grad.sort(-1).values, lambda grad: grad.cumsum(0),
+        lambda grad: grad.softmax(-1), lambda grad: torch.fft.fft(grad).real, lambda grad: grad.roll(1),
+        lambda grad: torch.nn.functional.normalize(grad, dim=-1), torch.max,
+    ],
+)  # fmt: skip
+def test_what_may_look_at_a_tensor_later_is_refused_too(by: Any) -> None:
+    """In any way that gives a number of several others, of which there are more than anyone lists."""
+    late = type("LateBy", (Late,), {"__init__": lambda self, params, lr=0.01: Late.__init__(self, params, lr, by)})
+    found = why_not(late(parameters()), "parts")
+    assert found and "which an update may depend on later" in found[0]
+
+
+def test_what_looks_at_large_tensors_alone_is_seen_in_the_sizes_of_the_model() -> None:
+    large = [nn.Parameter(torch.zeros(700, 600))]
+    found = why_not(Normed(large, least=600), "parts")
+    assert found and "takes linalg_vector_norm of" in found[0]
+    assert why_not(Normed(large, least=601), "parts") is None
+
+
 def test_muon_looks_at_matrices() -> None:
     found = why_not(torch.optim.Muon(parameters(bias=False)), "parts")
     assert found and "others of the tensor" in found[0] and "optimizer.name=muon" in found[1]

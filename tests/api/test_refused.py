@@ -27,6 +27,12 @@ def test_a_plain_backward_is_refused_and_the_next_step_is_right(layout: str, nam
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", ["shard2", "dp2", "tp2", "cp2", "pp2"])
+def test_a_number_of_a_part_is_refused(layout: str) -> None:
+    assert all(run_ranks(2, refused.numbers, layout))
+
+
+@pytest.mark.full
 def test_methods_that_would_give_parts_for_wholes_are_refused() -> None:
     assert all(run_ranks(2, refused.methods, "tp2"))
 

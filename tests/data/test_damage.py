@@ -14,7 +14,7 @@ import pytest
 
 from fivefold.core import integrity
 from fivefold.core.errors import UserError
-from fivefold.core.integrity import CHUNK, file_checksum, signed
+from fivefold.core.integrity import CHUNK, DamagedError, file_checksum, signed
 from fivefold.data import PreparedData, prepare
 from fivefold.data.store import StoreMeta, open_store
 from tests.data.helpers import config_for, prepare_texts, random_texts, whole
@@ -199,6 +199,18 @@ def test_a_store_that_is_not_whole_is_refused_with_file_and_place(
     assert caught.value.exit_code == 2
     assert f"data.train: the token store {store} is damaged: {WRONG[damage]}" in caught.value.what
     assert "copy it again" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("name", ["offsets.npy", "blocks.npy", "tokens.bin"])
+def test_what_is_damaged_is_refused_each_time(
+    name: str, tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found whole is not read again for a day, were it small; what is not, is."""
+    monkeypatch.setattr(integrity, "_TRUSTED_FROM", 0)
+    flip(store / name)
+    for _ in range(2):
+        with pytest.raises(DamagedError):
+            open_store(store, tmp_path)
 
 
 def test_a_whole_store_is_read(tmp_path: Path, store: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from transformers import AutoConfig
 
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.data import PreparedData, prepare, tokenizer, tokenizer_probe
+from fivefold.data import PreparedData, formats, prepare, tokenizer, tokenizer_probe
+from fivefold.data.source import Source, resolve
 from fivefold.data.store import _dtype
 from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 from tests.data.test_compressed import COMPRESS, csv_of
@@ -251,9 +252,20 @@ def test_the_trained_tokenizer_is_that_of_the_texts_in_every_format(
 
 def test_a_sample_is_shared_by_the_texts_of_packed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "_SAMPLE_CHARACTERS", 9_000)
-    for name, texts in {"a": ["x y " * 3_000], "b": random_texts(0, 101, 997)}.items():
+    contents = {"a": ["x y " * 3_000] * 2, "b": random_texts(0, 101, 997)}
+    for name, texts in contents.items():
         plain = write_jsonl(tmp_path / f"{name}.jsonl", texts)
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet", compression="zstd")
+    for kind in ("jsonl", "jsonl.gz", "parquet"):
+        files = resolve(Source(f"{tmp_path}/*.{kind}", "data.train"), formats.discover(), tmp_path)
+        sample = "".join(tokenizer._sample([files]))
+        of_first = sample.rpartition("x y ")[0]
+        assert abs(len(sample) - 9_000) < 200, kind
+        in_text = {name: (tmp_path / f"{name}.jsonl").stat().st_size for name in contents}
+        in_rows = {name: sum(map(len, texts)) for name, texts in contents.items()}
+        sizes = in_rows if kind == "parquet" else in_text
+        assert len(of_first) / len(sample) == pytest.approx(sizes["a"] / sum(sizes.values()), rel=0.02), kind
     learned = [
         prepare(config_for(f"{tmp_path}/*.{kind}", tokenizer="train:400"), cache=tmp_path / "cache").tokenizer.folder
         for kind in ("jsonl", "jsonl.gz")

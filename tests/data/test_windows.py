@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from fivefold.data import prepare, windows
-from fivefold.data.tokenizer import _byte_tokenizer
+from fivefold.data import patterns, prepare, windows
+from fivefold.data.tokenizer import EOS, _byte_tokenizer
 from tests.data import tokenizers_zoo as zoo
+from tests.data.helpers import config_for
 from tests.data.test_preferences import config
 
 WORDS = ["the", " of", " and", "Hello", " world", ", ", ". ", "x=1;", "don't", "é", " 漢字", "\U0001f600", "e\u0301"]
@@ -85,13 +86,12 @@ def split_by(pattern: str) -> Callable[[], Tokenizer]:
     return make
 
 
+LLAMA_3 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte": _byte_tokenizer,
     "GPT-2": zoo.byte_bpe,
     "Qwen2": zoo.digits,
-    "Llama 3": split_by(
-        r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
+    "Llama 3": split_by(LLAMA_3),
     "digits from the right": split_by(r"\d{1,3}(?=(?:\d{3})*(?!\d))|\p{L}+|[^\p{L}\d]+"),
     "Llama 2": lambda: llama(prepends=True),
     "Gemma": lambda: llama(prepends=False, splits=True),
@@ -131,7 +131,7 @@ def test_no_more_than_a_window_is_encoded_at_once(kind: str) -> None:
     tokenizer, lengths = KINDS[kind](), []
 
     class Counted:
-        model = tokenizer.model
+        model, normalizer, pre_tokenizer = tokenizer.model, tokenizer.normalizer, tokenizer.pre_tokenizer
 
         def encode_batch(self, texts: list[str], **options: Any) -> Any:
             lengths.extend(map(len, texts))
@@ -161,10 +161,46 @@ def test_where_what_is_far_decides_the_whole_is_encoded(monkeypatch: pytest.Monk
     assert whole == [True, True, False]
 
 
-@pytest.mark.parametrize("form", ["txt", "prompt", "chat", "preference"])
+def test_where_a_pattern_looks_far_the_whole_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is between two quotes, or outside of them, is known from the beginning alone."""
+    tokenizer = split_by(r'"[^"]*"|\w+|\s+|[^\w\s"]+|"')()
+    monkeypatch.setattr(windows, "_STEP", 256)
+    monkeypatch.setattr(windows, "_SHARED", 64)
+    rng, words = np.random.default_rng(0), ["the", "of", "and", "Hello", "world"]
+    text = "".join(" ".join(rng.choice(words, 14 + at % 7).tolist()) + (' "' if at % 2 else '" ') for at in range(400))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)  # whose tokens cross spaces between quotes, and no others
+    parts, ids, _ = encoded(tokenizer, text)
+    assert parts == 1 and ids == tokenizer.encode(text, add_special_tokens=False).ids
+    monkeypatch.setattr(windows, "looks_far", lambda _: False)
+    assert encoded(tokenizer, text)[1] != ids
+
+
+NEAR = (
+    LLAMA_3, r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*", r" {2,}",
+    r"\d{1,3}(?=(?:\d{3})*\b)", r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+", r"[^\S\n]+", r"(?:\r?\n)+", r"\W+",
+    r"[一-龥ࠀ-一가-퟿]+", "[abc]{3}",
+)  # fmt: skip
+FAR = (
+    r'"[^"]*"|\w+|\s+', "<.*>", r"/\*[\s\S]*?\*/", r"(?:\s*\w+)+", r"(\w+\s)*", r"[^\n]+", r"\D+", "a.*?b", ".{2,}",
+    r'(?:[^"\\]|\\.)*', "(?s:.)+", "(?:a| )*", "a)", "[z-a]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", NEAR + FAR)
+def test_how_far_a_pattern_looks_is_read_from_it(pattern: str) -> None:
+    assert patterns._runs_through(pattern) == (pattern in FAR)
+
+
+@pytest.mark.parametrize("form", ["txt", "eos", "prompt", "chat", "preference"])
 def test_the_store_is_that_of_whole_texts(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an EOS ends a text, or a part of it, too."""
     long, other = text_of(1, 9_001), text_of(2, 9_001)
-    if form == "txt":
+    if form == "eos":
+        texts = ["one" + 2_000 * f" two{EOS}", "one" + 2_000 * f"{EOS}two "]
+        (path := tmp_path / "a.jsonl").write_text("".join(f"{json.dumps({'text': each})}\n" for each in texts))
+    elif form == "txt":
         (path := tmp_path / "a.txt").write_text(long, encoding="utf-8")
     else:
         records = {
@@ -173,13 +209,14 @@ def test_the_store_is_that_of_whole_texts(form: str, tmp_path: Path, monkeypatch
             "preference": {"prompt": long[:99], "chosen": long, "rejected": other},
         }
         (path := tmp_path / "a.jsonl").write_text(2 * f"{json.dumps(records[form])}\n")
-    options = {"tokenizer": "train:300", "validation": 0.1 if form == "txt" else 0, "seq_length": 60_013}
+    options = {"tokenizer": "train:300", "validation": 0.1 if form in ("txt", "eos") else 0, "seq_length": 60_013}
     found = []
     for step in (2**16, 97):
         monkeypatch.setattr(windows, "_STEP", step)
         monkeypatch.setattr(windows, "_SHARED", 128)
         cache = tmp_path / str(step)
-        prepare(config(path, "dpo" if form == "preference" else "sft", **options), cache=cache)
+        asked = config(path, "dpo" if form == "preference" else "sft", **options)
+        prepare(config_for(path, **options) if form == "eos" else asked, cache=cache)
         found.append({each.name: each.read_bytes() for each in cache.glob("stores/*/*")})
     assert found[0] == found[1]
-    assert ("trained.bin" in found[0]) == (form != "txt")
+    assert ("trained.bin" in found[0]) == (form not in ("txt", "eos"))

@@ -124,6 +124,12 @@ def sync_folder(path: Path) -> None:
 def check_place(path: Path, *, instead: str) -> None:
     """Raise the `UserError` of `writing` where a file cannot be written, before work is done for it. A folder that is
     missing may still be made."""
+    for each in (path, *path.parents):
+        if each.is_symlink() and not each.exists():
+            raise UserError(
+                f"cannot write {path}: {each} is a link to {os.readlink(each)}, which is not there",
+                fix=f"mount or make it, or remove the link, or {instead}",
+            )
     there = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
     wrong = None
     if path.is_dir():
@@ -159,11 +165,12 @@ def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> User
 
 
 def of_system(error: Exception) -> OSError | None:
-    """The error of the system behind an exception of a library in Rust, which tells of it in its text alone."""
+    """The error of the system behind an exception of a library in Rust or C++, which tells of it in its text alone."""
     if isinstance(error, OSError):
         return error
     found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+    codes = [int(found[1])] if found else [code for code in _FULL if os.strerror(code) in str(error)]
+    return OSError(codes[0], os.strerror(codes[0])) if codes else None
 
 
 def is_full(error: OSError) -> bool:

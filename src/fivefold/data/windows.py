@@ -12,18 +12,22 @@ The joined tokens are those of the whole text, because each part of a tokenizer 
 - Other models encode word by word. Their windows are joined between two words.
 - Normalizers, added tokens and the patterns that cut words read from left to right, and look no further than the end of
   a run of like characters. Windows that share no more than a part of such a run disagree, or cut it in the same way.
-  That is not proved for every pattern that one could write: it is checked at each join.
+  A pattern may look further, `"[^"]*"` to a quote that may be anywhere: `patterns.looks_far`.
 
-Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides by all of it.
+Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides by all of it. With a pattern
+that looks far no text is long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fivefold.data.patterns import looks_far
 
 _STEP = 2**16  # characters from the beginning of a window to that of the next
 _SHARED = 2**11  # characters at the beginning of a window that are the end of the one before
@@ -54,9 +58,14 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> Iterator[list[Encoded]]:
         """The tokens of each text, part after part."""
-        short = self._each([text for text in texts if not _is_long(text)])
+        longest = 2 * _STEP if self._can_join else float("inf")
+        short = self._each([text for text in texts if len(text) <= longest])
         for text in texts:
-            yield self._joined(text) if _is_long(text) else [next(short)]
+            yield self._joined(text) if len(text) > longest else [next(short)]
+
+    @cached_property
+    def _can_join(self) -> bool:
+        return not looks_far(self.tokenizer)
 
     def _each(self, texts: list[str], firsts: Iterable[int] = repeat(0)) -> Iterator[Encoded]:
         """The tokens of parts of a text that begin at these characters."""
@@ -89,10 +98,6 @@ class Encoder:
             if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # a join did not see what decides
                 return list(self._each([text]))
         return [*parts, Encoded(tokens.ids[begin:], tokens.ends[begin:])]
-
-
-def _is_long(text: str) -> bool:
-    return len(text) > 2 * _STEP
 
 
 def _is_by_word(tokenizer: Any) -> bool:

@@ -10,7 +10,7 @@ from shlex import quote
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
-from fivefold.core.files import cannot_write, replace, writing
+from fivefold.core.files import cannot_write, check_place, replace, writing
 from fivefold.core.layout import Layout
 from fivefold.core.step_folders import steps
 
@@ -49,6 +49,7 @@ def open_folder(config: RunConfig) -> Path:
     with writing(config.run_dir, instead=INSTEAD):
         logs.mkdir(parents=True, exist_ok=True)
         FolderLock(config.run_dir).release()  # refuses a folder in use before anything in it is touched
+        check_place(config.run_dir / "checkpoints" / "step-*", instead=INSTEAD)  # perhaps on another disk
         if not (config.run_dir / "run.yaml").exists():
             replace(config.run_dir / "run.yaml", config.to_yaml().encode())
     return logs

@@ -27,12 +27,12 @@ from types import ModuleType
 from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.files import cannot_write, is_full
+from fivefold.core.files import cannot_write, is_full, of_system
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, let_go, make_usable, unseen_if_need_be
 from fivefold.launch.failure import failure_file, leave_failure
 from fivefold.launch.memory import out_of_gpu_memory
 from fivefold.launch.watch import TELL, stack_file
-from fivefold.launch.world import LAUNCHER, World, alone, find_world, join
+from fivefold.launch.world import FILE, LAUNCHER, World, alone, find_world, join
 
 INTERRUPTED = interrupts.INTERRUPTED
 TERMINATED = 143  # what a shell reports for a process ended by SIGTERM
@@ -72,7 +72,7 @@ def main(name: str, request_file: str, warned: Sequence[warnings.WarningMessage]
     try:
         with shown, _telling(logs, world.rank):
             body = _body(name)
-            with join(world), _telling(logs, world.rank), _in_words(world):
+            with _in_words(world), join(world), _telling(logs, world.rank), _in_words(world):
                 body(request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -105,8 +105,11 @@ def _in_words(world: World) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) and is_full(error):
-            raise cannot_write(error.filename or "a file of the run", error) from error
+        if (found := of_system(error)) and is_full(found):
+            meets = world.rendezvous.removeprefix(FILE) if world.rendezvous.startswith(FILE) else None
+            is_ours = meets if type(error).__name__ == "DistStoreError" else None  # in a temporary folder
+            place = found.filename or is_ours or "a file of the run"
+            raise cannot_write(place, found, instead="set TMPDIR" if is_ours else "") from error
         if said := out_of_gpu_memory(error, world.rank):
             raise said from error
         raise

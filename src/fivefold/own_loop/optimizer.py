@@ -9,6 +9,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
@@ -16,21 +17,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
-from fivefold.parallel.guard import unmark_gradients
+from fivefold.parallel.guard import begin_step, end_step
 from fivefold.parallel.offload import WALKING
 from fivefold.torch_internals import Dispatch
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
+_BEGINS = "fivefold_begins"
 # How an optimizer computes, not what.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 _STEPS = 100  # of a trial
-_PICK = ("new_", "index", "gather", "take", "masked_select", "nonzero")  # operators that mix no numbers
+# Operators that mix no numbers, beside views and those that torch calls pointwise: they pick, copy, join, make or draw.
+_UNMIXED = (
+    "new_", "where", "masked_fill", "rsub", "index", "gather", "take", "masked_select", "nonzero", "copy", "_to_copy",
+    "cat", "stack", "_unsafe_view",
+    "zero", "ones", "full", "fill", "empty", "scalar_tensor", "rand", "normal", "bernoulli", "uniform", "_fused_",
+)  # fmt: skip
 _RATE = 0.01  # of a trial, where an optimizer has none
 # What kernels for other lengths may differ by in fp64: as a part of a tensor's way, and in its numbers.
 _CLOSE, _ROUNDED = 1e-6, 1e-13
@@ -52,6 +59,12 @@ def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Param
 @cache
 def _install() -> None:
     register_optimizer_step_pre_hook(lambda optimizer, *_: check_parameters(optimizer, steps=True))
+    register_optimizer_step_post_hook(lambda optimizer, *_: end_step(_spread(optimizer)))
+
+
+def _spread(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Its parameters that are those of a parallelized model."""
+    return [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -90,8 +103,11 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
         _check_update(optimizer, layout)
         _check_runs(optimizer, parameters)
         setattr(optimizer, _CHECKED, checked)
-    if steps:
-        unmark_gradients(parameters)
+    if steps and layout is not None:
+        # Behind the hooks of its user, which see what a loop sees.
+        if hook := getattr(optimizer, _BEGINS, None):
+            hook.remove()
+        setattr(optimizer, _BEGINS, optimizer.register_step_pre_hook(lambda *_: begin_step(_spread(optimizer))))
 
 
 def _check_update(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
@@ -190,6 +206,7 @@ def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[
         for way, ranks in twins.items() if step == 0 or step % 10 == 9 else ():
             if any(twin.differs(whole, start) for twin in ranks):
                 return way.reason, way.right
+    _note_large(optimizer, mixed)
     pairs = zip(itertools.chain(*whole.parameters), itertools.chain(*start), strict=True)
     if all(itertools.starmap(torch.equal, pairs)):
         return "its steps change nothing in small tensors", _HAS_ALL
@@ -202,15 +219,40 @@ def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[
 
 
 def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator; its name, where the numbers that it gives are of several others each."""
-    out, name = operator(*args, **kwargs), str(operator).split(".")[1]
-    if operator.is_view or name.startswith(_PICK):
-        return out
-    given, made = ([each for each in tree_leaves(of) if isinstance(each, Tensor)] for of in ((args, kwargs), out))
-    most = max((each.numel() for each in given if each.is_floating_point()), default=0)
-    if "mm" in name or "linalg" in name or (made and sum(each.numel() for each in made) < most):
-        mixed.add(name.strip("_"))
+    """Run an operator; its name, where the numbers that it gives may be of several others each."""
+    out = operator(*args, **kwargs)
+    reads = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
+    if not operator.is_view and any(each.numel() > 1 for each in reads) and not _is_of_elements(operator):
+        mixed.add(operator.overloadpacket.__name__.strip("_"))
     return out
+
+
+def _note_large(optimizer: torch.optim.Optimizer, mixed: set[str]) -> None:
+    """What a step does with tensors of the sizes that the parameters have, without numbers: some look at large ones
+    alone."""
+    shapes = [dict.fromkeys(tuple(each.shape) for each in group["params"]) for group in optimizer.param_groups]
+    large = [[torch.empty(shape, device="meta") for shape in group] for group in shapes]
+    with suppress(Exception), Dispatch(partial(_note, mixed)):  # a number that is asked for is not there
+        twin = _Twin(optimizer, large, list)
+        for _ in range(2):
+            twin.step(large)
+
+
+@cache
+def _is_of_elements(operator: Any) -> bool:
+    """Whether each number that an operator gives is of at most one of each of its tensors."""
+    name = operator.overloadpacket.__name__
+    plain = name.removeprefix("_foreach_").removesuffix("_")
+    if plain.startswith(_UNMIXED):
+        return True
+    packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
+    if name != plain + "_" * name.endswith("_"):  # a list of tensors each: `max` is one number of each, `maximum` not
+        return "dim" not in packet.overloads() and any(map(_is_pointwise, map(packet.__getattr__, packet.overloads())))
+    return _is_pointwise(operator) or _is_pointwise(getattr(packet, operator._overloadname, operator))
+
+
+def _is_pointwise(operator: Any) -> bool:
+    return torch.Tag.pointwise in operator.tags and operator.overloadpacket.__name__ != "equal"
 
 
 def _shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -81,8 +81,7 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     """
     check_runs(model)
     loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
-    if model.fivefold.plan.parts_beyond_fsdp:
-        guard.mark_gradients(model)
+    guard.mark_gradients(model)
     return loss
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.copies import before_backward
@@ -132,10 +133,13 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     model.register_forward_hook(drop, always_call=True)
     if plan.rests_in_dtensors or plan.copied:
         guard.parameters = _by_name(model)
-    for parameter in guard.parameters.values() if plan.rests_in_dtensors else ():
+    kind = NarrowPartOfParameter if plan.parts_beyond_fsdp else PartOfParameter
+    for name, parameter in guard.parameters.items() if plan.rests_in_dtensors else ():
         parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
+        if name in plan.gradient_sums or (name == plan.tied and len(plan.pp_ranks[name]) > 1):
+            parameter.register_post_accumulate_grad_hook = refuse_accumulated_hook  # type: ignore[method-assign]
         if isinstance(parameter, DTensor):
-            parameter.__class__ = PartOfParameter  # type: ignore[assignment]
+            parameter.__class__ = kind  # type: ignore[assignment]
 
 
 def check_parameters(model: Any) -> None:
@@ -158,7 +162,7 @@ def check_parameters(model: Any) -> None:
 
 
 def _is_part(tensor: Any) -> bool:
-    return isinstance(tensor, PartOfParameter)
+    return isinstance(tensor, _OfModel)
 
 
 def _by_name(model: Any) -> dict[str, nn.Parameter]:
@@ -170,6 +174,16 @@ def refuse_gradient_hook(hook: Any, **_: Any) -> None:
     raise UserError(
         "a hook of a parameter's gradient (register_hook) would never be called here, or see a part of it",
         fix="change parameter.grad after loss = model.backward(batch), before the optimizer's step",
+        more=READ_MORE,
+    )
+
+
+def refuse_accumulated_hook(hook: Any, **_: Any) -> None:
+    """In place of `register_post_accumulate_grad_hook`: raises `UserError`, for the gradient is summed over ranks when
+    the whole backward has run."""
+    raise UserError(
+        "a hook behind a parameter's gradient (register_post_accumulate_grad_hook) would see a part of its sum",
+        fix="step, or change parameter.grad, after loss = model.backward(batch); a layout without tp takes such hooks",
         more=READ_MORE,
     )
 
@@ -219,7 +233,76 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 # ---- parameters and gradients that are only a part -------------------------------------------------------------------
 
 
-class PartOfParameter(DTensor):
+class Part(DTensor):
+    """A parameter, a gradient, or what was computed from one, of which a rank holds a part.
+
+    It may be computed with, but a number that is read from it (`item`, `float`, `if`) would be of this rank's part, and
+    another one on each rank. Its mesh knows all parts, so that reductions are those of the whole. `.to_local()` is an
+    ordinary tensor.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        with without_torch_function():
+            if _stepping.optimizers or name.endswith("_like") or name.startswith("new_"):
+                return func(*args, **(kwargs or {}))
+            if name in _READS:
+                _refuse_number(args[0])
+            out = func(*args, **(kwargs or {}))
+            cls._check(func, name, (args, kwargs), out)
+        for each in tree_leaves(out):
+            if type(each) is DTensor:
+                each.__class__ = cls._derived()
+        return out
+
+    @classmethod
+    def _derived(cls) -> type[DTensor]:
+        return Part
+
+    @classmethod
+    def _check(cls, func: Any, name: str, given: Any, out: Any) -> None:
+        """Raise `UserError` for an operation that is wrong on a part."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.detach()
+        plain.__class__ = DTensor
+        return plain.__reduce_ex__(protocol)
+
+
+class NarrowPart(Part):
+    """A part beside others that its mesh does not know of: tensor, expert or pipeline parallel.
+
+    Its norm would be that of this rank's part alone, and `torch.nn.utils.clip_grad_norm_` would scale each rank by
+    another factor: reductions raise.
+    """
+
+    @classmethod
+    def _derived(cls) -> type[DTensor]:
+        return NarrowPart
+
+    @classmethod
+    def _check(cls, func: Any, name: str, given: Any, out: Any) -> None:
+        sizes = [sum(each.numel() for each in tree_leaves(of) if isinstance(each, Tensor)) for of in (out, given)]
+        is_smaller = name.removeprefix("_foreach_") in _REDUCTIONS and sizes[0] < sizes[1]
+        if func in NORMS or is_smaller or name.strip("_") in _PRODUCTS:
+            raise UserError(
+                f"the {name.strip('_')} of a parameter or gradient of which this rank holds a part: clipping by it "
+                "would be wrong",
+                fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_; "
+                "ff.gather(model, gradients=True) has whole tensors",
+                more=READ_MORE,
+            )
+
+    def full_tensor(self, **_: Any) -> Tensor:
+        raise UserError(
+            "full_tensor() of a parameter or gradient: other ranks hold parts that it would not have",
+            fix="ff.gather(model), or ff.gather(model, gradients=True), on every rank",
+            more=READ_MORE,
+        )
+
+
+class _OfModel(DTensor):
     """A parameter that is computed with from this rank's part and others: `.data = values` would change neither."""
 
     @property
@@ -240,35 +323,66 @@ class PartOfParameter(DTensor):
         return memo[id(self)]
 
 
-class PartOfGradient(DTensor):
-    """A gradient of which other ranks hold parts that its mesh does not know of: tensor, expert or pipeline parallel.
-
-    Its norm would be that of this rank's part alone, and `torch.nn.utils.clip_grad_norm_` would scale each rank by
-    another factor: norms raise. `.to_local()` is an ordinary tensor.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NORMS:
-            raise UserError(
-                "the norm of a gradient of which this rank holds a part: clipping by it would be wrong",
-                fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_",
-                more=READ_MORE,
-            )
-        with without_torch_function():
-            return func(*args, **(kwargs or {}))
+class PartOfParameter(_OfModel, Part):
+    """A parameter all of whose parts its mesh knows."""
 
 
-def mark_gradients(model: nn.Module) -> None:
-    """Let the gradients of `model` refuse to be taken for whole ones."""
-    for parameter in model.parameters():
-        if isinstance(parameter.grad, DTensor):
-            parameter.grad.__class__ = PartOfGradient
+class NarrowPartOfParameter(_OfModel, NarrowPart):
+    """A parameter beside others that its mesh does not know of."""
 
 
-def unmark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Let them be taken for whole ones, by an optimizer that may."""
+_READS = {"item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
+_REDUCTIONS = {
+    "sum", "nansum", "mean", "nanmean", "max", "min", "amax", "amin", "aminmax", "norm", "vector_norm", "std", "var",
+    "std_mean", "var_mean", "prod", "dot", "vdot", "inner", "any", "all", "logsumexp", "count_nonzero", "median",
+    "nanmedian", "quantile", "nanquantile", "argmax", "argmin", "kthvalue", "topk", "histc", "bincount",
+}  # fmt: skip
+_PRODUCTS = {"matmul", "rmatmul", "mm", "bmm", "mv", "einsum", "tensordot", "svd", "qr", "eigh", "svdvals"}
+
+
+class _Stepping:
+    """Optimizers between the beginning and the end of a step: what they may do has been tried."""
+
+    optimizers = 0
+
+
+_stepping = _Stepping()
+
+
+def begin_step(parameters: Iterable[Tensor]) -> None:
+    """Let an optimizer that may take the parts of `parameters`, and their gradients, for whole ones, do so."""
+    _stepping.optimizers += 1
     gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             gradient.__class__ = DTensor
+
+
+def end_step(parameters: Iterable[Tensor]) -> None:
+    """The end of what `begin_step` began."""
+    _stepping.optimizers = max(0, _stepping.optimizers - 1)
+    for parameter in parameters:
+        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
+            parameter.grad.__class__ = type(parameter)._derived()
+
+
+def _refuse_number(tensor: Tensor) -> None:
+    """Raise `UserError` unless every rank has the same number."""
+    if isinstance(tensor, NarrowPart) or (isinstance(tensor, DTensor) and not _is_whole(tensor)):
+        raise UserError(
+            "a number of a parameter or gradient of which this rank holds a part: every rank would read another",
+            fix="norm = ff.clip_grad_norm_(model, max_norm), inf for the norm alone; ff.gather(model, gradients=True) "
+            "has whole tensors; .to_local() is this rank's part",
+            more=READ_MORE,
+        )
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    sizes = tensor.device_mesh.shape
+    return all(size == 1 or place.is_replicate() for size, place in zip(sizes, tensor.placements, strict=True))
+
+
+def mark_gradients(model: nn.Module) -> None:
+    """Let the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
+    _stepping.optimizers = 0
+    end_step(model.parameters())

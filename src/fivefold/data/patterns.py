@@ -1,0 +1,57 @@
+"""How far the regular expressions of a tokenizer look: whether a match may go on through words and spaces alike.
+
+`\\w+` and `[^\\s\\w]+` end where a run of like characters ends, so that a text may be cut into words from any place
+near the cut. A match of `"[^"]*"` or `<.*>` ends at a mark that may be anywhere: which of two marks opens and which
+closes is known from the beginning of the text alone.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import regex
+
+# What a pattern is made of, in the notation of Oniguruma.
+_PIECES = re.compile(
+    r"""(?P<open>\((?:\?(?:<?[=!]|[a-z-]*:|>|<\w+>))?)|(?P<close>\))
+    |(?P<more>[*+][?+]?|\{\d*,\}[?+]?)|(?P<few>\?[?+]?|\{\d*,?\d+\}[?+]?)|(?P<or>\|)|(?P<edge>[\^$]|\\[bBAzZG])
+    |(?P<atom>\\[pP]\{[^}]*\}|\\x\{\w+\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_SPACES, _WORDS = " \t\n\r", "aZ0\u00e9\u0437\u0643\u0663\u4e2d"
+
+
+def looks_far(tokenizer: Any) -> bool:
+    """Whether a pattern of a `Tokenizer` may match on through words and spaces: of its normalizer, or of what cuts
+    words."""
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    return any(_runs_through(each) for part in parts if part for each in _patterns(json.loads(part.__getstate__())))
+
+
+def _patterns(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict) and isinstance(tree.get("Regex"), str):
+        yield tree["Regex"]
+    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _patterns(each)
+
+
+def _runs_through(pattern: str) -> bool:
+    """Whether something that is repeated without end matches spaces and letters or digits. What cannot be read does."""
+    groups, last = [set[bool]()], set[bool]()
+    try:
+        for piece in _PIECES.finditer(pattern):
+            if piece["open"] is not None:
+                groups.append(set())
+            elif piece["close"]:
+                last = groups.pop()
+                groups[-1] |= last
+            elif piece["more"] and len(last) == 2:
+                return True
+            elif piece["atom"]:
+                one = regex.compile(piece["atom"], regex.DOTALL)
+                last = {at == 0 for at, some in enumerate((_SPACES, _WORDS)) if any(map(one.fullmatch, some))}
+                groups[-1] |= last
+    except (regex.error, IndexError):
+        return True
+    return False
