@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 
@@ -162,6 +163,19 @@ def test_the_digest_of_a_big_file_is_remembered_until_it_changes(
     assert cache.file_digest(path, tmp_path) == first
     os.utime(path, ns=(0, 10**18 + 1))
     assert cache.file_digest(path, tmp_path) == "hashed again"
+
+
+def test_the_digest_of_a_file_that_was_just_written_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writing within a tick of the clock leaves time stamp and size as they are."""
+    monkeypatch.setattr(cache, "_REMEMBER_DIGEST_FROM", 3)
+    path, now, found = tmp_path / "big", time.time_ns(), set()
+    for text in ("first", "other"):
+        path.write_text(text)
+        os.utime(path, ns=(now, now))
+        found.add(cache.file_digest(path, tmp_path))
+    assert len(found) == 2
 
 
 def _prepare_and_tell(folder: str, barrier: object, answers: object) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_workers import ROOT, is_alive, waiting
+from tests.launch.test_workers import PATHS, ROOT, is_alive, waiting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -57,7 +57,7 @@ def test_a_run_listens_to_nobody_outside_and_has_no_store_to_write_to(
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATHS)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # of a cluster, where this machine has another
     starter, workers = waiting(tmp_path)
     try:

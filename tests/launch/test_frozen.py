@@ -17,14 +17,14 @@ from fivefold.launch.watch import Beat
 from fivefold.launch.workers import start_workers
 from fivefold.training.moves import Moves
 from tests.launch.test_restart import Command, file_of
-from tests.launch.test_workers import ROOT, body
+from tests.launch.test_workers import PATHS, body
 
 TIMEOUT = 2.0
 
 
 def frozen(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerDied, float]:
     """The error of workers of which one freezes, and the seconds from then until it was known."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATHS)
     request = {"device": "cpu", "out": str(folder), "timeout": TIMEOUT}
     with pytest.raises(WorkerDied) as caught, Workers(body(name), count=2) as crew:
         start_workers(crew, request, logs=folder / "logs", patience=TIMEOUT)

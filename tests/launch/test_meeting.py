@@ -67,6 +67,37 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_those_of_before(port: int)
     del agent
 
 
+def test_a_rank_that_two_processes_are_is_told_so(port: int) -> None:
+    """As many have come as there are ranks, and one of these has not."""
+    errors = ranks([0, 1, 1], 3, port)
+    (twice,) = (error for error in errors if type(error) is UserError)
+    assert re.match(r"rank 1 has come already: it is process \d+ of .+, and this is process \d+ of ", twice.what)
+    waiting = [error for error in errors if type(error) is RunFailed]
+    assert len(waiting) == 2 and "for rank 2: 2 of 3 have come" in waiting[0].what
+
+
+def test_ranks_of_worlds_of_other_sizes_are_told_so(port: int) -> None:
+    def one(rank: int) -> Any:
+        try:
+            return meet(rank, rank + 2, LOOPBACK, port, hosts=rank == 0, timeout=1.0)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        errors = list(threads.map(one, range(2)))
+    assert {type(error) for error in errors} == {UserError, RunFailed}
+    assert sum("was started with WORLD_SIZE" in error.what for error in errors) == 1
+
+
+def test_ranks_of_other_machines_reach_rank_0_and_nobody_a_run_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with meeting._listen("node7", 0) as all_addresses, meeting._listen(LOOPBACK, 0) as this_machine:
+        found = all_addresses.getsockname()[0], this_machine.getsockname()[0]
+        assert found in (("::", LOOPBACK), ("0.0.0.0", LOOPBACK))
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with meeting._listen("node7", 0) as all_addresses:
+        assert all_addresses.getsockname()[0] == "0.0.0.0"
+
+
 def test_a_rank_that_never_comes_is_named_by_the_first_of_the_others(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

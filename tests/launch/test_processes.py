@@ -20,7 +20,7 @@ from fivefold.launch import processes
 from fivefold.launch.failure import WorkerDied
 from fivefold.launch.processes import Workers, scratch_folder
 from fivefold.launch.workers import start_workers
-from tests.launch.test_workers import ROOT, is_alive
+from tests.launch.test_workers import PATHS, is_alive
 
 DEAF = 'trap "" TERM INT; touch "$FIVEFOLD_WORKERS/ready-$RANK"; exec sleep 30'
 
@@ -30,7 +30,7 @@ def workers(script: str, folder: Path, count: int = 1) -> Iterator[Workers]:
     request = folder / "request.json"
     request.write_text('{"device": "cpu"}')
     with (
-        patch.dict(os.environ, {"SCRIPT": script, "PYTHONPATH": str(ROOT)}),
+        patch.dict(os.environ, {"SCRIPT": script, "PYTHONPATH": PATHS}),
         Workers("tests.launch.shell:run", count=count) as crew,
         crew.started(request, folder),
     ):
@@ -128,7 +128,7 @@ def test_signals_that_schedulers_repeat_leave_time_to_save(tmp_path: Path) -> No
 def test_a_stopped_process_that_forks_is_noticed(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it has forked, while workers run, and once they have ended."""
     monkeypatch.setenv("SCRIPT", script)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATHS)
     began = time.monotonic()
     with (
         pytest.raises(WorkerDied, match=r"the forking process gave no sign for 1 s: its process is stopped"),
@@ -161,7 +161,7 @@ def test_workers_are_heard_by_a_process_with_a_thousand_open_files(tmp_path: Pat
 def test_a_process_without_standard_output_starts_workers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setenv("SCRIPT", "exit 0")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATHS)
     with Workers("tests.launch.shell:run", count=1) as crew:
         start_workers(crew, {"device": "cpu"}, logs=tmp_path)
     assert crew.codes == {0: 0}
@@ -174,7 +174,7 @@ def test_workers_are_forked_where_standard_output_is_closed(tmp_path: Path) -> N
     reports, theirs = os.pipe()
     subprocess.run(
         [sys.executable, "-m", "fivefold.launch.fork_server", "tests.launch.shell:run", str(theirs)],
-        input=f"{json.dumps(start)}\n".encode(), env={**os.environ, "SCRIPT": "exit 3", "PYTHONPATH": str(ROOT)},
+        input=f"{json.dumps(start)}\n".encode(), env={**os.environ, "SCRIPT": "exit 3", "PYTHONPATH": PATHS},
         pass_fds=[theirs], preexec_fn=lambda: os.close(1), timeout=60, check=True,
     )  # fmt: skip
     os.close(theirs)

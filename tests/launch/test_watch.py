@@ -84,6 +84,12 @@ def test_one_that_waits_for_another_is_not_frozen_and_all_that_wait_for_each_oth
     assert machine.frozen_after(1, lambda: beat(99.0)) == {0, 1}
 
 
+def test_ranks_that_stand_still_and_wait_for_no_other_are_not_frozen(machine: Machine) -> None:
+    """Each may compile."""
+    still = [lambda beat=beat: beat.write(still=99.0, waits=False) for beat in machine.beats]
+    assert machine.frozen_after(9, lambda: [each() for each in still]) == set()
+
+
 @pytest.mark.parametrize(("process", "state", "why"), [(2, "T", ": its process is stopped (SIGSTOP)"), (1, "Z", "")])
 def test_what_forks_the_ranks_is_frozen_where_it_is_stopped_or_tells_of_no_end(
     process: int, state: str, why: str, machine: Machine

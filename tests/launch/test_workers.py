@@ -27,6 +27,7 @@ from fivefold.training.schedule import settled
 from tests.commands import Crew
 
 ROOT = Path(__file__).parents[2]
+PATHS = f"{ROOT / 'src'}:{ROOT}"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,21 @@ ROOT = Path(__file__).parents[2]
         ("single", "cuda", 8, None, 1),
     ],
 )
+def test_ranks_are_waited_for_as_long_as_the_run_file_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def join(world: object, timeout: float = -1.0) -> None:
+        raise Enough(timeout)
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "join", join)
+    monkeypatch.setattr(launch, "_prepare", lambda *_, **__: None)
+    with pytest.raises(Enough, match=r"^7\.0$"):
+        launch.run(None, [f"run.dir={tmp_path}", "launch.timeout=7"])
+
+
 def test_worker_count(text: str, kind: str, devices: int, nproc: int | None, workers: int) -> None:
     assert worker_count(Layout.parse(text), kind=kind, devices=devices, nproc=nproc) == workers
 
@@ -91,7 +107,7 @@ def start(name: str, folder: Path, workers: int = 2) -> None:
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATHS)
 
 
 def seen_by_ranks(folder: Path) -> list[dict[str, Any]]:

@@ -94,6 +94,14 @@ def test_srun() -> None:
     assert 1024 < int(port) < 32768
 
 
+@pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 3)])
+def test_equal_nodes_stand_once_in_what_srun_says(node: int, tasks: int) -> None:
+    found = find_world(
+        "cpu", SRUN | {"SLURM_NTASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(node)}
+    )
+    assert found is not None and found.local_size == tasks
+
+
 def test_every_task_of_a_step_meets_at_one_place_and_steps_at_different_ones() -> None:
     places = {find_world("cpu", SRUN | {"SLURM_PROCID": str(rank)}).rendezvous for rank in range(7)}  # type: ignore[union-attr]
     other = find_world("cpu", SRUN | {"SLURM_STEP_ID": "1"})

@@ -31,17 +31,29 @@ def test_a_chip_file_is_whole(subtests: pytest.Subtests) -> None:
 
 
 def test_a_chip_that_differs_is_no_alias(subtests: pytest.Subtests) -> None:
-    """Peak in bf16, GB/s of its link in one direction, GiB: of data sheets."""
+    """Peaks in bf16 and fp8, GB/s of its memory and of its link in one direction, GiB: of data sheets."""
     cases = {
-        "H100": (989.4, 450, 79.18), "H800": (989.4, 200, 79.18), "H20": (148, 450, 95), "H20-3e": (148, 450, 139.8),
-        "A800": (312, 200, 79.15), "A800-40": (312, 200, 39.39), "L40S": (362, 31.5, 44.39),
-        "H200": (989.4, 450, 139.8), "B200": (2250, 900, 178.35), "GB200": (2500, 900, 184.31),
-        "MI300X": (1307.4, 448, 191.69), "MI325X": (1307.4, 448, 255.69), "MI355X": (2516.6, 537, 287.98),
+        "H100": (989.4, 1978.9, 3350, 450, 79.18),
+        "H800": (989.4, 1978.9, 3350, 200, 79.18),
+        "H20": (148, 296, 4000, 450, 95),
+        "H20-3e": (148, 296, 4800, 450, 139.8),
+        "A800": (312, None, 2039, 200, 79.15),
+        "A800-40": (312, None, 1555, 200, 39.39),
+        "L40S": (362, 733, 864, 31.5, 44.39),
+        "H200": (989.4, 1978.9, 4800, 450, 139.8),
+        "B200": (2250, 4500, 8000, 900, 178.35),
+        "GB200": (2500, 5000, 8000, 900, 184.31),
+        "MI300X": (1307.4, 2614.9, 5300, 448, 191.69),
+        "MI325X": (1307.4, 2614.9, 6000, 448, 255.69),
+        "MI355X": (2516.6, 5033.2, 8000, 537, 287.98),
     }  # fmt: skip
     for name, numbers in cases.items():
         with subtests.test(msg=name):
             cluster = Cluster.parse(f"8x{name.lower()}")
-            found = cluster.chip.peak_tflops["bf16"], cluster.node.inside.gbs, cluster.chip.memory_gib
+            chip, peaks = cluster.chip, cluster.chip.peak_tflops
+            found = (
+                peaks["bf16"], peaks.get("fp8"), chip.memory_bandwidth_gbs, cluster.node.inside.gbs, chip.memory_gib
+            )  # fmt: skip
             assert (found, cluster.text) == (numbers, f"1x8x{name}")
 
 

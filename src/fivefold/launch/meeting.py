@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
+from uuid import uuid4
 
 from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.core.terminal import say
@@ -25,14 +26,15 @@ LOOPBACK = "127.0.0.1"
 FIRST, EVERY = 10.0, 60.0  # seconds until it is said who is waited for, and from then on
 _PAUSE = 1.0  # seconds between two looks, at most
 _ANSWER = 10.0  # seconds that a store may take for an answer
-_COUNT, _ALL = "fivefold/came", "fivefold/all-came"
+_COUNT, _ALL, _WORLD = "fivefold/came", "fivefold/all-came", "fivefold/world"
 
 
 def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float, attempt: int = 0) -> Any:
     """The store of all ranks, once all have come. `hosts`: it is this rank's, at `port` of this machine. `attempt`: how
     often torchrun has started the ranks again, whose store outlives them.
 
-    Raises `UserError` where the port cannot be had, `RunFailed` where a rank has not come after `timeout` seconds.
+    Raises `UserError` where the port cannot be had, another process is this rank, or ranks were told other sizes;
+    `RunFailed` where a rank has not come after `timeout` seconds.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, untyped
 
@@ -145,7 +147,7 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
     from torch.distributed import DistNetworkError
 
     try:
-        store.set(_key(rank), "")
+        _present(store, rank, size)
         if store.add(_COUNT, 1) >= size:
             store.set(_ALL, "")
         while not store.check([_ALL]):  # to wait for it, torch would tell of every second
@@ -155,6 +157,26 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
             f"rank {rank} was waiting at {place}, and the process that listened there has ended",
             fix="look at what rank 0 has said",
         ) from error
+
+
+def _present(store: Any, rank: int, size: int) -> None:
+    """Say that this rank is there. Raises `UserError` where another process is this rank, or has come to another world.
+
+    A value is set where there is none; what is there then is that of who was first.
+    """
+    me = f"process {os.getpid()} of {socket.gethostname()}"
+    first = store.compare_set(_WORLD, "", f"{size} {rank}").decode().split()
+    if int(first[0]) != size:
+        raise UserError(
+            f"rank {rank} was started with WORLD_SIZE {size}, and rank {first[1]} with {first[0]}",
+            fix="start all ranks with the same WORLD_SIZE",
+        )
+    mine = f"{me}, {uuid4()}"
+    if (came := store.compare_set(_key(rank), "", mine).decode()) != mine:
+        raise UserError(
+            f"rank {rank} has come already: it is {came.rpartition(', ')[0]}, and this is {me}",
+            fix="give each process a RANK of its own: 0 to WORLD_SIZE - 1",
+        )
 
 
 def _missing(store: Any, rank: int, size: int, place: str) -> str:
