@@ -85,6 +85,8 @@ def test_no_number_is_counted_by_sixties_or_eights(subtests: pytest.Subtests) ->
                 load_config(None, ["adapter.name=lora", f"{key.name.replace('[]', '')}=1:30:00"])
     read = load_config(None, ["train.max_steps=0100", "run.name=0100"])
     assert (read.train.max_steps, read.run.name) == (100, "0100")
+    named = {text: load_config(None, [f"run.name={text}"]).run.name for text in ("0_100", "-0100", "+01_0", "00")}
+    assert named == {text: text for text in named}
 
 
 def test_a_date_is_a_name_like_any_other(tmp_path: Path) -> None:

@@ -200,6 +200,8 @@ def called_around() -> bool:
 def methods(layout: str) -> bool:
     """Methods of `transformers` and torch that would give or take parts for wholes."""
     model, _ = model_and_batch(layout)
+    some, rows = torch.optim.AdamW(model.lm_head.parameters()), plain(np.random.default_rng(3), 2, 8)
+    assert not any(ff.train_step(model, some, rows).skipped for _ in range(2))  # no gradient of others is left
     for call, line in (
         (lambda: model.state_dict(), "ff.save"),
         (lambda: model.load_state_dict({}), "ff.load"),

@@ -30,21 +30,6 @@ ROOT = Path(__file__).parents[2]
 PATHS = f"{ROOT / 'src'}:{ROOT}"
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "devices", "nproc", "workers"),
-    [
-        ("shard-1", "cpu", 0, None, 2),
-        ("shard-1", "cpu", 0, 3, 3),
-        ("shard-1", "cuda", 8, None, 8),
-        ("shard-1", "cuda", 8, 4, 4),
-        ("shard-1.tp2", "cpu", 0, None, 2),
-        ("shard-1.tp4", "cpu", 0, None, 4),
-        ("shard-1.tp4", "cuda", 8, None, 8),
-        ("tp2", "cpu", 0, None, 2),
-        ("shard2.tp2", "cpu", 0, 4, 4),
-        ("single", "cuda", 8, None, 1),
-    ],
-)
 def test_ranks_are_waited_for_as_long_as_the_run_file_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Enough(Exception):
         pass
@@ -60,6 +45,21 @@ def test_ranks_are_waited_for_as_long_as_the_run_file_says(monkeypatch: pytest.M
         launch.run(None, [f"run.dir={tmp_path}", "launch.timeout=7"])
 
 
+@pytest.mark.parametrize(
+    ("text", "kind", "devices", "nproc", "workers"),
+    [
+        ("shard-1", "cpu", 0, None, 2),
+        ("shard-1", "cpu", 0, 3, 3),
+        ("shard-1", "cuda", 8, None, 8),
+        ("shard-1", "cuda", 8, 4, 4),
+        ("shard-1.tp2", "cpu", 0, None, 2),
+        ("shard-1.tp4", "cpu", 0, None, 4),
+        ("shard-1.tp4", "cuda", 8, None, 8),
+        ("tp2", "cpu", 0, None, 2),
+        ("shard2.tp2", "cpu", 0, 4, 4),
+        ("single", "cuda", 8, None, 1),
+    ],
+)
 def test_worker_count(text: str, kind: str, devices: int, nproc: int | None, workers: int) -> None:
     assert worker_count(Layout.parse(text), kind=kind, devices=devices, nproc=nproc) == workers
 

@@ -76,6 +76,12 @@ def test_linear() -> None:
     assert ledger("linear", warmup_steps=2, total_steps=6) == pytest.approx([0.5, 1.0, 1.0, 0.775, 0.55, 0.325])
 
 
+@pytest.mark.parametrize(("steps", "decay"), [(4, 1), (14, 1), (15, 2), (24, 2), (26, 3), (100, 10)])
+def test_the_last_tenth_is_rounded(steps: int, decay: int) -> None:
+    rates = ledger("wsd", warmup_steps=0, total_steps=steps)
+    assert sum(rate == max(rates) for rate in rates) == steps - decay + 1
+
+
 def test_wsd_decays_over_the_last_tenth() -> None:
     rates = ledger("wsd", warmup_steps=3, total_steps=30)
     assert rates == pytest.approx([1 / 3, 2 / 3, *[1.0] * 26, 0.7, 0.4])

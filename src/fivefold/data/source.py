@@ -115,13 +115,6 @@ class Format:
         """Bytes of one file's text, roughly: for progress."""
         return path.stat().st_size * (_SHRINKS if self.is_packed(path) else 1)
 
-    def text_size(self, path: Path, source: Source) -> int:
-        """Bytes of one file as they are without compression, for its part of a sample."""
-        if not self.is_packed(path):
-            return self.size(path)
-        with opened(path, source.at(path)) as file:
-            return sum(map(len, iter(lambda: file.read(2**20), b"")))
-
     def options(self, source: Source) -> dict[str, str]:
         """The options that change what `documents` gives: part of the cache key."""
         return {}

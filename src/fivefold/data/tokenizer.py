@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
-_TRAIN_VERSION = 1  # raise when what `train:N` gives changes
-_PACKED_VERSION = 1  # ... of files that are packed, such as parquet; earlier versions read too little of these
+_TRAIN_VERSION = 2  # raise when what `train:N` gives changes
 _READ_VERSION = 1  # raise when what is remembered of a folder changes
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
@@ -192,9 +191,7 @@ def _trained(name: str, corpus: Sequence[FileList], root: Path, progress: Progre
     size = _vocabulary_size(name)
     _refuse_stores(corpus)
     files = [
-        [form.name, form.options(one.source), form.digest(path, root), *[_PACKED_VERSION] * form.is_packed(path)]
-        for one in corpus
-        for path, form in one.files
+        [form.name, form.options(one.source), form.digest(path, root)] for one in corpus for path, form in one.files
     ]
     parts = ["train", _TRAIN_VERSION, _SAMPLE_CHARACTERS, size, files]
     return _cached(root, parts, lambda folder: _save(_train(size, corpus, progress), folder))
@@ -400,12 +397,15 @@ def _train(size: int, corpus: Sequence[FileList], progress: Progress | None) -> 
 
 
 def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
-    """The first characters of evenly spaced files, each file by its share of the bytes: the same sample every time."""
+    """The first characters of evenly spaced files, each by its share of the text: the same in any format."""
     files = [(one.source, path, form) for one in corpus for path, form in one.files]
     files = files[:: -(-len(files) // _SAMPLE_FILES)]
     # What is noted of a source is noted when its documents are read, after this.
     files = [(replace(source, read={}, undecided=Counter()), path, form) for source, path, form in files]
-    sizes = [form.text_size(path, source) for source, path, form in files]
+    if len(files) > 1:
+        sizes = [sum(len(plain(each)) for each in form.documents(path, source)) for source, path, form in files]
+    else:
+        sizes = [_SAMPLE_CHARACTERS]
     share = min(1.0, _SAMPLE_CHARACTERS / max(1, sum(sizes)))
     for (source, path, form), size in zip(files, sizes, strict=True):
         budget = int(size * share) + 1

@@ -8,7 +8,6 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.data.compression import check_is_data
-from fivefold.data.examples import plain
 from fivefold.data.records import Records, given, no_text, parts_of
 from fivefold.data.source import Source, no_documents, not_utf8
 
@@ -22,9 +21,6 @@ class Parquet(Records):
 
     def is_packed(self, path: Path) -> bool:
         return True
-
-    def text_size(self, path: Path, source: Source) -> int:
-        return sum(len(plain(document)) for document in self.documents(path, source))
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, row = source.at(path), 0
