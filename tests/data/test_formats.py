@@ -197,6 +197,8 @@ def test_bad_text_names_file_line_and_byte(tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes("one\ntwo\ncaf\xe9\n".encode("latin1"))
     assert f"{latin}:3: not UTF-8: byte 0xe9 at byte offset 11" in refusal(tmp_path, latin).what
+    latin.write_text("as PowerShell writes it", encoding="utf-16")
+    assert "if it is UTF-16: iconv -f utf-16 -t utf-8 latin.txt" in str(refusal(tmp_path, latin).fix)
 
 
 @pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])

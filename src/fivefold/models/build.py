@@ -103,7 +103,7 @@ def build_meta(
     except UserError:
         raise
     except Exception as error:  # the model's own constructor raises several kinds
-        raise _cannot_build(hf_config, attention, error) from error
+        raise _cannot_build(hf_config, error) from error
     _check_sizes(model)
     model.config.use_cache = False
     model.config.dtype = hf_config.dtype
@@ -119,13 +119,8 @@ def meta_of_folder(folder: Path) -> PreTrainedModel:
     return build_meta(load_model_config(folder), weights=folder)
 
 
-def _cannot_build(hf_config: PreTrainedConfig, attention: str, error: Exception) -> UserError:
+def _cannot_build(hf_config: PreTrainedConfig, error: Exception) -> UserError:
     kind = hf_internals.causal_class_name(hf_config) or hf_config.model_type
-    if isinstance(error, KeyError) and error.args == (attention,):
-        return UserError(
-            f"{kind} attends by code of its own, not by the attention functions of transformers",
-            fix="use a model that calls the attention functions of transformers",
-        )
     if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
         return UserError(f"no causal language model for model type {kind!r}: {first_line(error)}")
     return UserError(

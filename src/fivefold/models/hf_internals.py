@@ -148,12 +148,22 @@ def causal_lm_on_meta(
     config: PreTrainedConfig, attention: str, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
     """The causal language model of `config`, in fp32 on the meta device, with the named attention function. Its class
-    is said where `AutoModelForCausalLM` does not know the config: that of a part of a larger model."""
+    is said where `AutoModelForCausalLM` does not know the config: that of a part of a larger model. Raises `UserError`
+    for a class that knows its own attention functions alone."""
     make = (
         model_class._from_config if model_class else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
     )
     with torch.device("meta"):
-        model: PreTrainedModel = make(of_plain_weights(config), dtype=torch.float32, attn_implementation=attention)
+        try:
+            model: PreTrainedModel = make(of_plain_weights(config), dtype=torch.float32, attn_implementation=attention)
+        except KeyError as error:
+            if error.args != (attention,):
+                raise
+            kind = causal_class_name(config)
+            raise UserError(
+                f"{kind} attends by code of its own, not by the attention functions of transformers",
+                fix="use a model that calls the attention functions of transformers",
+            ) from error
     return _all_on_meta(base_first(model))
 
 

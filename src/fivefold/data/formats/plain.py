@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,11 @@ class Txt(Format):
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
-            convert = f"convert it, if it is Latin-1: iconv -f latin1 -t utf-8 {path.name} > fixed{path.suffix}"
-            fix = "it is not text: write its texts to a .txt or .jsonl file" if is_binary(raw) else convert
+            is_wide = raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+            kind, name = ("UTF-16", "utf-16") if is_wide else ("Latin-1", "latin1")
+            convert = f"convert it, if it is {kind}: iconv -f {name} -t utf-8 {path.name} > fixed{path.suffix}"
+            is_text = is_wide or not is_binary(raw)
+            fix = convert if is_text else "it is not text: write its texts to a .txt or .jsonl file"
             raise not_utf8(f"{source.at(path)}:{line}", error, f"byte offset {error.start}", fix=fix) from error
         del raw  # as large as the text
         yield text.removeprefix("\ufeff")
