@@ -1,5 +1,6 @@
 """The callbacks of `ff.train`: what they are given, and what becomes of a run when one raises."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 import fivefold as ff
 from fivefold.checkpoint import steps
 from fivefold.config import RunConfig
-from fivefold.launch.events import Listener
+from fivefold.launch.events import EventFile, Listener
 from fivefold.launch.world import World
 from fivefold.training import run as run_module
 from tests.pool import run_ranks
@@ -47,6 +48,25 @@ def test_rows_and_folders_come_in_order_to_the_process_that_called(tmp_path: Pat
     with patch.dict(os.environ, {"FIVEFOLD_CACHE": str(tmp_path / "cache")}), pytest.raises(KeyError):
         ff.train(tmp_path / "run.yaml", {"train.max_steps": 2000}, nproc=1, on_step=enough)
     assert 3 < steps(run.path / "checkpoints")[-1] < 2000
+
+
+def test_what_finds_no_space_is_told_later(tmp_path: Path) -> None:
+    """A full disk ends no run: neither its rows nor what is told of them."""
+    (path := tmp_path / "events.jsonl").touch()
+    events, plain, is_full = EventFile(path), os.write, True
+
+    def write(descriptor: int, content: bytes) -> int:
+        if is_full and len(content) < 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(descriptor, content[:9] if is_full else content)  # some of it had room
+
+    with patch.object(os, "write", write):
+        events.tell("step", {"step": 1})
+        events.tell("step", {"step": 2})
+        is_full = False
+        events.tell("save", Path("x"))
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [each["value"] for each in told] == [{"step": 1}, {"step": 2}, "x"]
 
 
 def stopped_by_a_callback(tree: dict[str, Any]) -> str:

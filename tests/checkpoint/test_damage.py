@@ -44,6 +44,21 @@ def damage_of(folder: Path) -> str:
         return damage.what
 
 
+def test_what_ranks_share_out_is_all_of_it(folder: Path) -> None:
+    """Each tensor has a flipped byte: three ranks together name every one of them, and each one once."""
+    checkpoint, keys = Checkpoint.open(folder), []
+    for file in sorted(folder.rglob("*.safetensors")):
+        content = bytearray(file.read_bytes())
+        start = 8 + struct.unpack("<Q", content[:8])[0]
+        entries = {key: entry for key, entry in json.loads(content[8:start]).items() if key != "__metadata__"}
+        for entry in entries.values():
+            content[start + entry["data_offsets"][0]] ^= 1
+        file.write_bytes(content)
+        keys += [(file, key) for key in entries]
+    found = [list(checkpoint.damages(rank, 3)) for rank in range(3)]
+    assert len(keys) == sum(map(len, found)) == len({each for own in found for each in own}) and all(found)
+
+
 def key_at(file: Path, at: int) -> str | None:
     """The key of the tensor that holds byte `at` of a safetensors file; None in its header."""
     content = file.read_bytes()

@@ -54,6 +54,7 @@ CONFIGS: dict[str, Harm] = {
     "a vocabulary of 2^62": config(vocab_size=2**62),
     "a vocabulary of 2^53": config(vocab_size=2**53),
     "sizes that overflow": config(vocab_size=2**40, hidden_size=2**40),
+    "a head of 10^9 numbers": config(head_dim=10**9),
     "no width": config(hidden_size=0),
     "a negative width": config(hidden_size=-48),
     "a width that is a text": config(hidden_size="48"),

@@ -199,7 +199,7 @@ def test_a_path_that_is_no_run_is_answered_with_the_runs_that_are_near(
     assert "its run: fivefold report runs/notes" in said["runs/notes/run.yaml"]
 
 
-@pytest.mark.parametrize("damaged", ["{half", "[]", "null", "\0"])
+@pytest.mark.parametrize("damaged", ["{half", "[]", "null", "\0", '{"event": null, "step": null}'])
 def test_a_damaged_spread_is_named_and_the_rest_is_shown(damaged: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "mine", [row(1), row(2)], "train.max_steps=2")
     (run / "spread.json").write_text(damaged)

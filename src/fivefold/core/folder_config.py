@@ -12,6 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.legality import LAYERS
 
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
+MOST_HEAD_DIM = 2**16  # of which a table of rotary angles is made; the widest heads have some hundred
 MOST_NUMBER = 2**53
 _MORE = "docs/models.md"
 # Keys of other heads than that of a language model.
@@ -68,6 +69,7 @@ def check_counts(values: Mapping[str, Any], name: str) -> None:
                 raise UserError(f"{name}: {key} is NaN, which is not a number", more=_MORE)
             continue
         most = MOST_LAYERS if "layer" in key and not key.endswith(("_id", "_idx")) else MOST_NUMBER
+        most = MOST_HEAD_DIM if key.endswith("head_dim") else most
         if number > most:
             raise UserError(f"{name}: {key} is {number}, and at most {most} can be built", more=_MORE)
         least = 1 if key in LAYERS else 0 if re.search("(layers?|size|heads?|experts|dim)$", key) else -MOST_NUMBER

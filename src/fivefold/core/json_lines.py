@@ -80,7 +80,7 @@ def _row(text: bytes) -> dict[str, Any] | None:
         row = json.loads(text.decode())
     except (ValueError, RecursionError):
         return None
-    is_row = isinstance(row, dict) and type(row.get("step")) is int
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and _is_number(row["step"])
     return row if is_row and all(_is_metric(name, value) for name, value in row.items() if "/" in name) else None
 
 

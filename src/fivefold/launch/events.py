@@ -5,9 +5,10 @@ lines to a file, which a thread of this process follows. A callback that raises 
 """
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,17 @@ class EventFile:
     """On the first rank of workers that another process has started: lines for it, and its word to stop."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._waiting = b""
         self._stop = path.with_name(STOP)
 
     def tell(self, kind: str, value: Any) -> None:
-        """As `Listener.tell`."""
+        """As `Listener.tell`. What finds no space on the disk comes with what is told next."""
         value = str(value) if isinstance(value, Path) else value
-        self._file.write(json.dumps({"kind": kind, "value": value}) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps({"kind": kind, "value": value}).encode() + b"\n"
+        with suppress(OSError):
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
 
     @property
     def stop_asked(self) -> bool:

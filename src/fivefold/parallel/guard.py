@@ -267,7 +267,7 @@ class Part(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.detach()
         plain.__class__ = DTensor
-        return plain.__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class NarrowPart(Part):

@@ -145,7 +145,8 @@ def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         said = json.loads(_text(path) or "{}")
     except (ValueError, RecursionError):
         said = None
-    return (said, []) if isinstance(said, dict) else ({}, [f"{path} is not an object of JSON"])
+    is_whole = isinstance(said, dict) and (not said or {"model", "parameters", "world"} <= said.keys())
+    return (said, []) if is_whole else ({}, [f"{path} is not an object of JSON that says what a run is"])
 
 
 def _sample(row: Mapping[str, Any]) -> tuple[int, str, str]:
