@@ -156,6 +156,11 @@ def import_compiler() -> None:
 NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm})
 
 
+def of_one(name: str) -> str:
+    """The name of what an operator over a list of tensors does to each of them: `maximum` of `_foreach_maximum`."""
+    return name.removeprefix("_foreach_")
+
+
 class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `run(operator, args, kwargs)` stands for every call of an operator. It may call the operator itself."""
 

@@ -25,7 +25,7 @@ from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.guard import begin_step, end_step
 from fivefold.parallel.offload import WALKING
-from fivefold.torch_internals import Dispatch
+from fivefold.torch_internals import Dispatch, of_one
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
 _BEGINS = "fivefold_begins"
@@ -242,13 +242,13 @@ def _note_large(optimizer: torch.optim.Optimizer, mixed: set[str]) -> None:
 def _is_of_elements(operator: Any) -> bool:
     """Whether each number that an operator gives is of at most one of each of its tensors."""
     name = operator.overloadpacket.__name__
-    plain = name.removeprefix("_foreach_").removesuffix("_")
+    plain = of_one(name).removesuffix("_")
     if plain.startswith(_UNMIXED):
         return True
     packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
     if name != plain + "_" * name.endswith("_"):  # a list of tensors each: `max` is one number of each, `maximum` not
         return "dim" not in packet.overloads() and any(map(_is_pointwise, map(packet.__getattr__, packet.overloads())))
-    return _is_pointwise(operator) or _is_pointwise(getattr(packet, operator._overloadname, operator))
+    return _is_pointwise(operator) or _is_pointwise(getattr(packet, str(operator).rpartition(".")[2], operator))
 
 
 def _is_pointwise(operator: Any) -> bool:

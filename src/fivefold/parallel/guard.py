@@ -21,7 +21,7 @@ from fivefold.core.errors import UserError
 from fivefold.parallel.copies import before_backward
 from fivefold.parallel.data import put_in_order, reshard
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.torch_internals import NORMS, is_in_backward, without_torch_function
+from fivefold.torch_internals import NORMS, is_in_backward, of_one, without_torch_function
 
 READ_MORE = "docs/python.md"
 
@@ -284,7 +284,7 @@ class NarrowPart(Part):
     @classmethod
     def _check(cls, func: Any, name: str, given: Any, out: Any) -> None:
         sizes = [sum(each.numel() for each in tree_leaves(of) if isinstance(each, Tensor)) for of in (out, given)]
-        is_smaller = name.removeprefix("_foreach_") in _REDUCTIONS and sizes[0] < sizes[1]
+        is_smaller = of_one(name) in _REDUCTIONS and sizes[0] < sizes[1]
         if func in NORMS or is_smaller or name.strip("_") in _PRODUCTS:
             raise UserError(
                 f"the {name.strip('_')} of a parameter or gradient of which this rank holds a part: clipping by it "
