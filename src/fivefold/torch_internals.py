@@ -157,8 +157,8 @@ NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.n
 
 
 def of_one(name: str) -> str:
-    """The name of what an operator over a list of tensors does to each of them: `maximum` of `_foreach_maximum`."""
-    return name.removeprefix("_foreach_")
+    """The name of what an operator over a list of tensors does to each of them: `norm` of `_foreach_norm`."""
+    return name.removeprefix(torch._foreach_norm.__name__.removesuffix("norm"))
 
 
 class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
