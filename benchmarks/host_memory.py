@@ -79,12 +79,12 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
             source = checkpoint.Checkpoint.open(folder / "checkpoint").source("weight")
         parallelize(model, layout, device="cpu", source=source, seed=SEED)
         peak = heap.peak
-    plan = state_of(model).plan
-    held = sum(plan.held_bytes(name, 4) for name in plan.shards if plan.holds(name))
+    placement = state_of(model).placement
+    held = sum(placement.held_bytes(name, 4) for name in placement.shards if placement.holds(name))
     sizes = {
         name: each.numel() * 4 for name, each in stored_tensors(build_meta(AutoConfig.for_model(**CONFIG))).items()
     }
-    layers = [sum(size for name, size in sizes.items() if name.startswith(f"{layer}.")) for layer in plan.layers]
+    layers = [sum(size for name, size in sizes.items() if name.startswith(f"{layer}.")) for layer in placement.layers]
     largest = max(*layers, *(size for name, size in sizes.items() if ".layers." not in name))
     found = {"shard": held, "layer": largest, "peak": peak, "mapped": max(seen)}
     Path(request["out"], f"{world.rank}.json").write_text(json.dumps(found))

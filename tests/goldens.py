@@ -31,6 +31,9 @@ from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import keys
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation, violations
+from fivefold.parallel.calls import calls
+from fivefold.parallel.interventions import interventions
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import lower
 from fivefold.planner.estimate import Step
 from fivefold.planner.price import PriceList
@@ -108,8 +111,13 @@ def plan_text(prices: PriceList, step: Step, layout: Layout, pp_rank: int) -> st
     plan = lower(prices.facts, layout, pp_rank * (layout.world // layout.pp))
     shape = plan.step_shape(layout.micro_batch_size, layout.padded(WORKLOAD.seq_length), step.micro_batches)
     shape = replace(shape, compiled=prices.engine.compiled)
-    regions = [(name, plan.regions(name)) for name in plan.facts.parameters]
-    parts = [*map(str, plan.calls(shape)), str(plan.bytes(shape)), *map(str, regions), *map(str, plan.interventions)]
+    regions = [(name, plan.placement.regions(name)) for name in plan.facts.parameters]
+    parts = [
+        *map(str, calls(plan, shape)),
+        str(step_bytes(plan, shape)),
+        *map(str, regions),
+        *map(str, interventions(plan)),
+    ]
     return "\n".join(parts)
 
 

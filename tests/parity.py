@@ -254,7 +254,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     model = build(case)
     mesh: Mesh = state_of(model).mesh
     optimizer = build_optimizer(model, case.options)
-    first = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    first = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     targets = sum(len(d) - 1 for row in documents(case, 0) for d in row)
     with proof(case):
         training_step.gradients(model, first, torch.tensor(1.0 / targets, dtype=torch.float64))
@@ -262,7 +262,7 @@ def on_rank(case: Case) -> dict[str, Any]:
     optimizer.zero_grad(set_to_none=True)
     results = []
     for step in range(case.steps):
-        batch = batch_of(documents(case, step), case.parsed, state_of(model).plan.data_rank)
+        batch = batch_of(documents(case, step), case.parsed, state_of(model).placement.data_rank)
         with record(mesh) as found, proof(case):
             results.append(
                 training_step.train_step(
@@ -291,7 +291,7 @@ def pieces(model: nn.Module, tensors: dict[str, Tensor]) -> list[tuple[str, Any,
         )
         for name, tensor in tensors.items()
         for values in (_numbers(local(tensor).detach()),)
-        for global_region, local_region in state.plan.regions(name)
+        for global_region, local_region in state.placement.regions(name)
     ]
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from fivefold.parallel.interventions import interventions
+from fivefold.parallel.memory import step_bytes
 from tests.pool import collect_what_is_new, forks
 
 TIMEOUT = 600.0  # seconds of one rehearsal
@@ -123,7 +125,7 @@ def _steps(case: Rehearsal) -> Seen:
         optimizer = build_optimizer(model, parity_case.options)
         for number in range(case.steps):
             rows = parity.documents(parity_case, number)
-            batch = parity.batch_of([*rows[number:], *rows[:number]], layout, state_of(model).plan.data_rank)
+            batch = parity.batch_of([*rows[number:], *rows[:number]], layout, state_of(model).placement.data_rank)
             watch = torch.profiler.profile() if case.aot else nullcontext()
             with nullcontext([]) if case.compiled else record(state_of(model).mesh) as sent, watch:
                 result = step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
@@ -149,20 +151,20 @@ def _unlike_plan(model: Any) -> list[str]:
 
     plan = state_of(model).plan
     here = {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
-    said = {name: plan.local_shape(name) for name in plan.shards if plan.holds(name)}
+    said = {name: plan.placement.local_shape(name) for name in plan.placement.shards if plan.placement.holds(name)}
     numbers = sum(local(p).numel() * p.element_size() for p in model.parameters())
     modules = dict(model.named_modules())
     shape = plan.step_shape(1, 64 * plan.layout.row_multiple, 2 * plan.layout.pp)
     ways = {
         "parameters": (set(here.items()), set(said.items())),
-        "bytes": ({numbers}, {plan.bytes(shape).parameters}),
+        "bytes": ({numbers}, {step_bytes(plan, shape).parameters}),
         "units": (
             {name for name, module in modules.items() if isinstance(module, FSDPModule)},
             {unit.name for unit in plan.fsdp_units},
         ),
         "forwards": (
             {name for name, module in modules.items() if "forward" in vars(module)},
-            {each.path for each in plan.interventions if each.kind == "forward" and _is_here(modules, each.path)},
+            {each.path for each in interventions(plan) if each.kind == "forward" and _is_here(modules, each.path)},
         ),
         "hooks": (
             {
@@ -170,14 +172,14 @@ def _unlike_plan(model: Any) -> list[str]:
                 if (module._forward_hooks or module._forward_pre_hooks) and not isinstance(module, FSDPModule)
             },
             {
-                each.path for each in plan.interventions
+                each.path for each in interventions(plan)
                 if each.kind in ("hook", "pre-hook") and _is_here(modules, each.path)
                 and not isinstance(modules[each.path], FSDPModule)
             },
         ),
         "stubs": (
             {name for name, module in modules.items() if type(module).__name__ in ("StageStub", "_Zeros", "_Slot")},
-            {each.path for each in plan.interventions if each.kind == "stub"},
+            {each.path for each in interventions(plan) if each.kind == "stub"},
         ),
     }  # fmt: skip
     return [f"{what}: {sorted(found ^ plan)}" for what, (found, plan) in ways.items() if found != plan]
@@ -198,7 +200,7 @@ def _unlike_calls(model: Any, shape: Any, sent: list[Any]) -> list[str]:
     def fixed(rows: Any) -> set[Any]:
         return {(row.axis, row.kind, row.count, row.bytes * (row.kind != "all_to_all")) for row in rows}
 
-    ran, said = fixed(total(sent)), fixed(by_group(declare(model, shape), state_of(model).plan.grid))
+    ran, said = fixed(total(sent)), fixed(by_group(declare(model, shape), state_of(model).placement.grid))
     return [] if ran == said else [f"calls: {sorted(ran - said)} came, {sorted(said - ran)} did not"]
 
 

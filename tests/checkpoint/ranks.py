@@ -73,7 +73,7 @@ def _fresh(case: Case, seed: int = 1) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, case: Case, first: int, steps: int) -> list[float]:
-    rank = state_of(model).plan.data_rank
+    rank = state_of(model).placement.data_rank
     return [
         train_step(
             model, optimizer, batch_of(documents(case, step), case.parsed, rank), learning_rate=3e-3, max_grad_norm=0.5

@@ -142,7 +142,7 @@ def train_with_samples(case: Case, samples: bool, gather_once: bool = True) -> t
             ids = encode_prompt(Numbers(), "5 71 3", (), ())
             text = "".join(pieces(model, Numbers(), ids, (), max_new_tokens=7))
             assert model.training and torch.is_grad_enabled()
-        batch = batch_of(documents(case, step), case.parsed, state_of(model).plan.data_rank)
+        batch = batch_of(documents(case, step), case.parsed, state_of(model).placement.data_rank)
         with record(mesh) as found:
             losses.append(train_step(model, optimizer, batch, learning_rate=3e-3, max_grad_norm=0.5).loss)
         shape = step_shape(model, *batch[0].input_ids.shape, len(batch))

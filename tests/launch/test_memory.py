@@ -17,6 +17,7 @@ from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import Needs, Pressure, Room, room
 from fivefold.launch.world import World
 from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import lower
 from fivefold.training import preflight
 from fivefold.training.preflight import check_memory, needs_of
@@ -136,7 +137,7 @@ def test_activations_are_those_of_the_plan() -> None:
     facts, layout = facts_of_config("demo"), Layout.parse("pp2.cp2+mb2")
     config = load_config(None, ["data.seq_length=250", "train.global_batch_size=8", "memory.loss_chunks=4"])
     needs, of_ranks = needs_of(facts, config, layout, ranks=range(4)), [lower(facts, layout, rank) for rank in range(4)]
-    found = [plan.bytes(plan.step_shape(2, 252, 4, loss_chunks=4)) for plan in of_ranks]
+    found = [step_bytes(plan, plan.step_shape(2, 252, 4, loss_chunks=4)) for plan in of_ranks]
     assert needs.activations == sum(each.logits + sum(each.saved.values()) for each in found)
     assert [bool(each.logits) for each in found] == [False, False, True, True]
 

@@ -57,7 +57,11 @@ def test_an_embedding_inside_of_a_layer_belongs_to_that_layer(monkeypatch):
     facts = facts_of(build_meta(tiny.llama()))
     assert (facts.before, facts.after) == (("model.embed_tokens",), ("model.norm",))
     plan = lower(facts, Layout.parse("pp3"), 0)
-    assert [plan.pp_ranks[f"model.layers.{layer}.mlp.kind.weight"] for layer in range(3)] == [(0,), (1,), (2,)]
+    assert [plan.placement.pp_ranks[f"model.layers.{layer}.mlp.kind.weight"] for layer in range(3)] == [
+        (0,),
+        (1,),
+        (2,),
+    ]
     assert "without a role: model.layers.*.mlp.kind.weight" in facts.partition.refusal
 
 

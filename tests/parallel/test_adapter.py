@@ -20,6 +20,7 @@ from fivefold.models.peft_folder import config_of, target_names
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, build_optimizer, rule_of
@@ -234,10 +235,10 @@ def test_bytes_beside_experts_are_those_of_the_plan() -> None:
 def _planned_and_found(case: Case) -> Any:
     model = build(case)
     optimizer = build_optimizer(model, case.options)
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     training_step.train_step(model, optimizer, batch, learning_rate=1e-3, max_grad_norm=1.0)
     shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
-    planned = state_of(model).plan.bytes(shape)
+    planned = step_bytes(state_of(model).plan, shape)
     trained = [p for p in model.parameters() if p.requires_grad]
     moments = [local(each) for p in trained for name, each in optimizer.state[p].items() if name != "step"]
     sizes = [sum(local(each).nbytes for each in some) for some in (model.parameters(), trained, moments)]
@@ -279,7 +280,7 @@ def new_on_rank(case: Case) -> Any:
     source = ModelTensors(reference_model(case, torch.float32))
     model = parallelize(build_meta(hf_config(case)), case.parsed, source=source, adapter=case.adapter, seed=5)
     own = {name: p for name, p in model.named_parameters() if ".lora_" in name}
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     with proof(case):
         loss = training_step.mean_loss(model, batch)
     return loss, {name: local(p).detach().numpy() for name, p in own.items()}, pieces(model, own)
@@ -326,11 +327,11 @@ def test_a_rank_has_its_rows_in_four_bits() -> None:
 
 def _bytes_at_rest(case: Case) -> dict[str, int]:
     model = build(case)
-    plan, found = state_of(model).plan, 0
+    placement, found = state_of(model).placement, 0
     for name, parameter in model.named_parameters():
-        if plan.facts.parameters[name].in_nf4:
+        if placement.facts.parameters[name].in_nf4:
             assert parameter.dtype == torch.uint8 and not parameter.requires_grad
-            assert local(parameter).nbytes == plan.held_bytes(name, plan.rests_in(name, 4))
+            assert local(parameter).nbytes == placement.held_bytes(name, placement.rests_in(name, 4))
             found += local(parameter).nbytes
     return {"in nf4": found}
 

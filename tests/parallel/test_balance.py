@@ -37,7 +37,7 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
     def build_with(each: Case) -> Any:
         models.append(build(each))
         state = state_of(models[0])
-        configure(models[0], state.balance, options, state.plan.buffers)
+        configure(models[0], state.balance, options, state.placement.buffers)
         return models[0]
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def balanced(case: Case, options: BalanceOptions) -> dict[str, Any]:
 
     with patch.object(parity, "build", build_with), patch.object(parity.training_step, "train_step", train_step):
         found = parity.on_rank(case)
-    own = state_of(models[0]).plan.buffers
+    own = state_of(models[0]).plan.placement.buffers
     buffers = {n: each.double().numpy().copy() for n, each in models[0].named_buffers() if n in own}
     return found | {"balance": [each.balance for each in results], "buffers": buffers}
 
@@ -153,16 +153,18 @@ def biases_of(
     """What the routers keep, whole, before and after a step."""
     model = build(case)
     state = state_of(model)
-    configure(model, state.balance, options, state.plan.buffers)
+    configure(model, state.balance, options, state.placement.buffers)
     for name, buffer in model.named_buffers():
-        if name in state.plan.buffers:
+        if name in state.placement.buffers:
             buffer.copy_(torch.arange(buffer.numel()) + 0.25)
-    batch = parity.batch_of(documents(case, 0), case.parsed, state.plan.data_rank)
+    batch = parity.batch_of(documents(case, 0), case.parsed, state.placement.data_rank)
     if not targets:
         batch = [replace(each, labels=np.full_like(each.labels, IGNORE), targets=0) for each in batch]
     found = []
     for _ in range(2):
-        found.append({name: values.numpy() for name, values in gathered(model).items() if name in state.plan.buffers})
+        found.append(
+            {name: values.numpy() for name, values in gathered(model).items() if name in state.placement.buffers}
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         parity.training_step.train_step(model, optimizer, batch, learning_rate=None, max_grad_norm=1.0)
     return found[0], found[1]

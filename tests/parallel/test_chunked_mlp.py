@@ -45,7 +45,7 @@ def test_a_piece_of_an_mlp_is_planned() -> None:
     whole, pieces = (lower(facts, Layout.parse(f"tp2{text}"), 0) for text in ("", "+mlp8"))
     shape, (cost,) = whole.step_shape(1, 65536, 1), facts.costs
     token = 65536 * shape.compute_bytes
-    saved = [layer_bytes(plan, plan.layers[0], cost, shape).kept // token for plan in (whole, pieces)]
+    saved = [layer_bytes(plan, plan.placement.layers[0], cost, shape).kept // token for plan in (whole, pieces)]
     assert saved[0] - saved[1] == 4 * 14336 // 2 + 4096 // 2
     assert working_numbers(pieces, cost, shape) == (4 + 2) * 14336 / 2 / 8 + 3 * 4096
 

@@ -97,7 +97,7 @@ def first_gradients(case: Case) -> tuple[float, list[Any], int]:
         return saved
 
     model, rows = build(case), documents(case, 0)
-    batch = batch_of(rows, case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(rows, case.parsed, state_of(model).placement.data_rank)
     targets = sum(len(document) - 1 for row in rows for document in row)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         loss = gradients(model, batch, torch.tensor(1.0 / targets, dtype=torch.float64))

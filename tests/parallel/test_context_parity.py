@@ -103,7 +103,7 @@ def compiled(case: Case) -> tuple[float, list[Any], dict[str, int]]:
     with patch.object(torch, "compile", lambda forward, **_: plain(forward, backend="aot_eager")):
         source = ModelTensors(reference_model(case, torch.float32))
         model = parallelize(build_meta(hf_config(case)), case.parsed, source=source, compile_blocks=True)
-        batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+        batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
         loss = gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
     found = pieces(model, {name: p.grad for name, p in model.named_parameters()})
     return float(loss), found, dict(counters["graph_break"])
@@ -121,7 +121,7 @@ def test_compiled_blocks_attend_eagerly_and_compute_the_same() -> None:
 
 def uncompiled(case: Case) -> tuple[float, list[Any]]:
     model = build(case)
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     loss = gradients(model, batch, torch.tensor(1.0, dtype=torch.float64))
     return float(loss), pieces(model, {name: p.grad for name, p in model.named_parameters()})
 

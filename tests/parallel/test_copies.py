@@ -25,6 +25,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.copies import Copies
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
@@ -524,5 +525,5 @@ def test_large_copies_are_left_to_fsdp() -> None:
                 assert plan.computes_in_copies(each, layout) is expected
         lowered = plan.lower(each, layout, 0)
         assert set(lowered.copied) == copied.keys()
-        moments = lowered.bytes(lowered.step_shape(1, 64, 1)).moments
+        moments = step_bytes(lowered, lowered.step_shape(1, 64, 1)).moments
         assert {found["gathered parameters"] for found in moments.values()} == {size}

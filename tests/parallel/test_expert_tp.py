@@ -44,7 +44,7 @@ def test_three_ranks_equal_one_process() -> None:
 
 def held(case: Case) -> Any:
     state = state_of(build(case))
-    return state.plan.by_rank(), {name: state.plan.local_shape(name) for name in state.plan.shards}
+    return state.placement.by_rank(), {name: state.placement.local_shape(name) for name in state.placement.shards}
 
 
 @pytest.mark.full

@@ -85,7 +85,7 @@ def loaded(case: Case, folder: str) -> Any:
     with patch("tests.parity.reference_model", lambda case, dtype: lopsided_zero(case)):
         model = build(case)
     restore(model, build_optimizer(model, case.options), Checkpoint.open(Path(folder) / "step-000001"))
-    buffers = {name: model.get_buffer(name).numpy().copy() for name in state_of(model).plan.buffers}
+    buffers = {name: model.get_buffer(name).numpy().copy() for name in state_of(model).placement.buffers}
     return pieces(model, dict(model.named_parameters())), buffers
 
 

@@ -44,7 +44,7 @@ def _seen(layout: str) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
             linear.register_forward_pre_hook(lambda module, _, name=name: look(module, name))
             for name, linear in linears.items()
         ]
-        accumulate(model, batch_of(documents(case, step), case.parsed, plan.data_rank))
+        accumulate(model, batch_of(documents(case, step), case.parsed, plan.placement.data_rank))
         for hook in hooks:
             hook.remove()
         model.zero_grad()

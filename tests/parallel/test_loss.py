@@ -275,7 +275,7 @@ def largest_tensor(case: Case) -> tuple[int, int, int]:
 
     model = build(case)
     rows = [[np.arange(23)] for _ in range(case.rows)]
-    (batch,) = batch_of(rows, case.parsed, state_of(model).plan.data_rank)
+    (batch,) = batch_of(rows, case.parsed, state_of(model).placement.data_rank)
     scale = torch.tensor(0.1, dtype=torch.float64)
     gradients(model, [batch], scale)  # FSDP's first step allocates more
     model.zero_grad()

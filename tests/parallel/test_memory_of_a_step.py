@@ -21,6 +21,7 @@ from fivefold.parallel.memory import (
     dear_numbers,
     layer_bytes,
     resting_bytes,
+    step_bytes,
     under_way,
 )
 from fivefold.parallel.plan import lower
@@ -79,14 +80,17 @@ def test_both_levers_of_offload_leave_one_layer_and_three_parts() -> None:
     are parameters, with a third lever."""
     plan = lower(facts_of_config("llama-3.1-8b"), Layout.parse("single+offload+offload_optimizer"), 0)
     shape = plan.step_shape(1, 1000, 1)
-    found, kept = plan.bytes(shape), layer_bytes(plan, plan.layers[0], plan.facts.layer_costs[0], shape).kept
+    found, kept = (
+        step_bytes(plan, shape),
+        layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape).kept,
+    )
     state = 2 * found.parameters
     assert found.host == {"parameters": 0, "optimizer state": state, "saved activations": 31 * kept}
     assert found.optimizer == state
     assert [found.moments[each]["saved activations"] // kept for each in MOMENTS] == [0, 1, 0, 0, 0, 1, 2, 2]
     part = 2 * (128256 * 4096 * 4 + 2 * PART_BYTES)
     assert [found.moments[each]["optimizer state"] for each in MOMENTS] == [part * (each == UPDATE) for each in MOMENTS]
-    all_away = lower(plan.facts, replace(plan.layout, offload_parameters=True), 0).bytes(shape)
+    all_away = step_bytes(lower(plan.facts, replace(plan.layout, offload_parameters=True), 0), shape)
     assert all_away.host["parameters"] == found.parameters and all_away.by_kind["parameters"] == 0
     assert all_away.moments[UPDATE]["optimizer state"] == part * 3 // 2
 
@@ -107,7 +111,7 @@ def test_what_is_dear_in_a_layer(model: str, layout: str, column: int, others: f
     plan = lower(facts_of_config(model), Layout.parse(f"{layout}+selective"), 0)
     columns = 4096 + 2 * 1024 + 32 * (128 + 2) + 2 * 14336
     shape = plan.step_shape(1, 1000, 1)
-    assert dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape) == columns / column + others
+    assert dear_numbers(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape) == columns / column + others
 
 
 @pytest.mark.parametrize(("layout", "more"), [("single+fp8_rowwise", 2048), ("tp2+fp8_rowwise", 0)])
@@ -117,7 +121,7 @@ def test_a_linear_in_fp8_keeps_what_the_last_one_gives(layout: str, more: int) -
     for text in (layout, layout.partition("+")[0]):
         plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(f"{text}+selective"), 0)
         shape = plan.step_shape(1, 1000, 1)
-        found.append(dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape))
+        found.append(dear_numbers(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape))
     assert found[0] - found[1] == more
 
 
@@ -127,7 +131,7 @@ def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() ->
     for layout in ("shard2+selective", "shard2.ep2+selective"):
         plan = lower(facts_of_config("mixtral-8x7b"), Layout.parse(layout), 0)
         shape = plan.step_shape(1, 1000, 1)
-        found.append(dear_numbers(plan, plan.layers[0], plan.facts.layer_costs[0], shape))
+        found.append(dear_numbers(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape))
     assert found[1] - found[0] == (3 - 1) * 2 * 4096
 
 
@@ -149,7 +153,7 @@ def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() ->
 def test_what_fp8_keeps_of_a_layer(layout: str, compiled: bool, more: float) -> None:
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
     shape = replace(plan.step_shape(1, 1000, 1), compiled=compiled)
-    assert cast_numbers(plan, plan.layers[0], shape) == more
+    assert cast_numbers(plan, plan.placement.layers[0], shape) == more
 
 
 def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:

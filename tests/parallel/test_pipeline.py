@@ -63,7 +63,7 @@ def held(case: Case) -> tuple[set[str], set[str], int]:
     named = dict(model.named_parameters())
     return (
         set(named),
-        {each for each in state.plan.shards if state.plan.holds(each)},
+        {each for each in state.placement.shards if state.placement.holds(each)},
         sum(p.numel() for p in named.values()),
     )
 
@@ -98,7 +98,7 @@ def losses(case: Case) -> tuple[float, float]:
     """The loss of a batch forward only, and as training computes it; each summed over ranks."""
     model = build(case)
     scale = torch.tensor(1.0, dtype=torch.float64)
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     with evaluating(model):
         forward = sum(passes.loss(model, to_device(each, scale.device, scale)) for each in batch)
     trained = gradients(model, batch, scale)
@@ -267,7 +267,7 @@ def test_hidden_states_that_the_next_stage_does_not_expect_are_refused() -> None
 def bf16_gradients(case: Case) -> dict[str, np.ndarray]:
     """Of one step, by parameter, on this rank."""
     model = parallelize(build_meta(hf_config(case)), case.parsed)
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     gradients(model, batch, torch.tensor(0.01, dtype=torch.float64))
     return {name: local(p.grad).float().numpy() for name, p in model.named_parameters() if p.grad is not None}
 

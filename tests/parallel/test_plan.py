@@ -26,9 +26,11 @@ from fivefold.models.discover import cut_of, facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import facts_of_config, read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
+from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
-from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE
+from fivefold.parallel.interventions import interventions
+from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from tests.parity import Case, hf_config, reference_model
 
@@ -266,11 +268,11 @@ def test_the_parts_of_all_ranks_are_the_model(layout: str) -> None:
     owned = 0
     for plan in of_ranks:
         for name in found.parameters:
-            assert plan.regions(name) == of_ranks[0].regions(name, plan.rank)
-            owned += plan.held_bytes(name, 1) if plan.is_owner(name) else 0
+            assert plan.placement.regions(name) == of_ranks[0].placement.regions(name, plan.placement.rank)
+            owned += plan.placement.held_bytes(name, 1) if plan.placement.is_owner(name) else 0
     assert owned == found.size
-    assert {plan.data_rank for plan in of_ranks} == set(range(of_ranks[0].layout.data_ranks))
-    firsts = sum(plan.is_first_of_row for plan in of_ranks)
+    assert {plan.placement.data_rank for plan in of_ranks} == set(range(of_ranks[0].layout.data_ranks))
+    firsts = sum(plan.placement.is_first_of_row for plan in of_ranks)
     assert firsts == of_ranks[0].layout.data_ranks
 
 
@@ -278,7 +280,7 @@ def test_what_one_rank_sends_another_receives() -> None:
     of_ranks = plans("pp4.cp4+ring", facts(**SIZES))
     sums: dict[tuple[str, str], int] = {}
     for plan in of_ranks:
-        for each in summed(plan.calls(plan.step_shape(1, 64, 8))):
+        for each in summed(calls(plan, plan.step_shape(1, 64, 8))):
             sums[each.axis, each.kind] = sums.get((each.axis, each.kind), 0) + each.bytes
     assert sums["pp", "send"] == sums["pp", "recv"] > 0
     assert sums["cp", "send"] == sums["cp", "recv"] > 0
@@ -288,22 +290,22 @@ def test_bytes_of_a_step() -> None:
     """ZeRO-3 divides parameters, gradients and state; recompute leaves the input of each layer."""
     found = facts(**SIZES)
     whole, shards = (lower(found, Layout.parse(text), 0) for text in ("single+fp32", "shard4+fp32"))
-    one = whole.bytes(whole.step_shape(1, 64, 1))
-    part = shards.bytes(shards.step_shape(1, 64, 1))
+    one = step_bytes(whole, whole.step_shape(1, 64, 1))
+    part = step_bytes(shards, shards.step_shape(1, 64, 1))
     assert one.parameters == one.gradients == 4 * found.size and one.optimizer == 2 * one.parameters
     assert one.parameters / 4 <= part.parameters < one.parameters / 3
     every = lower(found, Layout.parse("shard4+fp32+zero1"), 0)
-    kept_whole = every.bytes(every.step_shape(1, 64, 2))
+    kept_whole = step_bytes(every, every.step_shape(1, 64, 2))
     for moment, kinds in ((each, kept_whole.moments[each]) for each in MOMENTS if each not in (*FIRST, UPDATE)):
         assert part.moments[moment]["gathered parameters"] < kinds["gathered parameters"]
         assert part.moments[moment]["unreduced gradients"] < kinds["unreduced gradients"]
     full = lower(found, Layout.parse("single+fp32+full"), 0)
-    kept = full.bytes(full.step_shape(1, 64, 1)).saved
+    kept = step_bytes(full, full.step_shape(1, 64, 1)).saved
     least = 64 * found.hidden_size * 4
     assert [*kept.values()] == [least] * 4
     assert sum(kept.values()) < sum(one.saved.values())
     half = lower(found, Layout.parse("tp2+fp32"), 0)
-    assert sum(half.bytes(half.step_shape(1, 64, 1)).saved.values()) < sum(one.saved.values())
+    assert sum(step_bytes(half, half.step_shape(1, 64, 1)).saved.values()) < sum(one.saved.values())
 
 
 def test_a_stage_takes_as_long_as_its_layers_cost() -> None:
@@ -334,6 +336,9 @@ import re, sys, time
 from pathlib import Path
 start = time.process_time()
 from fivefold.doctor.plan import examine
+from fivefold.parallel.calls import calls
+from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.interventions import interventions
 report = examine({folder!r}, layout={layout!r}, rank={rank})
 took = time.process_time() - start  # and memory: of this program alone, where `ru_maxrss` starts with its parent's
 kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -368,7 +373,7 @@ def test_a_rank_of_16384_is_planned_in_two_seconds_and_a_gibibyte(layout: str, l
 def test_the_plan_is_plain_data() -> None:
     """Calls and interventions have nothing that JSON does not."""
     plan = lower(facts("mixtral"), Layout.parse("shard2.tp2.ep2"), 3)
-    for each in (*plan.calls(plan.step_shape(1, 64, 2)), *plan.interventions):
+    for each in (*calls(plan, plan.step_shape(1, 64, 2)), *interventions(plan)):
         assert json.loads(json.dumps(vars(each))) == vars(each)
 
 

@@ -65,7 +65,7 @@ def dtypes(case: Case, reduce: str = "fp32") -> dict[str, Any]:
     """The dtypes of weights, gradients, moments, matmuls and reductions of a step on this rank."""
     model = parallelize(build_meta(hf_config(case)), case.parsed, reduce=reduce)
     optimizer = build_optimizer(model, OPTIONS)
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     computed: set[torch.dtype] = set()
     for name in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", "lm_head"):
         model.get_submodule(name).register_forward_hook(

@@ -36,7 +36,7 @@ def losses_and_gradients(case: Case, batches: list[list[MicroBatch]], shift: int
     state = state_of(model)
     found = []
     for batch in batches:
-        mine = batch[state.plan.data_rank :: state.plan.layout.data_ranks]
+        mine = batch[state.placement.data_rank :: state.plan.layout.data_ranks]
         loss = gradients(model, mine, torch.tensor(SCALE, dtype=torch.float64))
         found.append((float(loss), pieces(model, {name: p.grad for name, p in model.named_parameters()})))
         model.zero_grad()
@@ -129,7 +129,7 @@ def steps(case: Case, batches: list[list[MicroBatch]]) -> list[tuple[float, floa
         train_step(
             model,
             optimizer,
-            batch[state.plan.data_rank :: state.plan.layout.data_ranks],
+            batch[state.placement.data_rank :: state.plan.layout.data_ranks],
             learning_rate=1e-3,
             max_grad_norm=0.5,
         )

@@ -32,7 +32,7 @@ def logits_on_rank(layout: str, tied: bool) -> tuple[Any, bool]:
     with torch.no_grad():
         logits = model(input_ids=IDS).logits
     names = {name for unit in state_of(model).plan.units for name in unit.parameters}
-    return logits.numpy(), names == set(state_of(model).plan.shards)
+    return logits.numpy(), names == set(state_of(model).placement.shards)
 
 
 def loss_on_rank(layout: str, cu_seqlens: list[int]) -> float:

@@ -40,7 +40,7 @@ def routed(case: Case) -> list[dict[str, Any]]:
     for each in experts:
         model.get_submodule(each.router).register_forward_hook(after)
         model.get_submodule(each.name).register_forward_pre_hook(before)
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     gradients(model, batch, torch.tensor(0.01, dtype=torch.float64))
     for each in experts:
         for name, parameter in model.get_submodule(each.router).named_parameters():

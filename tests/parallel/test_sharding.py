@@ -102,8 +102,8 @@ def held(case: Case) -> dict[str, tuple[Any, ...]]:
     state = state_of(model)
     found = {}
     for name, parameter in model.named_parameters():
-        spec, regions = state.plan.shards[name], state.plan.regions(name)
-        assert tuple(parameter.shape) == spec.local_shape(state.plan.coords.tp), name
+        spec, regions = state.placement.shards[name], state.placement.regions(name)
+        assert tuple(parameter.shape) == spec.local_shape(state.placement.coords.tp), name
         here = local(parameter)
         covered = torch.zeros(here.shape, dtype=torch.int)
         for global_region, local_region in regions:
@@ -111,7 +111,7 @@ def held(case: Case) -> dict[str, tuple[Any, ...]]:
             assert here[local_region].shape == torch.empty(spec.shape, device="meta")[global_region].shape, name
         assert (covered == 1).all(), name
         edges = [tuple((s.start, s.stop) for s in global_region) for global_region, _ in regions]
-        found[name] = (tuple(here.shape), state.plan.is_owner(name), edges)
+        found[name] = (tuple(here.shape), state.placement.is_owner(name), edges)
     return found
 
 

@@ -10,6 +10,8 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.budget import within_budget
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import lower
 from fivefold.planner.auto import chosen
 from fivefold.planner.cluster import Cluster
@@ -45,20 +47,20 @@ def test_a_budget_is_planned_as_a_run_spends_it(model: str, cluster: str, layout
     of = step(model, cluster, layout, Workload(8192, 64))
     for pp_rank in range(of.layout.pp):
         plan = lower(of.price_list.facts, of.layout, pp_rank * (of.layout.world // of.layout.pp))
-        plan = plan.within_budget(of.tokens, of.micro_batches, compiled=True)
+        plan = within_budget(plan, of.tokens, of.micro_batches, compiled=True)
         shape = replace(plan.step_shape(of.layout.micro_batch_size, of.tokens, of.micro_batches), compiled=True)
         own = of.parts.spent[pp_rank]
         assert (str(own), dict(own.by_layer)) == (str(plan.recompute), dict(plan.recompute.by_layer))
         tensors = sum(size for item, size in of.memory_of(pp_rank).items() if item not in (*OUTSIDE, MATMULS))
-        assert tensors == plan.bytes(shape).total
+        assert tensors == step_bytes(plan, shape).total
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_budget_is_planned_on_every_rank_of_a_pipeline_whose_layers_run_as_they_are(rank: int) -> None:
     """A rank knows how its own layers are recomputed, and no others."""
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("pp2.shard2+keep3GiB"), rank)
-    plan = plan.within_budget(8192, 4, compiled=False)
-    kept = plan.bytes(plan.step_shape(1, 8192, 4)).saved
+    plan = within_budget(plan, 8192, 4, compiled=False)
+    kept = step_bytes(plan, plan.step_shape(1, 8192, 4)).saved
     micro_batches, edges = (2, 8192 * 2048 * 2) if rank == 0 else (1, 0)
     assert plan.recompute.kept == sum(kept.values()) - micro_batches * edges <= 3 * GIB
 

@@ -15,6 +15,7 @@ from fivefold.parallel.memory import (
     exchanged_numbers,
     layer_bytes,
     logit_bytes,
+    step_bytes,
     under_way,
     working_numbers,
 )
@@ -113,7 +114,8 @@ def test_what_the_backward_of_a_compiled_layer_has_besides(layout: str, at_once:
     assert working_numbers(plan, cost, shape) == at_once * 14336 + 4096
     token = shape.rows * shape.tokens * shape.compute_bytes
     once, again = (
-        layer_bytes(plan, plan.layers[0], cost, replace(shape, recompute=Recompute(mode))) for mode in ("none", "full")
+        layer_bytes(plan, plan.placement.layers[0], cost, replace(shape, recompute=Recompute(mode)))
+        for mode in ("none", "full")
     )
     assert (again.kept, again.working) == (4096 * token, once.working + once.saved - 4096 * token)
 
@@ -127,7 +129,8 @@ def test_what_the_backward_of_a_layer_has_besides(layout: str, split: int) -> No
     numbers = 2 * 14336 // split + 2 * 4096
     assert working_numbers(plan, cost, shape) == numbers
     once, again = (
-        layer_bytes(plan, plan.layers[0], cost, replace(shape, recompute=Recompute(mode))) for mode in ("none", "full")
+        layer_bytes(plan, plan.placement.layers[0], cost, replace(shape, recompute=Recompute(mode)))
+        for mode in ("none", "full")
     )
     assert (once.working, once.kept) == (numbers * 8192 * 2, once.saved)
     assert (again.working, again.kept) == (once.working + once.saved, 8192 * 4096 * 2 // split)
@@ -162,6 +165,6 @@ def test_micro_batches_in_flight_are_those_of_one_moment() -> None:
 @pytest.mark.parametrize(("micro_batches", "moment"), [(1, "the first loss"), (2, "the loss")])
 def test_gradients_are_there_from_the_second_micro_batch_on(micro_batches: int, moment: str) -> None:
     plan = llama("shard8")
-    needs = plan.bytes(replace(plan.step_shape(1, 8192, micro_batches), compiled=True))
+    needs = step_bytes(plan, replace(plan.step_shape(1, 8192, micro_batches), compiled=True))
     assert needs.fullest == moment
     assert needs.by_kind["gradients"] == (needs.gradients if micro_batches > 1 else 0)

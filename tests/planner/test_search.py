@@ -12,8 +12,10 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.planner.bounds import Bounding
 from fivefold.planner.cluster import Cluster
@@ -59,7 +61,7 @@ def test_memory_is_that_of_the_plan(every: int) -> None:
     for price_list, layout in sample()[::every]:
         for rank in {0, layout.pp // 2, layout.pp - 1}:
             step, plan, shape = plan_and_step(price_list, layout, rank)
-            planned = plan.bytes(shape).by_kind
+            planned = step_bytes(plan, shape).by_kind
             found = {item: size for item, size in step.memory_of(rank).items() if item not in (*OUTSIDE, MATMULS)}
             assert found == pytest.approx(planned, rel=0, abs=0.5), f"{layout} rank {rank}"
 
@@ -69,8 +71,8 @@ def test_collectives_are_those_of_the_plan() -> None:
     for price_list, layout in sample():
         step = Step(price_list, layout, WORKLOAD)
         _, plan, shape = plan_and_step(price_list, layout, step.busiest)
-        planned = [call for call in plan.calls(shape) if call.axis != "pp"]
-        sent = {call.bytes for call in plan.calls(shape) if call.axis == "pp"}
+        planned = [call for call in calls(plan, shape) if call.axis != "pp"]
+        sent = {call.bytes for call in calls(plan, shape) if call.axis == "pp"}
         assert summed(step.calls(step.busiest)) == summed(planned), str(layout)
         assert sent <= {step.transfer_call.bytes}, str(layout)
 

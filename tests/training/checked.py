@@ -46,7 +46,7 @@ def findings(
     state, optimizer, found = state_of(model), build_optimizer(model, case.options), []
     layout = state.plan.layout
     knobs = {
-        "global_batch_size": case.rows, "data_rank": state.plan.data_rank, "data_ranks": layout.data_ranks,
+        "global_batch_size": case.rows, "data_rank": state.placement.data_rank, "data_ranks": layout.data_ranks,
         "micro_batch_size": layout.micro_batch_size, "row_multiple": layout.row_multiple,
     }  # fmt: skip
     for step in range(steps):
@@ -139,7 +139,7 @@ def replaced(model: Any, optimizer: torch.optim.Optimizer, name: str) -> Iterato
 @contextmanager
 def forgotten(model: Any, optimizer: Muon, name: str) -> Iterator[None]:
     """Muon has a matrix in its group and passes it over."""
-    names = [each for each in state_of(model).plan.block_matrices if each != name]
+    names = [each for each in state_of(model).placement.block_matrices if each != name]
     with patch.object(optimizer, "_whole", FullMatrices(state_of(model).plan, names)):
         yield
 

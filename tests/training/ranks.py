@@ -36,7 +36,7 @@ def before_and_after(case: Case) -> tuple[list[Any], list[Any]]:
     """Pieces of the weights before and after one step."""
     model = build(case)
     before = pieces(model, dict(model.named_parameters()))
-    batch = batch_of(documents(case, 0), case.parsed, state_of(model).plan.data_rank)
+    batch = batch_of(documents(case, 0), case.parsed, state_of(model).placement.data_rank)
     train_step(model, build_optimizer(model, OPTIONS), batch, learning_rate=1e-3, max_grad_norm=1.0)
     return before, pieces(model, dict(model.named_parameters()))
 
@@ -76,9 +76,9 @@ def updated(case: Case, steps: int) -> dict[str, Any]:
     state, optimizer = state_of(model), build_optimizer(model, case.options)
     for step in range(steps):
         for name, parameter in model.named_parameters():
-            whole = made_up(state.plan.shards[name].shape, step)
+            whole = made_up(state.placement.shards[name].shape, step)
             parameter.grad = torch.zeros_like(parameter)
-            for global_region, local_region in state.plan.regions(name):
+            for global_region, local_region in state.placement.regions(name):
                 local(parameter.grad)[local_region].copy_(whole[global_region])
         optimizer.step()
     parameters = dict(model.named_parameters())
@@ -104,7 +104,7 @@ def updated_by_torch(case: Case, steps: int) -> dict[str, np.ndarray]:
 def places(case: Case) -> bool:
     """Whether the mesh's arithmetic puts this rank where torch's device mesh does."""
     state = state_of(build(case))
-    coords, layout = state.plan.grid.coords(dist.get_rank()), state.plan.layout
+    coords, layout = state.placement.grid.coords(dist.get_rank()), state.plan.layout
     fsdp = coords.dp_shard * layout.cp + coords.cp
     in_mesh = state.mesh.fsdp.get_coordinate()
     assert in_mesh is not None

@@ -22,7 +22,7 @@ class SGD(UpdateRule):
     facts = OptimizerFacts(name="sgd", state={"momentum_buffer": "momentum"}, keys={"momentum": 0.9})
 
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-        shards = state_of(model).plan.shards
+        shards = state_of(model).placement.shards
         named = dict(model.named_parameters())
         return self._over(
             [p for name, p in named.items() if shards[name].dims > 1],

@@ -98,7 +98,7 @@ def on_rank(layout: str, top_k: int, temperature: float, alpha: float) -> dict[s
     teacher = build(replace(of_teacher, layout=of_teacher.layout.replace(".ep2", "")))
     model = build(case)
     with exactly("fp64"):
-        batch = micro_batches(case, state_of(teacher).plan.data_rank)
+        batch = micro_batches(case, state_of(teacher).placement.data_rank)
         said = [asked(teacher, each, top_k) for each in batch]
         followed = [
             replace(each, teacher=TeacherTargets(tokens.astype(np.int32), log_probs, temperature, alpha))
@@ -106,7 +106,7 @@ def on_rank(layout: str, top_k: int, temperature: float, alpha: float) -> dict[s
         ]
         loss = float(training_step.accumulate(model, followed))
         gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
-    return {"loss": loss, "gradients": gradients, "said": said, "data_rank": state_of(model).plan.data_rank}
+    return {"loss": loss, "gradients": gradients, "said": said, "data_rank": state_of(model).placement.data_rank}
 
 
 def both(family: str) -> tuple[nn.Module, nn.Module]:
@@ -145,7 +145,7 @@ def test_other_temperatures_and_weights(layout: str, which: str) -> None:
 def likeliest(layout: str, vocabulary: int) -> list[tuple[np.ndarray, np.ndarray, MicroBatch]]:
     teacher = build(replace(TEACHER, layout=f"{layout}+mb2+fp64", loss_chunks=2))
     with exactly("fp64"):
-        batch = micro_batches(case_of(layout), state_of(teacher).plan.data_rank)
+        batch = micro_batches(case_of(layout), state_of(teacher).placement.data_rank)
         return [(*asked(teacher, each, 6, vocabulary), each) for each in batch]
 
 

@@ -140,7 +140,7 @@ def plain_objective(objective: Objective) -> Callable[[nn.Module], Tensor]:
 
 def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
     model = build(case)
-    batch = micro_batches(case, state_of(model).plan.data_rank, rated=objective.has_baseline)
+    batch = micro_batches(case, state_of(model).placement.data_rank, rated=objective.has_baseline)
     other = near() if objective.has_baseline else before()
     goal = Goal(objective, other if objective.needs_reference else None)
     with exactly(case.parsed.precision):
@@ -162,7 +162,7 @@ def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
 def declared(case: Case, model: Any, batch: Sequence[MicroBatch], objective: Objective) -> tuple[Collective, ...]:
     shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
     judged = replace(shape, answers=tuple(2 * pairs_of(each) for each in batch), metrics=len(objective.metrics))
-    return by_group(training_step.declare(model, judged), state_of(model).plan.grid)
+    return by_group(training_step.declare(model, judged), state_of(model).placement.grid)
 
 
 def compare(per_rank: Sequence[dict[str, Any]], loss: float, grads: dict[str, np.ndarray]) -> None:
@@ -281,7 +281,7 @@ def plain_weighted(model: nn.Module) -> Tensor:
 
 def weighted_on_rank(case: Case) -> dict[str, Any]:
     model = build(case)
-    batch = weighted(case, state_of(model).plan.data_rank)
+    batch = weighted(case, state_of(model).placement.data_rank)
     with exactly(case.parsed.precision):
         loss = float(training_step.accumulate(model, batch, goal=Goal(Objective())))
     return {"loss": loss, "gradients": pieces(model, {name: gradient(p) for name, p in model.named_parameters()})}
@@ -334,7 +334,7 @@ def test_labels_without_an_answer_have_no_weight() -> None:
 def loads_on_rank(case: Case, has_goal: bool) -> Any:
     """The tokens of every expert that a step counts."""
     model = build(case)
-    batch = micro_batches(case, state_of(model).plan.data_rank)
+    batch = micro_batches(case, state_of(model).placement.data_rank)
     goal = Goal(Objective("simpo")) if has_goal else None
     result = training_step.train_step(
         model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, goal=goal
@@ -352,7 +352,7 @@ def test_routers_count_the_pass_that_trains_alone() -> None:
 def amax_on_rank(case: Case) -> tuple[bool, bool]:
     """Whether the history of fp8 scales notes anything of a forward without gradient, and of a step."""
     model = build(case)
-    batch = micro_batches(case, state_of(model).plan.data_rank)
+    batch = micro_batches(case, state_of(model).placement.data_rank)
     amax = state_of(model).amax
     assert amax.names
     log_probs(model, batch)

@@ -135,7 +135,7 @@ def on_rank(case: Case, place: str, fault: str) -> Bits:
         model = build(case)
         optimizer, losses = build_optimizer(model, case.options), []
         for step in range(case.steps):
-            batch = batch_of(documents(case, step), case.parsed, state_of(model).plan.data_rank)
+            batch = batch_of(documents(case, step), case.parsed, state_of(model).placement.data_rank)
             result = training_step.train_step(
                 model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
             )

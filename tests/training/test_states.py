@@ -14,7 +14,9 @@ from fivefold.core.layout import Layout
 from fivefold.core.state_dtypes import block_length, kept_in, state_bytes
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.placement import Placement
+from fivefold.parallel.plan import lower
 from fivefold.parallel.sharding import local_regions, whole
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
@@ -30,11 +32,11 @@ SHAPE = (24, 64)
 
 def _kept(dtype: str) -> KeptState:
     spec = whole("a.weight", SHAPE, 1)
-    plan = SimpleNamespace(
+    placement = SimpleNamespace(
         shards={"a.weight": spec}, kept_in=lambda name: dtype, local_shape=lambda name: SHAPE,
         regions=lambda name: local_regions(spec, 0, 0, 1),
     )  # fmt: skip
-    return KeptState(cast(ParallelPlan, plan), "a.weight")
+    return KeptState(cast(Placement, placement), "a.weight")
 
 
 def _after(values: Tensor, kind: str, dtype: str, step: int = 1) -> Tensor:
@@ -116,13 +118,13 @@ def _train(case: Case) -> dict[str, Any]:
     losses = []
     for step in range(case.steps):
         with proof(case):
-            batch = batch_of(documents(case, step), case.parsed, plan.data_rank)
+            batch = batch_of(documents(case, step), case.parsed, plan.placement.data_rank)
             rate, most = case.options.learning_rate, case.max_grad_norm
             losses.append(train_step(model, optimizer, batch, learning_rate=rate, max_grad_norm=most).loss)
     tensors = (local(each) for state in optimizer.state.values() for each in state.values())
     shape = replace(step_shape(model, *batch[0].input_ids.shape, len(batch)), optimizer=case.optimizer)
     held = sum(each.nbytes for each in tensors if each.ndim)
-    return {"losses": losses, "bytes": held, "planned": plan.bytes(shape).optimizer}
+    return {"losses": losses, "bytes": held, "planned": step_bytes(plan, shape).optimizer}
 
 
 def test_a_cut_through_a_block_is_refused() -> None:

@@ -25,7 +25,7 @@ CASE = Case("single+mb2+fp32", loss_chunks=3)
 
 def on_rank(objective: Objective) -> tuple[float, dict[str, float], list[Any]]:
     model = build(CASE)
-    batch = micro_batches(CASE, state_of(model).plan.data_rank, rated=objective.has_baseline)
+    batch = micro_batches(CASE, state_of(model).placement.data_rank, rated=objective.has_baseline)
     goal = Goal(objective, near() if objective.has_baseline else before())
     loss = float(training_step.accumulate(model, batch, goal=goal))
     metrics = dict(mean_over_pairs(model, batch, goal)[1])

@@ -33,14 +33,14 @@ class LiveTensors:
 
     def __init__(self, model: nn.Module, *, gradients: bool = False, to_all: bool = False) -> None:
         reshard(model)
-        plan, self._to_all = state_of(model).plan, to_all
-        stored = plan.stored_shapes
-        with_gradient = {name: spec.shape for name, spec in plan.shards.items() if name in stored}
+        placement, self._to_all = state_of(model).placement, to_all
+        stored = placement.stored_shapes
+        with_gradient = {name: spec.shape for name, spec in placement.shards.items() if name in stored}
         self._shapes = with_gradient if gradients else stored
         self._owned: dict[str, list[OwnedSlice]] = {}
         for one in collect(model, None, gradients=gradients):
             self._owned.setdefault(one.name, []).append(one)
-        self._dtype, self._device = master_dtype(plan.layout.precision), next(model.parameters()).device
+        self._dtype, self._device = master_dtype(placement.layout.precision), next(model.parameters()).device
         self._left = list(self._shapes)
 
     @property

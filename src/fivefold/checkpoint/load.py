@@ -196,7 +196,7 @@ def restore(
     check_fits(model, weights, where=str(checkpoint.path))
     checkpoint.verify(together=True)
     reshard(model)
-    fill(model, weights, state_of(model).plan.stored_shapes)
+    fill(model, weights, state_of(model).placement.stored_shapes)
     state_of(model).amax.load(checkpoint.state.get(AMAX, {}))
     if optimizer is None:
         return
@@ -237,7 +237,7 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
-    shapes = state_of(model).plan.stored_shapes
+    shapes = state_of(model).placement.stored_shapes
     dtype = next(each for name, each in model.named_parameters() if name in shapes).dtype
     if missing := sorted(shapes.keys() - source.names()):
         raise UserError(f"{where} does not hold {listed(missing, 3)}", fix="was it written by another model?")
@@ -257,7 +257,7 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
 def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource", *, is_scale: bool) -> Tensor:
     """A tensor spread like the parameter `like`, with this rank's part of `source`; one of another shape is whole.
     `is_scale`: it has the scales of blocks."""
-    whole = state_of(model).plan.shards[name].shape
+    whole = state_of(model).placement.shards[name].shape
     length = numbers_each(source.shape(name), whole, is_scale=is_scale)
     if not length:
         values = source.whole(name).to(like.device)
@@ -266,7 +266,7 @@ def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource
         mesh = like.device_mesh
         return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
     moment = zeros_by_block(like, length, source.dtype(name))
-    for global_region, local_region in regions_by_block(state_of(model).plan.regions(name), length):
+    for global_region, local_region in regions_by_block(state_of(model).placement.regions(name), length):
         local(moment)[local_region].copy_(source.read(name, global_region))
     return moment
 

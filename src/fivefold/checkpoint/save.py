@@ -229,7 +229,7 @@ def _snapshot(
     return _Snapshot(
         about=replace(about, state={**about.state, AMAX: amax}) if amax else about,
         layout=str(state.plan.layout),
-        names=tuple(state.plan.stored_shapes),
+        names=tuple(state.placement.stored_shapes),
         slices=staged(list(collect(model, optimizer))),
         scalars=_scalars(model, optimizer) if optimizer else {},
         texts=_texts(model, about) if dist.get_rank() == 0 else {},
@@ -246,23 +246,23 @@ def collect(
     shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for what no checkpoint
     holds.
     """
-    plan = state_of(model).plan
-    stored = plan.stored_shapes
+    placement = state_of(model).placement
+    stored = placement.stored_shapes
     for name, parameter in model.named_parameters():
         weight = parameter.grad if gradients else parameter
-        if weight is None or name not in stored or not plan.is_owner(name):
+        if weight is None or name not in stored or not placement.is_owner(name):
             continue
         for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
             if length := numbers_each(tensor.shape, parameter.shape, is_scale=kind.endswith(SCALE)):
-                shape = by_block(plan.shards[name].shape, length)
-                for whole, here in regions_by_block(plan.regions(name), length):
+                shape = by_block(placement.shards[name].shape, length)
+                for whole, here in regions_by_block(placement.regions(name), length):
                     offset = tuple(one.start for one in whole)
                     yield OwnedSlice(kind, name, shape, offset, local(tensor)[here])
-            elif plan.shard_index(name).part == plan.shard_index(name).fsdp_rank == 0:
+            elif placement.shard_index(name).part == placement.shard_index(name).fsdp_rank == 0:
                 yield _whole(kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
-    if plan.is_first_of_stage and not gradients:
-        kept = plan.buffers.keys() & stored.keys()
+    if placement.is_first_of_stage and not gradients:
+        kept = placement.buffers.keys() & stored.keys()
         yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
@@ -288,7 +288,7 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
 
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
     """Per parameter what the optimizer keeps once, such as its step count."""
-    plan, found = state_of(model).plan, dict[str, dict[str, Any]]()
+    placement, found = state_of(model).placement, dict[str, dict[str, Any]]()
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
@@ -298,7 +298,7 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 "holds",
                 fix="save the model alone: ff.save(model, None, path)",
             )
-        if once and plan.is_owner(name):
+        if once and placement.is_owner(name):
             found[name] = once
     numbers = iter(_floats([value for once in found.values() for value in once.values()]))
     return {name: {key: next(numbers) for key in once} for name, once in found.items()}

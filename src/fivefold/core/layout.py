@@ -210,6 +210,11 @@ class Layout:
         return frozenset(what for what, is_there in both.items() if is_there)
 
     @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return {"bf16": 2, "fp32": 4, "fp64": 8}[self.precision]
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that read different rows: `dp_replicate * dp_shard`."""
         return self.dp_replicate * self.dp_shard

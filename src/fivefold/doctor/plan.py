@@ -13,8 +13,12 @@ from fivefold.core.layout import Layout
 from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
 from fivefold.models.facts_store import facts_of_config
+from fivefold.parallel.budget import within_budget
+from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.interventions import interventions
+from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.report.table import Report
 
@@ -78,15 +82,15 @@ def examine(
         raise UserError(
             f"a micro batch of {rows_of} is more than {MOST_TOKENS:,} tokens", fix="lower --seq-length, or write +mb1"
         )
-    plan = plan.within_budget(tokens, micro_batches, compiled=True)
+    plan = within_budget(plan, tokens, micro_batches, compiled=True)
     shape = replace(plan.step_shape(parsed.micro_batch_size, tokens, micro_batches), compiled=True)
-    calls, needs = plan.calls(shape), plan.bytes(shape)
-    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(plan), *_sent(calls)]
+    sent, needs = calls(plan, shape), step_bytes(plan, shape)
+    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(plan), *_sent(sent)]
     rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]
     details = {
         "bytes": {**needs.by_kind, "saved by layer": dict(needs.saved)},
-        "calls": [asdict(each) for each in calls],
-        "interventions": [asdict(each) for each in plan.interventions],
+        "calls": [asdict(each) for each in sent],
+        "interventions": [asdict(each) for each in interventions(plan)],
     }
     closing = (
         f"sum {human_bytes(needs.total)}; a step of {micro_batches} micro batches of {parsed.micro_batch_size} x "
@@ -104,18 +108,20 @@ def _fewest(layout: Layout) -> int:
 
 
 def _place(plan: ParallelPlan) -> list[PlanRow]:
-    axes = plan.layout.coordinates(plan.rank)
+    axes = plan.layout.coordinates(plan.placement.rank)
     rows = [PlanRow("this rank", "place", ", ".join(f"{axis} {at}" for axis, at in axes.items()) or "alone")]
-    rows.append(PlanRow("this rank", "rows of the data", f"share {plan.data_rank} of {plan.layout.data_ranks}"))
+    rows.append(
+        PlanRow("this rank", "rows of the data", f"share {plan.placement.data_rank} of {plan.layout.data_ranks}")
+    )
     if plan.layout.pp > 1:
         names = plan.anatomy.layers
-        for stage in plan.own_stages:
-            first, last = plan.stages.splits[stage]
+        for stage in plan.placement.own_stages:
+            first, last = plan.placement.stages.splits[stage]
             says = f"layers {first} to {last - 1} of {len(names)}"
-            rows.append(PlanRow("this rank", f"stage {stage} of {plan.stages.count}", says))
+            rows.append(PlanRow("this rank", f"stage {stage} of {plan.placement.stages.count}", says))
     if plan.layout.recompute != "none":
         rows.append(PlanRow("this rank", "recompute", str(plan.recompute)))
-    held = sum(plan.held_bytes(name, 1) for name in plan.shards if plan.holds(name))
+    held = sum(plan.placement.held_bytes(name, 1) for name in plan.placement.shards if plan.placement.holds(name))
     rows.append(PlanRow("this rank", "parameters", f"{human(held)} of {human(plan.facts.size)}"))
     return rows
 
@@ -134,9 +140,9 @@ def _computed(plan: ParallelPlan) -> list[PlanRow]:
 def _shards(plan: ParallelPlan) -> list[PlanRow]:
     """Of every kind of parameter, what FSDP gathers here, and of that what lies here at rest."""
     found: dict[tuple[str, str], int] = Counter()
-    for name in (name for name in plan.shards if plan.holds(name)):
-        whole, gathered = plan.shards[name].shape, plan.gathered_shape(name)
-        index = plan.shard_index(name)
+    for name in (name for name in plan.placement.shards if plan.placement.holds(name)):
+        whole, gathered = plan.placement.shards[name].shape, plan.placement.gathered_shape(name)
+        index = plan.placement.shard_index(name)
         says = f"{_shape(gathered)}{'' if gathered == whole else f' of {_shape(whole)}'}"
         says += f", shard {index.fsdp_rank} of {index.fsdp_size}" if index.fsdp_size > 1 else ""
         found[any_layer(name), says] += 1
@@ -145,7 +151,7 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
 
 def _done(plan: ParallelPlan) -> list[PlanRow]:
     """What is done to which modules, those of several layers as one."""
-    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in plan.interventions)
+    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in interventions(plan))
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
         for (name, kind, by, why), count in found.items()

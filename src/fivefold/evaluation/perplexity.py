@@ -49,10 +49,11 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
         rows, name = rows_of(files, opened, _seq_length(opened, request)), files.name
     check_lengths(opened.model.config, rows.seq_length)
     check_vocabulary(rows.largest_token, opened.model.config, opened.info, name)
-    plan = state_of(opened.model).plan
+    placement = state_of(opened.model).placement
+    layout = placement.layout
     batches = rows.sequential(
-        data_rank=plan.data_rank, data_ranks=plan.layout.data_ranks, micro_batch_size=plan.layout.micro_batch_size,
-        row_multiple=plan.layout.row_multiple, max_tokens=most,
+        data_rank=placement.data_rank, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
+        row_multiple=layout.row_multiple, max_tokens=most,
     )  # fmt: skip
     loss, targets = summed_loss(opened.model, batches)
     read = rows.rows_within(most)

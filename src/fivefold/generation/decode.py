@@ -214,7 +214,9 @@ def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
 
 def gathered_bytes(state: ParallelState) -> int:
     """Bytes of this rank's parameters when FSDP has gathered all of them."""
-    numel = sum(prod(state.plan.gathered_shape(name)) for name in state.plan.shards if state.plan.holds(name))
+    numel = sum(
+        prod(state.placement.gathered_shape(name)) for name in state.placement.shards if state.placement.holds(name)
+    )
     return numel * COMPUTE_DTYPES[state.plan.layout.precision].itemsize
 
 

@@ -49,7 +49,8 @@ def micro_batches(
     plan = state.plan
     take = partial(
         micro_batch, row_multiple=plan.layout.row_multiple, vocabulary=plan.facts.vocabulary,
-        logits=plan.shards[plan.head_weight].shape[0], needs_labels=needs_labels, reads_mask=_reads_mask(model),
+        logits=state.placement.shards[plan.head_weight].shape[0], needs_labels=needs_labels,
+        reads_mask=_reads_mask(model),
     )  # fmt: skip
 
     def read() -> list[MicroBatch]:
@@ -171,7 +172,7 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
     """
     mine = checksum(batch)
     table = torch.full((state.plan.layout.data_ranks, 4), torch.iinfo(torch.int64).min, dtype=torch.int64)
-    table[state.plan.data_rank] = torch.tensor([len(batch), mine, -mine, int(error is not None)])
+    table[state.placement.data_rank] = torch.tensor([len(batch), mine, -mine, int(error is not None)])
     table = table.to(_device())
     dist.all_reduce(table, dist.ReduceOp.MAX)
     if int(table[:, 3].max()):

@@ -71,7 +71,7 @@ class ParallelModel(nn.Module):
     @property
     def data_rank(self) -> int:
         """Which of the `data_ranks` shares of the data this rank reads: `rank` of a `DistributedSampler`."""
-        return self.fivefold.plan.data_rank
+        return self.fivefold.plan.placement.data_rank
 
     @property
     def data_ranks(self) -> int:
@@ -118,7 +118,9 @@ class ParallelModel(nn.Module):
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
         if only_trainable and self.adapter is not None:
             frozen = {name for name, each in self.fivefold.plan.facts.parameters.items() if not each.is_trained}
-        return sum(math.prod(spec.shape) for name, spec in self.fivefold.plan.shards.items() if name not in frozen)
+        return sum(
+            math.prod(spec.shape) for name, spec in self.fivefold.plan.placement.shards.items() if name not in frozen
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """That of `transformers`, on one process; refused on several ranks, which have parts of layers and of rows."""
@@ -221,7 +223,7 @@ def parallelize(
             f"{state.plan.anatomy.model_class} asks for a loss of uneven experts, and has no routers that give logits",
             fix="model.config.output_router_logits = False before ff.parallelize",
         )
-    configure(model, state.balance, BalanceOptions(load=load), state.plan.buffers)
+    configure(model, state.balance, BalanceOptions(load=load), state.placement.buffers)
     guard.install(model, state.guard, state.plan)
     if state.plan.uses_fsdp:
         fsdp_settle_root(model)

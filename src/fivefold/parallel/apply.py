@@ -40,6 +40,7 @@ from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
 from fivefold.parallel import balance as balancing
 from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
 from fivefold.parallel.amax import AmaxHistory
+from fivefold.parallel.budget import within_budget
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.copies import Copies
@@ -100,7 +101,7 @@ def parallelize(
         facts = adapted(facts, adapter)
     plan = lower(facts, layout, dist.get_rank())
     if step is not None:
-        plan = plan.within_budget(*step, compiled=compile_blocks)
+        plan = within_budget(plan, *step, compiled=compile_blocks)
     elif budget_bytes(layout.recompute) is not None:
         raise UserError(
             f"a budget of {layout.recompute} is spent for rows and micro batches that are known",
@@ -109,7 +110,7 @@ def parallelize(
     if facts.counted:
         check = partial(check_rows, facts.counted.name, facts.counted.most, layout.cp)
         model.get_submodule(facts.anatomy.base).register_forward_pre_hook(check, with_kwargs=True)
-    mesh = build_mesh(plan.grid, device.type)
+    mesh = build_mesh(plan.placement.grid, device.type)
     if not plan.partition.is_proved:
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta")
@@ -176,7 +177,7 @@ def parallelize(
     for method in methods:
         register_fsdp_forward_method(model, method)
     if copies := model.fivefold.copies:
-        copies.install(model, plan.layers, methods)
+        copies.install(model, plan.placement.layers, methods)
     pipeline.prefetch_within_stages(model, plan)
     return model
 
@@ -237,7 +238,7 @@ def _keep_products(model: nn.Module, plan: ParallelPlan, recompute: Recompute, *
     before, and another begins behind. (A block that is one graph keeps by `torch.compile`'s own means.)"""
     outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
     rows = {block.row: block.is_last for block in plan.partition.tp_blocks} if plan.reduces_rows else {}
-    for layer in filter(recompute.keeps, plan.layers):
+    for layer in filter(recompute.keeps, plan.placement.layers):
         if is_compiled and plan.is_one_graph(layer):
             continue
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
@@ -257,8 +258,8 @@ def _wrap_blocks(
     A block that is one graph is compiled with its second forward: what runs again joins the kernels of the backward,
     and what nothing there reads is left out. Else its graphs are compiled, and all of them run again.
     """
-    for region in plan.partition.of_layers(plan.layers).tp_blocks:
-        layer = next(name for name in plan.layers if is_within(region.row, [name]))
+    for region in plan.partition.of_layers(plan.placement.layers).tp_blocks:
+        layer = next(name for name in plan.placement.layers if is_within(region.row, [name]))
         if compiled and region.is_last and recompute.of(layer) == "full" and plan.reduces_rows:
             if plan.is_one_graph(layer):
                 continue
@@ -266,7 +267,7 @@ def _wrap_blocks(
             # the input of this row, whose product and collective then come once.
             row = model.get_submodule(region.row)
             row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
-    for name in plan.layers:
+    for name in plan.placement.layers:
         block, is_again, keeps = model.get_submodule(name), recompute.wraps(name), recompute.keeps(name)
         is_inside = is_again and compiled is not None and plan.is_one_graph(name)
         if is_inside:
@@ -277,7 +278,10 @@ def _wrap_blocks(
             block.forward = _again(block.forward, contexts if keeps else None)
         if offload.activations:
             block.forward = offload.activations.layer(
-                block, block.forward, is_first=name in plan.stage_ends[0], is_last=name in plan.stage_ends[1]
+                block,
+                block.forward,
+                is_first=name in plan.placement.stage_ends[0],
+                is_last=name in plan.placement.stage_ends[1],
             )
 
 

@@ -8,7 +8,6 @@ whether compute can hide it.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from fivefold.core.fp8 import KINDS, RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
@@ -17,39 +16,37 @@ from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups, TPBlock
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.matrix_rounds import matrix_rounds
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, ring_hops, tokens_by_rank
 from fivefold.parallel.shard_rules import feature_blocks
 
-if TYPE_CHECKING:
-    from fivefold.parallel.plan import ParallelPlan
+
+def calls(plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
+    """Every collective of one optimizer step on this rank. Along an axis of one rank nothing is sent."""
+    return tuple(_calls(plan, shape, _of_units, _of_stages, *IN_LAYERS, _of_world, _of_full_matrices))
 
 
-def calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
-    """Of one optimizer step. Along an axis of one rank nothing is sent."""
-    return _calls(plan, shape, _of_units, _of_stages, *IN_LAYERS, _of_world, _of_full_matrices)
-
-
-def layer_calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
+def layer_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
     """Those of `calls` that layers and the model's ends make themselves, and what goes with them once a step."""
     return _calls(plan, shape, *IN_LAYERS)
 
 
-def unit_calls(plan: "ParallelPlan", shape: StepShape) -> Iterator[Call]:
+def unit_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
     """Those of `calls` that FSDP makes."""
     return _calls(plan, shape, _of_units)
 
 
-def _calls(plan: "ParallelPlan", shape: StepShape, *parts: Callable[["_Step"], Iterator[Call]]) -> Iterator[Call]:
+def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[["_Step"], Iterator[Call]]) -> Iterator[Call]:
     step = _Step(plan, shape)
     for part in parts:
-        yield from (call for call in part(step) if plan.grid.size(call.axis) > 1)
+        yield from (call for call in part(step) if plan.placement.grid.size(call.axis) > 1)
 
 
 @dataclass(frozen=True)
 class _Step:
     """A step of a plan, and what several of its calls ask."""
 
-    plan: "ParallelPlan"
+    plan: ParallelPlan
     shape: StepShape
 
     def layer_of(self, module: str) -> str:
@@ -60,7 +57,7 @@ class _Step:
 
     @cached_property
     def _layers(self) -> frozenset[str]:
-        return frozenset(self.plan.layers)
+        return frozenset(self.plan.placement.layers)
 
     def call(
         self, axis: str, kind: str, size: int, phase: Phase, layer: str, *, times: int = 1, overlaps: bool = False
@@ -90,7 +87,7 @@ def _of_units(step: _Step) -> Iterator[Call]:
     plan, shape = step.plan, step.shape
     counts = plan.unshards(shape.micro_batches)
     for unit in filter(lambda unit: unit.parameters, plan.units):
-        shards, axis = plan.grid.fsdp_shards(unit.over), plan.grid.fsdp_axis(unit.over)
+        shards, axis = plan.placement.grid.fsdp_shards(unit.over), plan.placement.grid.fsdp_axis(unit.over)
         _, reduced = plan.padded_sizes(unit)
         count, layer = counts[unit.name], unit.name
         both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
@@ -118,7 +115,7 @@ def _of_stages(step: _Step) -> Iterator[Call]:
     plan, shape = step.plan, step.shape
     tokens = shape.tokens // plan.layout.tp if plan.splits_sequence else shape.tokens
     size = shape.rows * tokens * shape.hidden * shape.compute_bytes
-    actions = plan.schedule(shape.micro_batches).actions[plan.coords.pp]
+    actions = plan.schedule(shape.micro_batches).actions[plan.placement.coords.pp]
     transfers = [action for action in actions if isinstance(action, Transfer)]
     sides = {(each.way, each.of, each.stage): 0 for each in transfers}
     for each in transfers:
@@ -126,8 +123,8 @@ def _of_stages(step: _Step) -> Iterator[Call]:
     for (way, of, stage), times in sides.items():
         phase: Phase = "forward" if of == "F" else "backward"
         yield Call(axis="pp", kind=way, bytes=size, phase=phase, layer=f"stage {stage}", times=times, overlaps=True)
-    if plan.tied and plan.holds(plan.tied) and plan.facts.parameters[plan.tied].is_trained:
-        size = plan.held_bytes(plan.tied, shape.master_bytes)
+    if plan.tied and plan.placement.holds(plan.tied) and plan.facts.parameters[plan.tied].is_trained:
+        size = plan.placement.held_bytes(plan.tied, shape.master_bytes)
         yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
 
 
@@ -138,8 +135,8 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     """The mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
     gradients that each tp rank holds in part."""
     plan, shape = step.plan, step.shape
-    partition, anatomy = plan.partition.of_layers(plan.layers), plan.anatomy
-    first, last = plan.has_ends
+    partition, anatomy = plan.partition.of_layers(plan.placement.layers), plan.anatomy
+    first, last = plan.placement.has_ends
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
     for block in partition.tp_blocks:
@@ -206,12 +203,12 @@ def _in_pieces(step: _Step, block: TPBlock) -> Iterator[Call]:
 def _across(step: _Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     """A module that sees all features, such as a norm over all heads. Forward gathers them, padded to the widest rank;
     backward sums their gradients."""
-    plan, shape = step.plan, step.shape
+    placement, shape = step.plan.placement, step.shape
     feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
-    shares = feature_blocks(groups, plan.layout.tp)
+    shares = feature_blocks(groups, placement.layout.tp)
     widest = max(sum(stop - start for start, stop in blocks) for blocks in shares)
     layer, features = step.layer_of(module), max(part.stop for part in groups)
-    yield from step.forwards("tp", "all_gather", plan.layout.tp * widest * feature, module)
+    yield from step.forwards("tp", "all_gather", placement.layout.tp * widest * feature, module)
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
 
@@ -237,7 +234,7 @@ def _of_loss(step: _Step) -> Iterator[Call]:
     """Two all-reduces for each chunk of N tokens, in fp32 (fp64): N largest logits; then N sums of exponentials and N
     logits of the targets. Where answers are judged, their log-probabilities need the same once before, and a sum over
     cp of one fp64 number for each answer of a micro batch."""
-    if not step.plan.has_ends[1]:
+    if not step.plan.placement.has_ends[1]:
         return
     head = step.plan.facts.anatomy.head
     for tokens in step.shape.loss_chunks:
@@ -264,7 +261,7 @@ def _of_attention(step: _Step) -> Iterator[Call]:
         layer = step.layer_of(name)
         kv = max(heads.kv, u)  # key/value heads that a rank sends
         size = 2 * kv // u * heads.size * token  # keys and values of one token
-        yield from exchange(step, ring_axis, name, size, rings, plan.coords.cp // u)
+        yield from exchange(step, ring_axis, name, size, rings, plan.placement.coords.cp // u)
         for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
             size = features * shape.tokens * token
             yield from step.forwards(ulysses_axis, "all_to_all", size, name, is_kept=True)
@@ -366,7 +363,7 @@ def router_numbers(experts: Experts) -> int:
     return experts.experts + 3
 
 
-def _slots(plan: "ParallelPlan", shape: StepShape) -> int:
+def _slots(plan: ParallelPlan, shape: StepShape) -> int:
     """The most blocks of a row that a rank has."""
     cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
     return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
@@ -389,8 +386,8 @@ def _of_world(step: _Step) -> Iterator[Call]:
 
 def _of_full_matrices(step: _Step) -> Iterator[Call]:
     """Muon: all-to-alls put each matrix together on one rank, and send the shards of its update back."""
-    plan, optimizer = step.plan, OPTIMIZERS[step.shape.optimizer]
-    for each in matrix_rounds(plan, plan.block_matrices if optimizer.of_matrices is not None else ()):
+    placement, optimizer = step.plan.placement, OPTIMIZERS[step.shape.optimizer]
+    for each in matrix_rounds(placement, placement.block_matrices if optimizer.of_matrices is not None else ()):
         for numbers in each.numbers:
             size = numbers * step.shape.compute_bytes
             yield Call(axis="world", kind="all_to_all", bytes=size, phase="step")

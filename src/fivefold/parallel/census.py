@@ -55,4 +55,9 @@ def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
                 yield "latent projections", high, "ranks have parts of their gradients" * (layout.fp8 != "none"), matmul
             else:
                 yield "linears", fp8 if name in in_fp8 else high, "", matmul
-    yield "head", high, "", Matmul(facts.anatomy.head, facts.hidden_size, plan.shards[plan.head_weight].shape[0])
+    yield (
+        "head",
+        high,
+        "",
+        Matmul(facts.anatomy.head, facts.hidden_size, plan.placement.shards[plan.head_weight].shape[0]),
+    )

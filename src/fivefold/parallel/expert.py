@@ -126,7 +126,7 @@ def apply_expert_parallel(
     `group`: the ranks that they are dealt to. `drops`: whether routers may drop picks now. `linears`: how experts
     multiply. `kernels`: what is computed of their rows.
     """
-    cut, parts = plan.grid.shard_index(plan.rank, "ep").part, plan.layout.etp
+    cut, parts = plan.placement.grid.shard_index(plan.placement.rank, "ep").part, plan.layout.etp
     fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
     for each in plan.facts.experts:
         module = model.get_submodule(each.name)
@@ -135,7 +135,7 @@ def apply_expert_parallel(
         for leaf, parameter in list(module.named_parameters()):
             experts = parameter.shape[0]
             owner, _, attribute = leaf.rpartition(".")
-            empty = parameter.new_empty(plan.shards[f"{each.name}.{leaf}"].local_shape(cut))
+            empty = parameter.new_empty(plan.placement.shards[f"{each.name}.{leaf}"].local_shape(cut))
             setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
         module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
     return fold

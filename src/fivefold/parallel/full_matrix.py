@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel.matrix_rounds import matrix_rounds, numel
+from fivefold.parallel.matrix_rounds import matrix_rounds
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.sharding import Region
+from fivefold.parallel.sharding import Region, numel
 
 
 class FullMatrices:
     """The 2-D parameters `names` of a parallelized model, each to be seen whole on one rank."""
 
     def __init__(self, plan: ParallelPlan, names: Sequence[str]) -> None:
-        self._shards, self._rank, self._world = plan.shards, plan.rank, plan.world
-        self._rounds = matrix_rounds(plan, names)
+        self._shards, self._rank, self._world = plan.placement.shards, plan.placement.rank, plan.placement.world
+        self._rounds = matrix_rounds(plan.placement, names)
 
     @property
     def names(self) -> list[str]:

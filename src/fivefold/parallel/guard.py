@@ -57,7 +57,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     or ended half-way. Otherwise the forward after the next optimizer step would still use the old values.
     """
     base, parts = plan.anatomy.base, [plan.anatomy.embedding, *plan.anatomy.layers, plan.anatomy.head]
-    pipelined, recomputes = plan.layout.pp > 1, any(map(plan.recompute.wraps, plan.layers))
+    pipelined, recomputes = plan.layout.pp > 1, any(map(plan.recompute.wraps, plan.placement.layers))
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if guard.is_library:
@@ -133,10 +133,10 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     model.register_forward_hook(drop, always_call=True)
     if plan.rests_in_dtensors or plan.copied:
         guard.parameters = _by_name(model)
-    kind = NarrowPartOfParameter if plan.parts_beyond_fsdp else PartOfParameter
+    kind = NarrowPartOfParameter if plan.placement.parts_beyond_fsdp else PartOfParameter
     for name, parameter in guard.parameters.items() if plan.rests_in_dtensors else ():
         parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
-        if name in plan.gradient_sums or (name == plan.tied and len(plan.pp_ranks[name]) > 1):
+        if name in plan.gradient_sums or (name == plan.tied and len(plan.placement.pp_ranks[name]) > 1):
             parameter.register_post_accumulate_grad_hook = refuse_accumulated_hook  # type: ignore[method-assign]
         if isinstance(parameter, DTensor):
             parameter.__class__ = kind  # type: ignore[assignment]

@@ -6,10 +6,9 @@ around modules. Nothing else changes how a module computes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.plan import ParallelPlan
 
 Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "shard"]
 
@@ -29,7 +28,7 @@ class Intervention:
     why: str
 
 
-def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
+def interventions(plan: ParallelPlan) -> Iterator[Intervention]:
     """All of them, on this rank."""
     facts, anatomy = plan.facts, plan.anatomy
     if facts.counted:
@@ -60,23 +59,25 @@ def interventions(plan: "ParallelPlan") -> Iterator[Intervention]:
         "selective": "all but products and attention is computed again in backward",
         "full": "its activations are computed again in backward",
     }
-    for layer in filter(recompute.wraps, plan.layers):
+    for layer in filter(recompute.wraps, plan.placement.layers):
         yield Intervention(layer, "forward", "recompute", why[recompute.of(layer)])
-    for layer in plan.layers if plan.layout.offload_activations else ():
+    for layer in plan.placement.layers if plan.layout.offload_activations else ():
         yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
     if plan.stood_in_for and plan.rests_in_dtensors:
         yield Intervention("", "hook", "tp", "parameters, which rest as DTensors, give way to plain tensors")
     if plan.copied:
         yield Intervention("", "hook", "bf16", "parameters give way to copies in bf16 until backward is done")
-        for layer in plan.layers:
+        for layer in plan.placement.layers:
             yield Intervention(layer, "pre-hook", "bf16", "what enters it is cast to bf16")
     for unit in plan.fsdp_units:
-        yield Intervention(unit.name, "shard", plan.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one")
+        yield Intervention(
+            unit.name, "shard", plan.placement.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one"
+        )
 
 
-def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
+def _of_tensor_parallel(plan: ParallelPlan) -> Iterator[Intervention]:
     anatomy, partition = plan.anatomy, plan.partition
-    for name, spec in plan.shards.items():
+    for name, spec in plan.placement.shards.items():
         if spec.splits and spec.over == "tp":
             module, _, leaf = name.rpartition(".")
             yield Intervention(module, "cut", "tp", f"{leaf}: {partition.roles[name].reason}")
@@ -95,7 +96,7 @@ def _of_tensor_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(module, "forward", "tp", "all features are gathered for it")
 
 
-def _of_context_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
+def _of_context_parallel(plan: ParallelPlan) -> Iterator[Intervention]:
     anatomy = plan.anatomy
     yield Intervention(anatomy.base, "pre-hook", "cp", "whole rows become this rank's tokens")
     yield Intervention(anatomy.head, "hook", "cp", "logits of whole rows leave it")
@@ -103,14 +104,14 @@ def _of_context_parallel(plan: "ParallelPlan") -> Iterator[Intervention]:
         yield Intervention(module, "attribute", "cp", "attention exchanges keys and values, or heads")
 
 
-def _of_stages(plan: "ParallelPlan") -> Iterator[Intervention]:
-    own = set(plan.own_stages)
-    for module, stages in plan.stages.stages_of_module.items():
+def _of_stages(plan: ParallelPlan) -> Iterator[Intervention]:
+    own = set(plan.placement.own_stages)
+    for module, stages in plan.placement.stages.stages_of_module.items():
         if not own & set(stages):
             yield Intervention(module, "stub", "pp", f"it runs in stage {', '.join(map(str, stages))}")
 
 
-def _of_weight_gradients(plan: "ParallelPlan") -> Iterator[Intervention]:
+def _of_weight_gradients(plan: ParallelPlan) -> Iterator[Intervention]:
     """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
     routers = {each.router for each in plan.facts.experts}
     rows = {block.row for block in plan.partition.tp_blocks}

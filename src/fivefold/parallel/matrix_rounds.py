@@ -2,13 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING
 
-from fivefold.parallel.sharding import Region
-
-if TYPE_CHECKING:
-    from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.placement import Placement
+from fivefold.parallel.sharding import Region, numel
 
 
 @dataclass(frozen=True)
@@ -27,44 +23,43 @@ class Round:
         return tuple(sum(numel(region) for each in lists for region in each) for lists in (self.sent, self.dealt))  # type: ignore[return-value]
 
 
-def matrix_rounds(plan: "ParallelPlan", names: Sequence[str]) -> tuple[Round, ...]:
+def matrix_rounds(placement: Placement, names: Sequence[str]) -> tuple[Round, ...]:
     """The rounds in which the 2-D parameters `names` are seen whole, the most costly first."""
-    ordered = sorted(names, key=lambda name: -_cost(plan, name))
-    return tuple(_round(plan, ordered[at : at + plan.world]) for at in range(0, len(ordered), plan.world))
+    ordered = sorted(names, key=lambda name: -_cost(placement, name))
+    return tuple(
+        _round(placement, ordered[at : at + placement.world]) for at in range(0, len(ordered), placement.world)
+    )
 
 
-def numel(region: Region) -> int:
-    """Numbers in a region."""
-    return prod(edge.stop - edge.start for edge in region)
-
-
-def _cost(plan: "ParallelPlan", name: str) -> int:
-    rows, columns = plan.shards[name].shape
+def _cost(placement: Placement, name: str) -> int:
+    rows, columns = placement.shards[name].shape
     return rows * columns * min(rows, columns)
 
 
-def _round(plan: "ParallelPlan", names: Sequence[str]) -> Round:
-    kept = [_regions(plan, name, plan.rank, local=True) for name in names]
+def _round(placement: Placement, names: Sequence[str]) -> Round:
+    kept = [_regions(placement, name, placement.rank, local=True) for name in names]
     sent = [
-        regions if _sends(plan, name, plan.rank, owner) else []
+        regions if _sends(placement, name, placement.rank, owner) else []
         for owner, (name, regions) in enumerate(zip(names, kept, strict=True))
     ]
-    none: list[list[Region]] = [[] for _ in range(plan.world)]
+    none: list[list[Region]] = [[] for _ in range(placement.world)]
     gathered, dealt = none, none
-    if plan.rank < len(names):
-        own = names[plan.rank]
-        dealt = [_regions(plan, own, rank, local=False) for rank in range(plan.world)]
-        gathered = [regions if _sends(plan, own, rank, plan.rank) else [] for rank, regions in enumerate(dealt)]
+    if placement.rank < len(names):
+        own = names[placement.rank]
+        dealt = [_regions(placement, own, rank, local=False) for rank in range(placement.world)]
+        gathered = [
+            regions if _sends(placement, own, rank, placement.rank) else [] for rank, regions in enumerate(dealt)
+        ]
     rest = none[len(names) :]
     return Round(tuple(names), [*sent, *rest], [*kept, *rest], gathered, dealt)
 
 
-def _regions(plan: "ParallelPlan", name: str, rank: int, *, local: bool) -> list[Region]:
-    return [pair[local] for pair in plan.regions(name, rank)]
+def _regions(placement: Placement, name: str, rank: int, *, local: bool) -> list[Region]:
+    return [pair[local] for pair in placement.regions(name, rank)]
 
 
-def _sends(plan: "ParallelPlan", name: str, rank: int, owner: int) -> bool:
+def _sends(placement: Placement, name: str, rank: int, owner: int) -> bool:
     """Whether `rank` sends its part to `owner`: of all ranks with the same values, only the first one in the owner's
     own replica does."""
-    is_own_copy = plan.grid.coords(rank).dp_replicate == plan.grid.coords(owner).dp_replicate
-    return is_own_copy and plan.shards[name].is_owner(plan.shard_index(name, rank).part)
+    is_own_copy = placement.grid.coords(rank).dp_replicate == placement.grid.coords(owner).dp_replicate
+    return is_own_copy and placement.shards[name].is_owner(placement.shard_index(name, rank).part)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
@@ -20,10 +20,8 @@ from fivefold.core.state_dtypes import AT_ONCE, RESTORED
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.unshards import WITHOUT_FSDP
-
-if TYPE_CHECKING:
-    from fivefold.parallel.plan import ParallelPlan
 
 # Forward passes are done, and the loss of the last one is computed with its gradients. The last layer's backward runs;
 # then the one before it, while the last one's gradients are reduced. The first layer's, and all gradients are there.
@@ -129,22 +127,22 @@ class StepBytes:
         return sum(self.by_kind.values())
 
 
-def step_bytes(plan: "ParallelPlan", shape: StepShape) -> StepBytes:
+def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
     """Of one optimizer step."""
-    own = [name for name in plan.shards if plan.holds(name)]
-    held = {name: plan.held_bytes(name, plan.rests_in(name, shape.master_bytes)) for name in own}
+    own = [name for name in plan.placement.shards if plan.placement.holds(name)]
+    held = {name: plan.placement.held_bytes(name, plan.placement.rests_in(name, shape.master_bytes)) for name in own}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
-    optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.block_matrices)
+    optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.placement.block_matrices)
     state = {
         "parameters": sum(held.values()),
         "gradients": sum(trained.values()),
         "optimizer state": sum(
-            plan.state_bytes(name, shape.master_bytes)
+            plan.placement.state_bytes(name, shape.master_bytes)
             for kind in optimizer.state
             for name in trained
             if optimizer.keeps(kind, is_matrix=name in matrices)
         ),
-        "router buffers": buffer_bytes(plan.buffers),
+        "router buffers": buffer_bytes(plan.placement.buffers),
     }
     saved, passing, away = _passing(plan, shape)
     resting, moving = _resting(plan, shape, state), passing.at()
@@ -168,22 +166,36 @@ def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
     return 4 * sum(map(prod, buffers.values()))
 
 
-def _units(plan: "ParallelPlan") -> Units:
+def _units(plan: ParallelPlan) -> Units:
     sizes = {unit.name: (plan.gathered_bytes(unit), plan.padded_sizes(unit)[1]) for unit in plan.units}
     of_layers = [
-        (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer]) for layer in plan.layers
+        (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer])
+        for layer in plan.placement.layers
     ]
     layer, own = max(of_layers, default=((0, 0), (0, 0)))
     root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
-    matrix = max((plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.layers)), default=0)
-    sent = (unit for unit in plan.units if unit.name in plan.layers and plan.grid.fsdp_shards(unit.over) > 1)
+    matrix = max(
+        (plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.placement.layers)), default=0
+    )
+    sent = (
+        unit
+        for unit in plan.units
+        if unit.name in plan.placement.layers and plan.placement.grid.fsdp_shards(unit.over) > 1
+    )
     ahead = max((sizes[unit.name][0] for unit in sent), default=0)
     return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead, plan.uses_fsdp)
 
 
-def _resting(plan: "ParallelPlan", shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def _resting(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
     is_shared = len(plan.users(plan.units[-1])) > 1
-    largest = max((plan.held_bytes(name, shape.master_bytes) for name in plan.shards if plan.holds(name)), default=0)
+    largest = max(
+        (
+            plan.placement.held_bytes(name, shape.master_bytes)
+            for name in plan.placement.shards
+            if plan.placement.holds(name)
+        ),
+        default=0,
+    )
     layout = plan.layout
     state = in_update(state, largest, shape, away=layout.rests_in_host, state_dtype=layout.state_dtype)
     return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
@@ -249,16 +261,16 @@ def resting_bytes(
     return found
 
 
-def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Passing, int]:
+def _passing(plan: ParallelPlan, shape: StepShape) -> tuple[dict[str, int], Passing, int]:
     """By layer, what its micro batches in flight keep for backward; all that is under way; and what of it lies in host
     memory: all but the last layer of a stage. With recompute a layer keeps only its input."""
-    layers = [last - first for first, last in plan.stages.splits]
-    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
+    layers = [last - first for first, last in plan.placement.stages.splits]
+    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.placement.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     kept, saved, stages, working = dict[str, int](), dict[str, int](), dict[int, int](), [0]
     away, fetched, moves = 0, 0, plan.layout.offload_activations
-    for stage in plan.own_stages:
-        own = plan.stages.layers[slice(*plan.stages.splits[stage])]
+    for stage in plan.placement.own_stages:
+        own = plan.placement.stages.layers[slice(*plan.placement.stages.splits[stage])]
         for layer in own:
             of_layer = layer_bytes(plan, layer, costs[layer], shape)
             kept[layer], more = of_layer.kept, of_layer.working
@@ -268,12 +280,12 @@ def _passing(plan: "ParallelPlan", shape: StepShape) -> tuple[dict[str, int], Pa
             saved[layer] = counts.most[stage] * kept[layer]
             working.append(more)
         edges = edge_bytes(plan, shape)
-        between = edges[0] * (stage > 0) + edges[1] * (stage < plan.stages.count - 1)
+        between = edges[0] * (stage > 0) + edges[1] * (stage < plan.placement.stages.count - 1)
         saved[own[0]] += counts.most[stage] * between
         stages[stage] = sum(kept[layer] for layer in own) + between
 
     def added(numbers: Mapping[int, int]) -> int:
-        of_heads = edge_bytes(plan, shape)[2] * max(0, numbers.get(plan.stages.count - 1, 0) - 1)
+        of_heads = edge_bytes(plan, shape)[2] * max(0, numbers.get(plan.placement.stages.count - 1, 0) - 1)
         return sum(size * numbers[stage] for stage, size in stages.items()) + of_heads
 
     found = Passing(
@@ -300,22 +312,22 @@ class LayerBytes:
     working: int
 
 
-def layer_choices(plan: "ParallelPlan", shape: StepShape) -> dict[str, dict[Mode, Choice]]:
+def layer_choices(plan: ParallelPlan, shape: StepShape) -> dict[str, dict[Mode, Choice]]:
     """Each layer of this rank under each mode of recompute, with all its micro batches in flight."""
-    layers = [last - first for first, last in plan.stages.splits]
-    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.coords.pp], layers)
+    layers = [last - first for first, last in plan.placement.stages.splits]
+    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.placement.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     return {
         layer: {
             mode: replace(choice, kept=counts.most[stage] * choice.kept)
             for mode, choice in mode_choices(plan, layer, costs[layer], shape).items()
         }
-        for stage in plan.own_stages
-        for layer in plan.stages.layers[slice(*plan.stages.splits[stage])]
+        for stage in plan.placement.own_stages
+        for layer in plan.placement.stages.layers[slice(*plan.placement.stages.splits[stage])]
     }
 
 
-def mode_choices(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> dict[Mode, Choice]:
+def mode_choices(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> dict[Mode, Choice]:
     """A layer under each mode of recompute, in one micro batch. Its work is told in bytes of memory traffic: a multiply
     and an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
     of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
@@ -326,7 +338,7 @@ def mode_choices(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepS
     return {mode: Choice(of[mode].kept, again[mode]) for mode in MODES}
 
 
-def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
+def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
     """Of `layer`, which costs `cost`. Where it is computed again, it keeps its input, with selective recompute also
     what is dear; the rest of what it saves is there while its backward runs."""
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
@@ -350,14 +362,14 @@ def layer_bytes(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepSh
     return LayerBytes(saved, entered + dear, working + max(0, again))
 
 
-def _gathers_again(plan: "ParallelPlan", layer: str, shape: StepShape) -> bool:
+def _gathers_again(plan: ParallelPlan, layer: str, shape: StepShape) -> bool:
     """Whether a layer gathers again in backward all that enters its pairs of linears."""
     blocks = (block for block in plan.facts.partition.tp_blocks if is_within(block.row, [layer]))
     entries = [entry for block in blocks for entry in block.entries]
     return bool(entries) and all(plan.gathers_again(layer, entry, shape) for entry in entries)
 
 
-def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepShape) -> float:
+def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that selective recompute keeps of a layer: outputs of its linears and of attention, with one
     statistic of each query in fp32, and rows of experts. The last linear's only in fp8, whose products are kept by the
     linears themselves."""
@@ -385,18 +397,18 @@ def dear_numbers(plan: "ParallelPlan", layer: str, cost: LayerCost, shape: StepS
     return found + inside / tp
 
 
-def _dear_rows(plan: "ParallelPlan", name: str, matmul: Matmul, shape: StepShape) -> float:
+def _dear_rows(plan: ParallelPlan, name: str, matmul: Matmul, shape: StepShape) -> float:
     """Of the matrices `name` of experts. The first ones make features. The second ones make rows as wide as hidden
     states, and where rows are sent, they are kept when they come, and when they come back."""
     layout = plan.layout
     features = next((each.features for each in plan.facts.experts if is_within(name, [each.name])), None)
     if features is not None and name.endswith(features.first):
         return (matmul.outputs, matmul.inputs)[features.made - 1] * matmul.times / layout.tp
-    rows = 3 if plan.grid.size("ep") > 1 else 1
+    rows = 3 if plan.placement.grid.size("ep") > 1 else 1
     return rows * shape.hidden * matmul.times / (1 if layout.expert_tp else layout.tp)
 
 
-def cast_numbers(plan: "ParallelPlan", layer: str, shape: StepShape) -> float:
+def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
     """Numbers of a token that linears of `layer` keep in fp8 beyond those of the compute dtype; fewer are negative.
 
     Where an input is cast for the gradients of weights, backward does not read the input itself. A compiled layer makes
@@ -414,10 +426,12 @@ def cast_numbers(plan: "ParallelPlan", layer: str, shape: StepShape) -> float:
     first = ("output", "input_grad") if recipe.casts_once else ("output",)
     spanned = {dim for product, dim, _ in agreements(recipe, 1, 1, [1]) if product in first}
     blocks = {f"{block.row}.weight": block.heads is not None for block in plan.facts.partition.tp_blocks}
-    outside = [block.owner for block in plan.facts.partition.tp_blocks if block.heads and plan.grid.size("cp") > 1]
+    outside = [
+        block.owner for block in plan.facts.partition.tp_blocks if block.heads and plan.placement.grid.size("cp") > 1
+    ]
     for linear in (group[0] for group in groups):
         is_row, of_attention = linear.name in blocks, blocks.get(linear.name, False)
-        agrees = any(plan.grid.size(linear.axes[dim]) > 1 for dim in spanned if dim in linear.axes)
+        agrees = any(plan.placement.grid.size(linear.axes[dim]) > 1 for dim in spanned if dim in linear.axes)
         if shape.compiled:
             is_given = of_attention or is_within(linear.name, outside)
             is_left_out = not (is_given or (recipe.history and is_row))
@@ -428,7 +442,7 @@ def cast_numbers(plan: "ParallelPlan", layer: str, shape: StepShape) -> float:
     return found
 
 
-def chunked_numbers(plan: "ParallelPlan", cost: LayerCost, *, compiled: bool) -> float:
+def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> float:
     """Numbers of a token that an MLP which runs in pieces does not keep: what each of its first linears gives, and what
     the activation makes of that; compiled, the latter only as the input of its last linear."""
     own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.chunked_linears]
@@ -439,7 +453,7 @@ def chunked_numbers(plan: "ParallelPlan", cost: LayerCost, *, compiled: bool) ->
     return float(made + row.inputs if compiled else 2 * made)
 
 
-def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:
+def exchanged_numbers(plan: ParallelPlan, cost: LayerCost) -> float:
     """Numbers of a token that Ulysses keeps besides: keys and values once more, and what attention gives before it goes
     back to the ranks of its tokens."""
     if plan.cp_method.ulysses == 1:
@@ -448,21 +462,21 @@ def exchanged_numbers(plan: "ParallelPlan", cost: LayerCost) -> float:
     return heads / plan.layout.tp
 
 
-def edge_bytes(plan: "ParallelPlan", shape: StepShape) -> tuple[int, int, int]:
+def edge_bytes(plan: ParallelPlan, shape: StepShape) -> tuple[int, int, int]:
     """What a pipeline holds of a micro batch in a stage, beside what layers keep: the input, which a layer keeps itself
     where it is compiled or computed again, and the output. In the last stage, for each micro batch behind the first of
     those that have their loss: the gradients of the head and of its input."""
     size = shape.hidden_bytes // (plan.layout.tp if plan.splits_sequence else 1)
-    keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.layers)
+    keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.placement.layers)
     return 0 if keeps else size, size, _of_head(plan, shape) * shape.compute_bytes + shape.hidden_bytes
 
 
-def _of_head(plan: "ParallelPlan", shape: StepShape) -> int:
+def _of_head(plan: ParallelPlan, shape: StepShape) -> int:
     """Numbers of the gradient of the head: of a frozen one there is none."""
     return plan.vocabulary * shape.hidden * plan.facts.parameters[plan.head_weight].is_trained
 
 
-def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
+def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
     tensor and of what it was made of, and of the hidden states; of experts, of all their rows. An MLP in pieces has
     that of a piece, and all that its forward makes again.
@@ -474,7 +488,7 @@ def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> 
     experts = max((each.times for each in matmuls), default=1)
     made, hidden = 2 * widest, 2 * shape.hidden
     if shape.compiled and experts == 1 and plan.layout.fp8 == "none":
-        ends_inside = plan.grid.size("cp") > 1 or bool(plan.chunked_linears)
+        ends_inside = plan.placement.grid.size("cp") > 1 or bool(plan.chunked_linears)
         made, hidden = widest * (1 if ends_inside else 3), shape.hidden
     whole = max(made / plan.layout.tp, attention_numbers(plan, cost, shape))
     if not (inside := chunked_numbers(plan, cost, compiled=False)):
@@ -484,7 +498,7 @@ def working_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> 
     return max(whole + hidden, piece + 3 * shape.hidden)
 
 
-def attention_numbers(plan: "ParallelPlan", cost: LayerCost, shape: StepShape) -> float:
+def attention_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
     """Numbers of a token that the backward of attention has at once where keys and values come from other ranks: the
     gradients of its own in fp32; the keys and values that have come, of one rank in a ring or of all, with their
     gradients in fp32, and those gradients on their way, sent and received. In a ring the next ones are coming."""
@@ -544,7 +558,7 @@ def _counted(order: Sequence[Slot], at: int, stages: Iterable[int]) -> dict[int,
     return now
 
 
-def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
+def logit_bytes(plan: ParallelPlan, shape: StepShape) -> int:
     """The loss of a chunk with its gradients: while the cross entropy has its softmax in fp32 (fp64), or while the
     gradient of the head is computed, whichever is more.
 
@@ -552,7 +566,7 @@ def logit_bytes(plan: "ParallelPlan", shape: StepShape) -> int:
     memory of its logits. Of the hidden states there are what the last layer gave; what the norm before the head
     keeps, which is them in fp32, scaled, and weighted; these gathered over tp; and their gradient.
     """
-    if not plan.has_ends[1]:
+    if not plan.placement.has_ends[1]:
         return 0
     compute, precise, several = shape.compute_bytes, max(4, shape.compute_bytes), len(shape.loss_chunks) > 1
     logits, weight = max(shape.loss_chunks) * plan.vocabulary, _of_head(plan, shape)

@@ -136,7 +136,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
             lambda stage, hidden: model.stage_logits(stage, hidden, logits_to_keep=logits_to_keep, **inputs),
         )
     rows, length = ids_BT.shape
-    vocabulary = state.plan.shards[state.plan.head_weight].shape[0]
+    vocabulary = state.placement.shards[state.plan.head_weight].shape[0]
     shape = (rows, logits_to_keep or length, vocabulary)
     dtype = data.master_dtype(state.plan.layout.precision)  # holds what any forward gives
     return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, dtype, ids_BT.device)

@@ -65,7 +65,7 @@ def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     losses, fp64: 0 on ranks without the last stage."""
     plan = pipeline.plan.schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
-    for action in plan.actions[pipeline.plan.coords.pp]:
+    for action in plan.actions[pipeline.plan.placement.coords.pp]:
         step.do(action)
     step.finish()
     return step.loss
@@ -108,7 +108,7 @@ class _Step:
     def finish(self) -> None:
         """Everything has been sent; a tied embedding's two gradients are one."""
         if self._watch and self.pipeline.timed is not None:
-            self.pipeline.timed += self._watch.timed(self.pipeline.plan.coords.pp)
+            self.pipeline.timed += self._watch.timed(self.pipeline.plan.placement.coords.pp)
         for work, _ in self._sent:
             work.wait()
         assert not (self._given or self._outbox or self._kept), "a pipeline step left something behind"
@@ -156,7 +156,7 @@ class _Step:
 
     def _give(self, of: str, stage: int, at: int, tensor: Tensor) -> None:
         """To another stage: of this rank at once, of another when its transfer comes."""
-        if stage in self.pipeline.plan.own_stages:
+        if stage in self.pipeline.plan.placement.own_stages:
             self._given[of, stage, at] = tensor, None
         else:
             self._outbox[of, stage, at] = tensor.contiguous()
@@ -274,7 +274,7 @@ class _Flags:
             for unit in pipeline.plan.fsdp_units
             if unit.parameters
         ]
-        self._progress = Progress(plan.micro_batches, pipeline.plan.own_stages, self._zero)
+        self._progress = Progress(plan.micro_batches, pipeline.plan.placement.own_stages, self._zero)
 
     def before_backward(self, slot: Slot) -> None:
         """Set what FSDP's hooks do in the backward that comes."""
@@ -301,13 +301,16 @@ class _Flags:
 def prefetch_within_stages(model: Any, plan: ParallelPlan) -> None:
     """In backward, FSDP prefetches the layer before, if it belongs to the same stage. By default FSDP would follow the
     order of the last forward, which may have been that of another stage."""
-    if plan.stages.count == 1:
+    if plan.placement.stages.count == 1:
         return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
-    for stage in plan.own_stages:
-        layers = [model.get_submodule(name) for name in plan.stages.layers[slice(*plan.stages.splits[stage])]]
+    for stage in plan.placement.own_stages:
+        layers = [
+            model.get_submodule(name)
+            for name in plan.placement.stages.layers[slice(*plan.placement.stages.splits[stage])]
+        ]
         for before, layer in pairwise(layers):
             layer.set_modules_to_backward_prefetch([before])
 
@@ -317,7 +320,12 @@ def prefetch_within_stages(model: Any, plan: ParallelPlan) -> None:
 
 def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
     """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
-    staged, stages, own, hidden = pipeline.staged, pipeline.plan.stages, pipeline.plan.own_stages, None
+    staged, stages, own, hidden = (
+        pipeline.staged,
+        pipeline.plan.placement.stages,
+        pipeline.plan.placement.own_stages,
+        None,
+    )
     for stage in own:
         before, after = stage - 1, stage + 1
         if stage and before not in own:
@@ -338,7 +346,7 @@ def broadcast_from_last_stage(
     """What the last stage's rank has, on all ranks of the pipeline."""
     if pipeline.group is None and tensor is not None:
         return tensor
-    source = pipeline.plan.stages.rank_of(pipeline.plan.stages.count - 1)
+    source = pipeline.plan.placement.stages.rank_of(pipeline.plan.placement.stages.count - 1)
     shared = torch.empty(*shape, dtype=dtype, device=device) if tensor is None else tensor.to(dtype).contiguous()
     dist.broadcast(shared, group=pipeline.group, group_src=source)
     return shared

@@ -10,34 +10,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
 
 from fivefold.core import heads, legality
 from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation
-from fivefold.core.lora import NF4_BLOCK, nf4_bytes
-from fivefold.core.recompute import Recompute, budget_bytes, spent
+from fivefold.core.lora import NF4_BLOCK
+from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
-from fivefold.core.state_dtypes import StateDtype, block_length, kept_in, state_bytes
+from fivefold.core.state_dtypes import block_length
 from fivefold.core.units import many
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, Matmul, ModelFacts, Partition, TPInput
-from fivefold.parallel.calls import calls
-from fivefold.parallel.collectives import Call, StepShape, chunk_sizes
-from fivefold.parallel.interventions import Intervention, interventions
+from fivefold.parallel.collectives import StepShape, chunk_sizes
 from fivefold.parallel.limits import limits_of
-from fivefold.parallel.matrix_rounds import numel
-from fivefold.parallel.memory import StepBytes, layer_choices, step_bytes
-from fivefold.parallel.ranks import Blocks, Over, RankCoords, RankGrid, ShardIndex, tokens_by_rank
+from fivefold.parallel.placement import Placement
+from fivefold.parallel.ranks import Blocks, Over, RankGrid, tokens_by_rank
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
-from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions
-from fivefold.parallel.stage_plan import StagePlan, stage_plan
+from fivefold.parallel.stage_plan import stage_plan
 from fivefold.parallel.unshards import Unshards, of_slots
 
 _OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
-BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}  # of a number
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
     those of a unit when the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
     numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
     is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
-    return is_plain and numbers * BYTES["bf16"] <= COPIED_BYTES
+    return is_plain and numbers * layout.compute_bytes <= COPIED_BYTES
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
@@ -86,101 +80,32 @@ def keeps_gathered(layout: Layout, unit: str) -> bool:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model lies over the ranks of a layout and what a step does, seen from `rank`.
+    """How a model lies over the ranks of a layout and what a step does, seen from one rank.
 
-    `partition`: what tensor parallelism splits. `shards`: of every parameter. `pp_ranks`: the pipeline ranks that hold
-    a parameter or a router's buffer. `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over
-    which they are summed.
+    `placement`: which part of every parameter is where. `partition`: what tensor parallelism splits. `gradient_sums`:
+    parameters whose gradients tp ranks hold in part -> the axis over which they are summed.
     """
 
-    facts: ModelFacts
-    layout: Layout
-    rank: int
-    grid: RankGrid
+    placement: Placement
     partition: Partition
-    shards: Mapping[str, ShardSpec]
-    stages: StagePlan
-    pp_ranks: Mapping[str, tuple[int, ...]]
     gradient_sums: Mapping[str, str]
     cp_method: CPMethod
     recompute: Recompute
     in_copies: bool = False  # see `computes_in_copies`
 
-    # ---- where this rank stands --------------------------------------------------------------------------------------
+    @property
+    def facts(self) -> ModelFacts:
+        return self.placement.facts
 
     @property
-    def world(self) -> int:
-        return self.grid.world
-
-    @cached_property
-    def coords(self) -> RankCoords:
-        """The place of this rank on every axis."""
-        return self.grid.coords(self.rank)
-
-    @property
-    def data_rank(self) -> int:
-        """Which of the `layout.data_ranks` shares of the rows this rank reads."""
-        return self.coords.dp_replicate * self.layout.dp_shard + self.coords.dp_shard
-
-    @property
-    def is_first_of_row(self) -> bool:
-        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
-        return self.coords.pp == self.coords.cp == self.coords.tp == 0
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True on the ranks that stand for all copies over `dp_replicate`."""
-        return self.coords.dp_replicate == 0
-
-    @property
-    def is_first_of_stage(self) -> bool:
-        """True on the one rank of a pipeline rank that stands for all others of it."""
-        return self.rank % (self.world // self.layout.pp) == 0
-
-    @property
-    def parts_beyond_fsdp(self) -> bool:
-        """Whether other ranks hold parts of the model that FSDP's mesh of this rank does not know of."""
-        return self.layout.tp > 1 or self.layout.pp > 1 or self.grid.experts_apart
-
-    @property
-    def owns_loss(self) -> bool:
-        """Whether this rank's loss is counted: every tp rank computes the same, and the first stands for them."""
-        return self.coords.tp == 0
+    def layout(self) -> Layout:
+        return self.placement.layout
 
     # ---- the model ---------------------------------------------------------------------------------------------------
 
     @property
     def anatomy(self) -> Anatomy:
         return self.facts.anatomy
-
-    @property
-    def buffers(self) -> Mapping[str, tuple[int, ...]]:
-        """Of routers, with shapes: trained without a gradient, whole on every rank."""
-        return self.facts.router_buffers
-
-    @property
-    def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor that a checkpoint holds, parameters and buffers of routers, in the model's order: beside a
-        frozen model, the adapters alone."""
-        if self.has_adapter:
-            return {name: spec.shape for name, spec in self.shards.items() if self.facts.parameters[name].is_trained}
-        return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
-
-    @cached_property
-    def has_adapter(self) -> bool:
-        """Whether something is trained beside a frozen model."""
-        return self.facts.has_adapter
-
-    def rests_in(self, name: str, master_bytes: int) -> float:
-        """Bytes of a number of a parameter at rest: of the compute type in a frozen model, or 9 / 16 in NF4, else of
-        `master_bytes`."""
-        if self.facts.parameters[name].in_nf4:
-            return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
-        return BYTES[self.layout.precision] if self.rests_as_computed(name) else master_bytes
-
-    def rests_as_computed(self, name: str) -> bool:
-        """Whether a parameter rests in the type that it is computed with: one that is frozen beside an adapter."""
-        return self.has_adapter and not self.facts.parameters[name].is_trained
 
     @property
     def tied(self) -> str | None:
@@ -191,38 +116,17 @@ class ParallelPlan:
     def head_weight(self) -> str:
         """The parameter that makes logits: the embedding, where the two are tied."""
         own = f"{self.anatomy.head}.weight"
-        return own if own in self.shards else self.anatomy.embedding_weight
+        return own if own in self.placement.shards else self.anatomy.embedding_weight
 
     @property
     def vocabulary(self) -> int:
         """Logits of a token on this rank. (An embedding may have more rows: Mllama's has 8 for tokens of images.)"""
-        return self.gathered_shape(self.head_weight)[0]
-
-    @cached_property
-    def layers(self) -> tuple[str, ...]:
-        """The layers of this rank, in order."""
-        return self.stages.layers_of(self.coords.pp)
-
-    @cached_property
-    def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The first layers of the stages of this rank, and the last ones."""
-        own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
-        return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
-
-    @cached_property
-    def own_stages(self) -> tuple[int, ...]:
-        """The stages of this rank, in their order."""
-        return self.stages.stages_of(self.coords.pp)
-
-    @property
-    def has_ends(self) -> tuple[bool, bool]:
-        """Whether the first stage is here, and whether the last one is."""
-        return 0 in self.own_stages, self.stages.count - 1 in self.own_stages
+        return self.placement.gathered_shape(self.head_weight)[0]
 
     @cached_property
     def experts(self) -> tuple[Experts, ...]:
         """Of the layers of this rank."""
-        return tuple(each for each in self.facts.experts if is_within(each.name, self.layers))
+        return tuple(each for each in self.facts.experts if is_within(each.name, self.placement.layers))
 
     @property
     def watches_routers(self) -> bool:
@@ -236,7 +140,7 @@ class ParallelPlan:
         shapes = [(name, each.shape) for name, each in self.facts.parameters.items() if len(each.shape) == 2]
         return tuple(
             each.router
-            for each in (self.facts.experts if BYTES[self.layout.precision] == 2 else ())
+            for each in (self.facts.experts if self.layout.compute_bytes == 2 else ())
             if any(is_within(name, [each.router]) and shape[0] == each.experts for name, shape in shapes)
         )
 
@@ -253,18 +157,8 @@ class ParallelPlan:
     @cached_property
     def attends(self) -> Mapping[str, AttentionShape]:
         """Attention modules of this rank's layers -> the heads of a tp rank."""
-        own = {name: shape for name, shape in self.facts.attends.items() if is_within(name, self.layers)}
+        own = {name: shape for name, shape in self.facts.attends.items() if is_within(name, self.placement.layers)}
         return {name: _on_tp_rank(shape, self.layout.tp) for name, shape in own.items()}
-
-    @cached_property
-    def block_matrices(self) -> tuple[str, ...]:
-        """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
-        blocks = tuple(f"{name}." for name in self.anatomy.layers)
-        return tuple(
-            name
-            for name, spec in self.shards.items()
-            if spec.is_matrix and name.startswith(blocks) and self.facts.parameters[name].is_trained
-        )
 
     def is_fp8(self, module: str) -> bool:
         """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
@@ -296,7 +190,7 @@ class ParallelPlan:
     def chunked_mlps(self) -> tuple[str, ...]:
         """The MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
         Experts are not, nor what stands beside them."""
-        return _dense_mlps(self.facts, self.layers) if self.layout.mlp_chunks > 1 else ()
+        return _dense_mlps(self.facts, self.placement.layers) if self.layout.mlp_chunks > 1 else ()
 
     @cached_property
     def chunked_linears(self) -> frozenset[str]:
@@ -305,7 +199,7 @@ class ParallelPlan:
         blocks = [each for each in self.facts.partition.tp_blocks if each.owner in mlps]
         names = {name for each in blocks for name in (*each.columns, each.row)}
         return frozenset(
-            next(name[len(each) + 1 :] for each in self.layers if is_within(name, [each])) for name in names
+            next(name[len(each) + 1 :] for each in self.placement.layers if is_within(name, [each])) for name in names
         )
 
     def pieces(self, tokens: int) -> tuple[int, ...]:
@@ -321,9 +215,9 @@ class ParallelPlan:
         gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
         """
         found = []
-        for name, matmul in self.fp8_matmuls(self.layers):
-            shape, kind = self.gathered_shape(name), self.facts.partition.roles[name].kind
-            is_transposed = self.shards[name].shape != (matmul.outputs, matmul.inputs)
+        for name, matmul in self.fp8_matmuls(self.placement.layers):
+            shape, kind = self.placement.gathered_shape(name), self.facts.partition.roles[name].kind
+            is_transposed = self.placement.shards[name].shape != (matmul.outputs, matmul.inputs)
             outputs, inputs = reversed(shape) if is_transposed else shape
             found.append(Fp8Linear(name, inputs, outputs, _SPLIT_OVER[kind]))
         return tuple(found)
@@ -381,7 +275,7 @@ class ParallelPlan:
     def is_one_graph(self, layer: str) -> bool:
         """Whether a compiled layer is one graph. Attention that sends, experts, MLPs in pieces, and gradients of
         weights that are put off run outside of graphs; fp8 agrees on scales outside of its kernels."""
-        parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.grid.size("cp") > 1
+        parts = self.layout.schedule.splits_backward or self.layout.fp8 != "none" or self.placement.grid.size("cp") > 1
         outside = (*(each.name for each in self.facts.experts), *self.chunked_mlps)
         return not (parts or any(is_within(name, [layer]) for name in outside))
 
@@ -411,84 +305,13 @@ class ParallelPlan:
 
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
-    def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
-        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank. A
-        router's buffer is whole."""
-        if not self.holds(name, rank):
-            return []
-        if name in self.buffers:
-            whole = tuple(slice(0, size) for size in self.buffers[name])
-            return [(whole, whole)]
-        index = self.shard_index(name, rank)
-        return local_regions(self.shards[name], index.part, index.fsdp_rank, index.fsdp_size)
-
-    def is_owner(self, name: str) -> bool:
-        """True on one of the ranks that hold the same values of `name`: it alone counts them in the gradient norm and
-        saves them."""
-        if name in self.buffers:
-            return self.holds(name) and self.is_first_of_stage
-        is_first_end = self.pp_ranks[name][0] == self.coords.pp
-        return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
-
-    def holds(self, name: str, rank: int | None = None) -> bool:
-        """Whether parameter or router's buffer `name` is on the pipeline rank of `rank`; None: this rank."""
-        return self.grid.coords(self.rank if rank is None else rank).pp in self.pp_ranks[name]
-
-    def shard_index(self, name: str, rank: int | None = None) -> ShardIndex:
-        """Which part of parameter `name` a rank has; None: this rank."""
-        return self.grid.shard_index(self.rank if rank is None else rank, self.shards[name].over)
-
-    def gathered_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of parameter `name` on this rank when FSDP has gathered it."""
-        return self.shards[name].local_shape(self.shard_index(name).part)
-
-    def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part of parameter `name` at rest."""
-        shape, index = self.gathered_shape(name), self.shard_index(name)
-        first, last = fsdp_rows(shape[0], index.fsdp_rank, index.fsdp_size)
-        return (last - first, *shape[1:])
-
-    def held_bytes(self, name: str, itemsize: float) -> int:
-        """Bytes of this rank's part of a parameter, of so many each number."""
-        regions = [local_region for _, local_region in self.regions(name)]
-        return int(sum(map(numel, regions)) * itemsize)
-
-    def kept_in(self, name: str) -> StateDtype:
-        """The type in which the optimizer keeps its state of a parameter."""
-        spec = self.shards[name]
-        return kept_in(self.layout.state_dtype, spec.shape, spec.dims)
-
-    def state_bytes(self, name: str, master_bytes: int) -> int:
-        """Bytes of this rank's part of one kind of the optimizer's state of a parameter."""
-        return self._state_bytes(name, self.held_bytes(name, 1), master_bytes)
-
-    def whole_state_bytes(self, name: str, master_bytes: int) -> int:
-        """The same of the whole parameter, over all ranks."""
-        return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
-
-    def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
-        width = (self.shards[name].shape or (1,))[-1]
-        return state_bytes(numbers, self.kept_in(name), width, master_bytes)
-
     def summed_bytes(self, itemsize: int, names: Iterable[str]) -> dict[str, int]:
         """Axis -> bytes of the gradients of `names` that are trained, summed over it once a step, on this rank."""
         sums = {"tp": 0, "tp_kv": 0}
         for name in names:
             if name in self.gradient_sums and self.facts.parameters[name].is_trained:
-                sums[self.gradient_sums[name]] += self.held_bytes(name, itemsize)
+                sums[self.gradient_sums[name]] += self.placement.held_bytes(name, itemsize)
         return sums
-
-    def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
-        """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
-        ranks = range(min(self.world, most))
-        regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}
-        return {
-            name: {
-                "shape": list(self.shards[name].shape),
-                "ranks": [[[[s.start, s.stop] for s in region] for region in own] for own in by_rank],
-            }
-            for name, by_rank in regions.items()
-        }
 
     # ---- FSDP --------------------------------------------------------------------------------------------------------
 
@@ -498,7 +321,7 @@ class ParallelPlan:
         sharded, or parameters are computed with in another type, or from another place, than they rest in, and are not
         copied as a whole (`copies.py`)."""
         layout = self.layout
-        is_shared = layout.world > layout.tp or self.grid.fsdp_shards("ep") > 1
+        is_shared = layout.world > layout.tp or self.placement.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self.in_copies
         moves = layout.offload_parameters or bool(self.fp8_gathers)
         in_nf4 = any(each.in_nf4 for each in self.facts.parameters.values())
@@ -510,7 +333,7 @@ class ParallelPlan:
         it."""
         if self.uses_fsdp or not self.in_copies:
             return ()
-        return tuple(name for name in self.shards if not self.rests_as_computed(name))
+        return tuple(name for name in self.placement.shards if not self.placement.rests_as_computed(name))
 
     @property
     def rests_in_dtensors(self) -> bool:
@@ -520,7 +343,7 @@ class ParallelPlan:
     @property
     def stood_in_for(self) -> tuple[str, ...]:
         """The parameters for which other tensors stand in while they are computed with (`copies.py`), without FSDP."""
-        return tuple(self.shards) if self.rests_in_dtensors and not self.uses_fsdp else self.copied
+        return tuple(self.placement.shards) if self.rests_in_dtensors and not self.uses_fsdp else self.copied
 
     @property
     def fsdp_units(self) -> tuple[Unit, ...]:
@@ -532,10 +355,10 @@ class ParallelPlan:
         """The parameters of this rank by what is gathered at once, inner before outer: the experts of each layer; the
         embedding; each layer; last the rest, which is the final norm and the head. An embedding that is tied, or whose
         weight the model reads outside of the module (Gemma 4), is gathered with the rest."""
-        names, anatomy = [name for name in self.shards if self.holds(name)], self.anatomy
+        names, anatomy = [name for name in self.placement.shards if self.placement.holds(name)], self.anatomy
         frozen = frozenset(name for name in names if not self.facts.parameters[name].is_trained)
         is_apart = not anatomy.tied and anatomy.embedding not in self.facts.looked_into
-        separate = (anatomy.embedding, *self.layers) if is_apart else self.layers
+        separate = (anatomy.embedding, *self.placement.layers) if is_apart else self.placement.layers
         found = [Unit(each.name, _inside(each.name, names), "ep") for each in self.experts]
         inner = {name for unit in found for name in unit.parameters}
         found += [Unit(module, tuple(n for n in _inside(module, names) if n not in inner)) for module in separate]
@@ -551,23 +374,25 @@ class ParallelPlan:
         7 rows over 4 shards count as 8. None without FSDP: parameters and gradients are used where they are."""
         if not self.uses_fsdp:
             return 0, 0
-        shards = self.grid.fsdp_shards(unit.over)
-        sizes = {name: _padded(self.gathered_shape(name), shards) for name in unit.parameters}
+        shards = self.placement.grid.fsdp_shards(unit.over)
+        sizes = {name: _padded(self.placement.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
     def gathered_bytes(self, unit: Unit) -> int:
         """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
         copies."""
         if not self.uses_fsdp:
-            numbers = sum(prod(self.gathered_shape(name)) for name in set(unit.parameters).intersection(self.copied))
-            return numbers * BYTES[self.layout.precision]
-        shards = self.grid.fsdp_shards(unit.over)
-        shapes = {name: self.gathered_shape(name) for name in unit.parameters}
+            numbers = sum(
+                prod(self.placement.gathered_shape(name)) for name in set(unit.parameters).intersection(self.copied)
+            )
+            return numbers * self.layout.compute_bytes
+        shards = self.placement.grid.fsdp_shards(unit.over)
+        shapes = {name: self.placement.gathered_shape(name) for name in unit.parameters}
         return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
 
     def _sent_in(self, name: str) -> float:
         """Bytes of a number of a parameter that FSDP gathers."""
-        return 1 if name in self._in_fp8 else self.rests_in(name, BYTES[self.layout.precision])
+        return 1 if name in self._in_fp8 else self.placement.rests_in(name, self.layout.compute_bytes)
 
     @cached_property
     def _in_fp8(self) -> frozenset[str]:
@@ -575,17 +400,19 @@ class ParallelPlan:
 
     def largest(self, unit: Unit) -> int:
         """Numbers of the largest parameter that a unit gathers."""
-        return max((prod(self.gathered_shape(name)) for name in unit.parameters), default=0)
+        return max((prod(self.placement.gathered_shape(name)) for name in unit.parameters), default=0)
 
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
-        return frozenset(stage for name in unit.parameters for stage in self.stages.users(name)) & {*self.own_stages}
+        return frozenset(stage for name in unit.parameters for stage in self.placement.stages.users(name)) & {
+            *self.placement.own_stages
+        }
 
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
         """How often FSDP gathers and reduces each unit of this rank in a step."""
         users = {unit.name: self.users(unit) for unit in self.units}
-        order = self.schedule(micro_batches).orders[self.coords.pp]
-        return of_slots(order, users, micro_batches, self.own_stages, self.layout.zero)
+        order = self.schedule(micro_batches).orders[self.placement.coords.pp]
+        return of_slots(order, users, micro_batches, self.placement.own_stages, self.layout.zero)
 
     # ---- the passes --------------------------------------------------------------------------------------------------
 
@@ -602,7 +429,7 @@ class ParallelPlan:
     @cached_property
     def _stage_costs(self) -> tuple[int, ...]:
         of_layers = [cost.active for cost in self.facts.layer_costs]
-        costs = [sum(of_layers[first:last]) for first, last in self.stages.splits]
+        costs = [sum(of_layers[first:last]) for first, last in self.placement.stages.splits]
         return (*costs[:-1], costs[-1] + self.facts.head_cost)
 
     def rings(self, tokens: int) -> tuple[Blocks, ...]:
@@ -611,11 +438,6 @@ class ParallelPlan:
         The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
         return tokens_by_rank(tokens * self.layout.cp, self.layout.cp // self.cp_method.ulysses)
-
-    @cached_property
-    def interventions(self) -> tuple[Intervention, ...]:
-        """What is done to which module of this rank, in order, and why."""
-        return tuple(interventions(self))
 
     def step_shape(
         self,
@@ -628,7 +450,7 @@ class ParallelPlan:
     ) -> StepShape:
         """One step of [rows, tokens] micro batches: what its calls and its bytes are computed from."""
         layout, own_tokens = self.layout, tokens // self.layout.cp
-        compute = BYTES[layout.precision]
+        compute = layout.compute_bytes
         return StepShape(
             rows=rows,
             tokens=own_tokens,
@@ -642,22 +464,6 @@ class ParallelPlan:
             gathers_again=not layout.schedule.splits_backward,
         )
 
-    def within_budget(self, tokens: int, micro_batches: int, *, compiled: bool) -> "ParallelPlan":
-        """The same plan with a budget of recompute spent: for rows of `tokens` tokens, padded, and so many micro
-        batches in a step. Raises `UserError` where full recompute of all layers keeps more."""
-        if budget_bytes(self.layout.recompute) is None:
-            return self
-        shape = replace(self.step_shape(self.layout.micro_batch_size, tokens, micro_batches), compiled=compiled)
-        return replace(self, recompute=spent(self.layout.recompute, layer_choices(self, shape)))
-
-    def calls(self, shape: StepShape) -> tuple[Call, ...]:
-        """Every collective of one optimizer step on this rank."""
-        return tuple(calls(self, shape))
-
-    def bytes(self, shape: StepShape) -> StepBytes:
-        """What one optimizer step needs of this rank's memory."""
-        return step_bytes(self, shape)
-
 
 def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     """The plan of `layout` for `rank`; `layout` is resolved: it says its world.
@@ -669,22 +475,19 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in (*shards, *facts.router_buffers)}
     method = _cp_method(facts, layout)
-    tied = facts.anatomy.embedding_weight
     grid = RankGrid(
         layout,
         kv_copies=kv_copies(facts, layout.tp),
         has_experts=bool(facts.experts),
-        embedding_ranks=pp_ranks[tied] if facts.anatomy.tied else (),
+        embedding_ranks=pp_ranks[facts.anatomy.embedding_weight] if facts.anatomy.tied else (),
         ulysses=method.ulysses,
     )
+    placement = Placement(facts, layout, rank, grid, shards, stages, pp_ranks)
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
     # Those that are frozen too: a loop of one's own may train them later.
-    own = {name: axis for name, axis in sums.items() if grid.coords(rank).pp in pp_ranks[name]}
-    recompute = Recompute(layout.recompute)
+    own = {name: axis for name, axis in sums.items() if placement.holds(name)}
     in_copies = computes_in_copies(facts, layout)
-    plan = ParallelPlan(
-        facts, layout, rank, grid, partition, shards, stages, pp_ranks, own, method, recompute, in_copies
-    )
+    plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies)
     legality.refuse([*_of_fp8(plan), *_of_states(plan), *_of_chunked_mlps(plan), *_of_adapters(plan), *_of_nf4(plan)])
     return plan
 
@@ -702,7 +505,7 @@ def _of_fp8(plan: ParallelPlan) -> Iterator[Violation]:
             "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
         )
     for linear in plan.fp8_linears:
-        spec = plan.shards[linear.name]
+        spec = plan.placement.shards[linear.name]
         if spec.splits and spec.replicas > 1:
             what = f"fp8 {layout.fp8}: tp {layout.tp} ranks share {linear.name}, and each has a part of its gradient"
             yield Violation("tp", what, f"use tp {layout.tp // spec.replicas} or less", more="docs/fp8.md")
@@ -733,19 +536,19 @@ def _of_chunked_mlps(plan: ParallelPlan) -> Iterator[Violation]:
 def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
     """What a row makes is kept behind its sum over tp, and its products are not: B would read none."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
-    if plan.has_adapter and keeps and plan.reduces_rows:
+    if plan.placement.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
     experts = [each.name for each in plan.facts.experts]
     beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
-    if plan.has_adapter and beside and plan.layout.fp8 != "none":
+    if plan.placement.has_adapter and beside and plan.layout.fp8 != "none":
         what = "fp8 with adapter.target_parameters, beside experts, is not built"
         yield Violation("fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/adapters.md")
 
 
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
     """A block of four-bit weights, which has one scale, lies on one rank."""
-    for name, spec in plan.shards.items():
+    for name, spec in plan.placement.shards.items():
         if not plan.facts.parameters[name].in_nf4:
             continue
         if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
@@ -762,8 +565,8 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
 
 def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
     """A block of the optimizer's state, which has one scale, lies on one rank."""
-    for name, spec in plan.shards.items():
-        if plan.kept_in(name) != "8bit":
+    for name, spec in plan.placement.shards.items():
+        if plan.placement.kept_in(name) != "8bit":
             continue
         block, last = block_length(spec.shape[-1]), len(spec.shape) - 1
         if any(edge % block for part in spec.held for each in part[last] for edge in each):

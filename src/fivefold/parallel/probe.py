@@ -124,7 +124,7 @@ def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Paral
             continue
         here = [  # none where FSDP leaves this rank no rows, as of one expert's weights over two ranks
             float((local(found)[own] - right[region]).norm() / torch.maximum(right[region].norm(), 1e-6 * norm))
-            for region, own in state.plan.regions(name)
+            for region, own in state.placement.regions(name)
         ]
         errors[f"the gradient of {name}"] = max(here, default=0.0)
     return errors

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from math import prod
 
 from fivefold.parallel.ranks import Blocks, Over
 
@@ -98,6 +99,11 @@ def fsdp_rows(rows: int, rank: int, size: int) -> Block:
     chunk = -(-rows // size)
     start = min(rank * chunk, rows)
     return start, min(start + chunk, rows)
+
+
+def numel(region: Region) -> int:
+    """Numbers in a region."""
+    return prod(edge.stop - edge.start for edge in region)
 
 
 def local_regions(spec: ShardSpec, part: int, fsdp_rank: int, fsdp_size: int) -> list[tuple[Region, Region]]:

@@ -113,7 +113,7 @@ class StageModules:
 
     def is_last(self, stage: int) -> bool:
         """Whether the loss is computed there."""
-        return stage == self.plan.stages.count - 1
+        return stage == self.plan.placement.stages.count - 1
 
     def shape(self, ids_BT: Tensor) -> tuple[int, int, int]:
         """Of the hidden states of a micro batch between stages, [B, T, D]."""
@@ -160,7 +160,12 @@ def install(
     model: nn.Module, plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, *, dtype: torch.dtype
 ) -> StageModules:
     """Put stand-ins into `model`, in place, where other ranks have the modules."""
-    stages, anatomy, in_tuples, own = plan.stages, plan.anatomy, plan.facts.in_tuples, set(plan.own_stages)
+    stages, anatomy, in_tuples, own = (
+        plan.placement.stages,
+        plan.anatomy,
+        plan.facts.in_tuples,
+        set(plan.placement.own_stages),
+    )
     staged = StageModules(plan, model, dtype, tensor, context)
     originals = {path: model.get_submodule(path) for path in stages.stages_of_module}
     is_here = {path: not own.isdisjoint(where) for path, where in stages.stages_of_module.items()}
@@ -184,7 +189,7 @@ def install(
         return StageStub(original, in_tuple=path in in_tuples)
 
     stand_ins = {path: stand_in(path) for path in originals}
-    for stage in plan.own_stages:
+    for stage in plan.placement.own_stages:
         # A tied embedding is at work in the first stage only; in the last one the head has its weight.
         view = {
             path: originals[path]

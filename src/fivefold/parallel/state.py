@@ -24,6 +24,7 @@ from fivefold.parallel.guard import Guard
 from fivefold.parallel.loss import EAGER, Kernels
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload import Offload
+from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Region
 
@@ -50,6 +51,11 @@ class ParallelState:
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)
     copies: Copies | None = None  # None where FSDP makes them, or parameters are computed with as they rest
+
+    @property
+    def placement(self) -> Placement:
+        """Which part of every parameter is where."""
+        return self.plan.placement
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
@@ -89,7 +95,7 @@ def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None =
             if names is not None and name not in names:
                 continue
             shard = local(parameter)
-            for global_region, local_region in state.plan.regions(name):
+            for global_region, local_region in state.placement.regions(name):
                 if state.plan.facts.parameters[name].in_nf4:
                     rows, columns = local_region
                     for piece, own in _pieces(global_region, shard[rows]):
@@ -98,7 +104,7 @@ def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None =
                 for piece, own in _pieces(global_region, shard[local_region]):
                     own.copy_(source.read(name, piece))
         for name, buffer in model.named_buffers():
-            if name in state.plan.buffers and (names is None or name in names):
+            if name in state.placement.buffers and (names is None or name in names):
                 buffer.copy_(source.read(name, tuple(slice(0, size) for size in buffer.shape)))
 
 

@@ -114,14 +114,14 @@ def apply_tensor_parallel(
 ) -> TensorParallel:  # fmt: skip
     """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
     rows multiply. `compiled`: whether layers are."""
-    rank, size, anatomy, partition = plan.coords.tp, plan.layout.tp, plan.anatomy, plan.partition
-    vocabulary = tuple(rows[0] for rows, *_ in plan.shards[plan.head_weight].held)
+    rank, size, anatomy, partition = plan.placement.coords.tp, plan.layout.tp, plan.anatomy, plan.partition
+    vocabulary = tuple(rows[0] for rows, *_ in plan.placement.shards[plan.head_weight].held)
     fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary)
     if group is None:
         return fold
-    _cut_parameters(model, plan.shards, rank)
+    _cut_parameters(model, plan.placement.shards, rank)
     embedding: Any = model.get_submodule(anatomy.embedding)
-    own_rows = plan.shards[anatomy.embedding_weight].held[rank][0][0]
+    own_rows = plan.placement.shards[anatomy.embedding_weight].held[rank][0][0]
     embedding.forward = _vocabulary_lookup(embedding, own_rows, fold)
     head = model.get_submodule(anatomy.head)
     first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it
@@ -133,7 +133,7 @@ def apply_tensor_parallel(
     shape = replace(plan.step_shape(1, plan.layout.cp, 1), compiled=compiled)  # its sizes are not asked for
     for region in partition.tp_blocks:
         for entry in region.entries if region.owner not in plan.chunked_mlps else ():  # these enter piece by piece
-            layer = next((name for name in plan.layers if is_within(region.row, [name])), None)
+            layer = next((name for name in plan.placement.layers if is_within(region.row, [name])), None)
             again = layer is not None and plan.gathers_again(layer, entry, shape)
             _place_entry(model, entry, partial(_again, fold.enter) if again else fold.enter)
         row = model.get_submodule(region.row)

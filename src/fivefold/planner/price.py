@@ -16,7 +16,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
-from fivefold.parallel.calls import layer_calls, unit_calls
+from fivefold.parallel.calls import calls, layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.memory import layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan, Unit, computes_in_copies, lower
@@ -100,7 +100,7 @@ class _Pricing:
 
     def seconds(self, call: Call) -> float:
         """One of a call's collectives."""
-        return self.prices.seconds(self.plan.grid.axes[call.axis], call)
+        return self.prices.seconds(self.plan.placement.grid.axes[call.axis], call)
 
     # ---- compute -----------------------------------------------------------------------------------------------------
 
@@ -111,8 +111,8 @@ class _Pricing:
         for each in cost.matmuls:
             name = f"{layer}.{each.name}"
             role = roles.get(name)
-            kind, spec = role.kind if role else "", self.plan.shards[name]
-            local = self.plan.gathered_shape(name)
+            kind, spec = role.kind if role else "", self.plan.placement.shards[name]
+            local = self.plan.placement.gathered_shape(name)
             if spec.over == "ep":
                 per_expert = prod(local[1:])
                 share = per_expert / (each.inputs * each.outputs)
@@ -146,7 +146,7 @@ class _Pricing:
         products, matmuls, attention, traffic, scores = self.forwards[layer]
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
-        if not self.plan.has_adapter:
+        if not self.plan.placement.has_adapter:
             weights[:3] = matmuls, 0.0, self._added(products)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
@@ -213,7 +213,7 @@ class _Pricing:
         engine, tp = self.engine, self.plan.layout.tp
         if not self.across or tp == 1:
             return engine.host_seconds
-        nodes = self.prices.span(self.plan.grid.axes["tp"]).nodes
+        nodes = self.prices.span(self.plan.placement.grid.axes["tp"]).nodes
         return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
@@ -243,7 +243,7 @@ class _Pricing:
 
     def _meeting(self, call: Call) -> float:
         """Seconds that ranks on several nodes wait for each other in one of tp's collectives."""
-        nodes = self.prices.span(self.plan.grid.axes[call.axis]).nodes
+        nodes = self.prices.span(self.plan.placement.grid.axes[call.axis]).nodes
         return self.engine.tensor_across * log2(nodes)
 
     # ---- the ends ----------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class _Sharding(_Pricing):
 
     def shard(self, modules: Sequence[str]) -> Shard:
         """The parameters of modules that have units of their own."""
-        names = [name for name in self.plan.shards if is_within(name, modules)]
+        names = [name for name in self.plan.placement.shards if is_within(name, modules)]
         units = tuple(self.unit(unit) for unit in self.plan.units if unit.name and is_within(f"{unit.name}.", modules))
         if not units:  # of a tied embedding, which is in the model's own unit
             return Shard()
@@ -300,8 +300,8 @@ class _Sharding(_Pricing):
     def unit(self, unit: Unit) -> UnitPrice:
         """Its numbers, and its collectives, found among the calls by its name."""
         gathered, (_, reduced) = self.plan.gathered_bytes(unit), self.plan.padded_sizes(unit)
-        master = self.shape.master_bytes
-        held = sum(self.plan.held_bytes(name, self.plan.rests_in(name, master)) for name in unit.parameters) // master
+        master, placement = self.shape.master_bytes, self.plan.placement
+        held = sum(placement.held_bytes(name, placement.rests_in(name, master)) for name in unit.parameters) // master
         calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
         gather, reduce = (
             self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
@@ -312,9 +312,9 @@ class _Sharding(_Pricing):
             gather += host_seconds(self.chip, held * self.shape.master_bytes)
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
-            held, sum(self.plan.held_bytes(name, 1) for name in trained), gathered, reduced, calls, gather, reduce,
-            self.plan.largest(unit), sum(self.plan.state_bytes(name, master) for name in trained),
-            self.plan.grid.fsdp_shards(unit.over),
+            held, sum(placement.held_bytes(name, 1) for name in trained), gathered, reduced, calls, gather, reduce,
+            self.plan.largest(unit), sum(placement.state_bytes(name, master) for name in trained),
+            placement.grid.fsdp_shards(unit.over),
         )  # fmt: skip
 
 
@@ -446,8 +446,9 @@ class PriceList:
     def world_calls(self) -> tuple[Call, ...]:
         """Collectives of all ranks, once a step. Those of routers count all layers, which the plan is told of."""
         plan = self.plan(Layout(dp_shard=self.cluster.world))
-        plan = replace(plan, facts=replace(self.short, experts=self.facts.experts))
-        return tuple(call for call in plan.calls(plan.step_shape(1, 2, 1)) if call.axis == "world")
+        routed = replace(self.short, experts=self.facts.experts)
+        plan = replace(plan, placement=replace(plan.placement, facts=routed))
+        return tuple(call for call in calls(plan, plan.step_shape(1, 2, 1)) if call.axis == "world")
 
     @cached_property
     def world_seconds(self) -> float:
@@ -463,14 +464,14 @@ class PriceList:
 
     def layer_calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
         """Of a step of one of these plans, those that layers make."""
-        key = plan.layout, plan.rank, shape
+        key = plan.layout, plan.placement.rank, shape
         if key not in self._calls:
             self._calls[key] = tuple(layer_calls(plan, shape))
         return self._calls[key]
 
     def grid(self, layout: Layout) -> RankGrid:
         """The ranks of a layout, with what the model adds to them."""
-        return replace(self.plan(work_layout(layout)).grid, layout=layout)
+        return replace(self.plan(work_layout(layout)).placement.grid, layout=layout)
 
     def _price(
         self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool, again: bool
@@ -496,14 +497,14 @@ class PriceList:
         pricing = _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self)
         layers = tuple(pricing.shard([layer]) for layer in plan.anatomy.layers)
         sums_tied = plan.tied and plan.facts.parameters[plan.tied].is_trained
-        tied = plan.held_bytes(plan.tied, pricing.shape.master_bytes) if plan.tied and sums_tied else 0
+        tied = plan.placement.held_bytes(plan.tied, pricing.shape.master_bytes) if plan.tied and sums_tied else 0
 
         @cache
         def rest(ends: tuple[bool, bool]) -> Shard:
             return pricing.rest() if all(ends) else self._rest(layout, *ends)
 
         embedding = pricing.shard([plan.anatomy.embedding])
-        return Shards(pricing.shape, plan.grid, layers, embedding, rest, tied, plan.uses_fsdp)
+        return Shards(pricing.shape, plan.placement.grid, layers, embedding, rest, tied, plan.uses_fsdp)
 
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""

@@ -151,7 +151,7 @@ class Watch:
         for name, parameter in model.named_parameters():
             self.named[local(parameter).untyped_storage().data_ptr()] = name
         ends = (state.plan.anatomy.embedding, state.plan.anatomy.head)
-        for name in (*state.plan.layers, *ends):
+        for name in (*state.placement.layers, *ends):
             module = model.get_submodule(name)
             module.register_forward_pre_hook(lambda *_, name=name: self._runs(name))
             module.register_forward_hook(lambda *_: self._runs(""))
@@ -195,7 +195,7 @@ class Watch:
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         rows, tokens = batch[0].input_ids.shape
         shape = step_shape(model, rows, tokens, len(batch), chunks)
-        return by_group(declare(model, shape, optimizer=config.optimizer.name), state_of(model).plan.grid)
+        return by_group(declare(model, shape, optimizer=config.optimizer.name), state_of(model).placement.grid)
 
     # ---- out of memory -----------------------------------------------------------------------------------------------
 

@@ -170,21 +170,21 @@ def _ask(
             model, layout, device=world.device, source=open_weights(folder, model), seed=config.train.seed,
             loss_chunks=config.memory.chunks,
         )  # fmt: skip
-    top_k, plan = found.tokens.shape[1], state_of(model).plan
+    top_k, placement = found.tokens.shape[1], state_of(model).placement
     dealt = partial(
         data.train.sequential, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
         row_multiple=layout.row_multiple, only=found.rows,
     )  # fmt: skip
     every_rank = [dealt(data_rank=each) if world.local_rank == 0 else None for each in range(layout.data_ranks)]
     device = next(model.parameters()).device
-    for own in dealt(data_rank=plan.data_rank):
+    for own in dealt(data_rank=placement.data_rank):
         inputs = to_device(own, device)
         inputs.top_k, inputs.vocabulary = top_k, vocabulary
         with evaluating(model):
             both = torch.stack([each.double() for each in passes.top_log_probs(model, inputs)])
         for data_rank, batches in enumerate(every_rank):
-            said = both if plan.data_rank == data_rank else torch.empty_like(both)
-            dist.broadcast(said, src=plan.grid.first_of_row(data_rank))
+            said = both if placement.data_rank == data_rank else torch.empty_like(both)
+            dist.broadcast(said, src=placement.grid.first_of_row(data_rank))
             if batches is not None:
                 found.note(next(batches), said[0].cpu().numpy(), said[1].cpu().numpy())
     del model

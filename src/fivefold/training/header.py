@@ -197,13 +197,18 @@ def _offload_lines(job: "Trainer") -> list[tuple[str, str]]:
 
 def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
     """In what the optimizer keeps its state, where that is not the type of the weights."""
-    plan, kinds = state_of(job.model).plan, OPTIMIZERS[job.config.optimizer.name].state.values()
-    if plan.layout.state_dtype == "fp32":
+    placement, kinds = state_of(job.model).placement, OPTIMIZERS[job.config.optimizer.name].state.values()
+    if placement.layout.state_dtype == "fp32":
         return []
-    held, master = [name for name in plan.shards if plan.holds(name)], next(job.model.parameters()).element_size()
-    each = sum(plan.state_bytes(name, master) for name in held) / sum(plan.held_bytes(name, 1) for name in held)
+    held, master = (
+        [name for name in placement.shards if placement.holds(name)],
+        next(job.model.parameters()).element_size(),
+    )
+    each = sum(placement.state_bytes(name, master) for name in held) / sum(
+        placement.held_bytes(name, 1) for name in held
+    )
     what = f"{', '.join(kinds)}: {each:.3g} bytes a number, not {master}; vectors stay as they were"
-    return [("states", f"{plan.layout.state_dtype} {what}")]
+    return [("states", f"{placement.layout.state_dtype} {what}")]
 
 
 def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:

@@ -95,7 +95,7 @@ def judges_of(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> list[Judge
 def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
     """What the sum over the global batch is divided by, on every rank: its pairs, or the weights of its targets."""
     own = 0.0
-    if state_of(model).plan.is_first_of_row:
+    if state_of(model).placement.is_first_of_row:
         own = sum(float(pairs_of(each) if goal.objective.has_pairs else weights_of(each).sum()) for each in batch)
     found = torch.tensor(own, dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(found)
@@ -104,7 +104,7 @@ def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
 
 def outcome(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
     """After the passes of a step: this rank's share of the losses' sum, fp64, and means over all pairs."""
-    coords = state_of(model).plan.coords
+    coords = state_of(model).placement.coords
     speaks = coords.tp == coords.cp == 0  # in a pipeline, on the ranks that have a loss
     loss, _, metrics = _over_ranks(model, judges if speaks else (), objective)
     return loss, metrics
@@ -122,7 +122,9 @@ def mean_over_pairs(model: Any, batches: Iterable[MicroBatch], goal: Goal) -> tu
         _compare(model, judges, [sums for _, sums in both])
     for each, sums in both:
         each.judge(sums)
-    loss, pairs, metrics = _over_ranks(model, judges if state_of(model).plan.is_first_of_row else (), goal.objective)
+    loss, pairs, metrics = _over_ranks(
+        model, judges if state_of(model).placement.is_first_of_row else (), goal.objective
+    )
     dist.all_reduce(loss)
     return (loss.item() / pairs if pairs else nan), metrics
 
@@ -141,7 +143,7 @@ def table(model: Any, batches: Iterable[MicroBatch], pairs: int) -> Table:
     found = torch.zeros(pairs, 2, dtype=torch.float64, device=next(model.parameters()).device)
     for each in batches:
         (sums,) = log_probs(model, [each])
-        if each.pairs is not None and state_of(model).plan.is_first_of_row:
+        if each.pairs is not None and state_of(model).placement.is_first_of_row:
             found[torch.from_numpy(each.pairs)] = sums
     dist.all_reduce(found)
     return found.cpu().numpy()
@@ -174,7 +176,7 @@ def _compare(model: Any, judges: Sequence[Judge], sums: Sequence[Tensor]) -> Non
     """Give each judge the baseline: by how much the answers to other prompts became likelier, their mean over all
     ranks, and at least 0, fp64. `sums` [P, 2] of each micro batch."""
     found = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    for each, sums_P2 in zip(judges, sums, strict=True) if state_of(model).plan.is_first_of_row else ():
+    for each, sums_P2 in zip(judges, sums, strict=True) if state_of(model).placement.is_first_of_row else ():
         assert each.before_P2 is not None, "it is compared with a reference"
         gains = sums_P2[:, 1] - each.before_P2[:, 1]
         found += torch.stack([gains.sum(), torch.ones_like(gains).sum()])

@@ -25,9 +25,10 @@ from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
+from fivefold.parallel.budget import within_budget
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.host_memory import HOST
-from fivefold.parallel.memory import StepBytes
+from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.plan import ParallelPlan, lower
 from fivefold.parallel.state import state_of
 from fivefold.planner.relief import planned
@@ -119,9 +120,9 @@ def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     """Of a step of the run."""
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
-    plan = plan.within_budget(tokens, micro_batches, compiled=False)
+    plan = within_budget(plan, tokens, micro_batches, compiled=False)
     shape = plan.step_shape(layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks)
-    return plan.bytes(replace(shape, optimizer=config.optimizer.name))
+    return step_bytes(plan, replace(shape, optimizer=config.optimizer.name))
 
 
 def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
@@ -148,7 +149,7 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
     failed: dict[str, Any] | None = None
     try:
         if state.offload.states.is_on:
-            tensors = sum(map(len, rule_of(config.optimizer.name).state(state.plan).values()))
+            tensors = sum(map(len, rule_of(config.optimizer.name).state(state.placement).values()))
             state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
     except UserError as error:
         failed = error.to_json()
@@ -189,9 +190,9 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     """Bytes of the weights and of what the optimizer keeps of them."""
     plan = state_of(model).plan
     itemsize = master_dtype(plan.layout.precision).itemsize
-    kept = [name for names in rule_of(config.optimizer.name).state(plan).values() for name in names]
-    weights = sum(map(prod, plan.stored_shapes.values())) * itemsize
-    return weights + sum(plan.whole_state_bytes(name, itemsize) for name in kept)
+    kept = [name for names in rule_of(config.optimizer.name).state(plan.placement).values() for name in names]
+    weights = sum(map(prod, plan.placement.stored_shapes.values())) * itemsize
+    return weights + sum(plan.placement.whole_state_bytes(name, itemsize) for name in kept)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:

@@ -35,7 +35,7 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
         about: dict[str, Any] = {
             "layout": str(state.plan.layout), "world": state.plan.layout.world, "device": device,
             "model": state.plan.anatomy.model_class, "parameters": parameters,
-            "collectives": declared, "holds": state.plan.by_rank(),
+            "collectives": declared, "holds": state.placement.by_rank(),
         }  # fmt: skip
         if state.plan.layout.pp > 1:
             plan = state.plan.schedule(state.plan.layout.accumulation(config.train.global_batch_size))

@@ -148,10 +148,11 @@ def _as_reference(model: Any, compared: Reference) -> Iterator[None]:
 
 
 def _batches(model: Any, rows: PackedRows) -> Iterator[MicroBatch]:
-    plan = state_of(model).plan
+    placement = state_of(model).placement
+    layout = placement.layout
     return rows.sequential(
-        data_rank=plan.data_rank, data_ranks=plan.layout.data_ranks, micro_batch_size=plan.layout.micro_batch_size,
-        row_multiple=plan.layout.row_multiple,
+        data_rank=placement.data_rank, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
+        row_multiple=layout.row_multiple,
     )  # fmt: skip
 
 

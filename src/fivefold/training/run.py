@@ -137,7 +137,12 @@ class Trainer:
             offload_to=config.memory.offload_to, adapter=lora,
         )  # fmt: skip
         preflight.reserve_host_memory(model, config)
-        configure(model, state_of(model).balance, balance_options(config, model.config), state_of(model).plan.buffers)
+        configure(
+            model,
+            state_of(model).balance,
+            balance_options(config, model.config),
+            state_of(model).placement.buffers,
+        )
         goals = reference.goals(config, data, model, compared)
         optimizer = build_optimizer(model, config.optimizer)
         stack.callback(log.folder.release)
@@ -277,12 +282,12 @@ class Trainer:
     @property
     def _share(self) -> dict[str, Any]:
         """Which of the rows are this rank's, as `PackedRows` is asked for them."""
-        plan = state_of(self.model).plan
+        placement = state_of(self.model).placement
         return {
-            "data_rank": plan.data_rank,
-            "data_ranks": plan.layout.data_ranks,
-            "micro_batch_size": plan.layout.micro_batch_size,
-            "row_multiple": plan.layout.row_multiple,
+            "data_rank": placement.data_rank,
+            "data_ranks": placement.layout.data_ranks,
+            "micro_batch_size": placement.layout.micro_batch_size,
+            "row_multiple": placement.layout.row_multiple,
         }
 
     def _evaluate(self, rows: PackedRows) -> float:

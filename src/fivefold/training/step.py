@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes
 from fivefold.parallel.balance import BalanceResult, dropped
+from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import ParallelState, state_of
@@ -113,7 +114,7 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     state.balance.begin_step(rows)
     loss = gradients(model, batch, scale, judges)
     balance = state.balance.end_step()
-    if not state.plan.owns_loss:
+    if not state.placement.owns_loss:
         loss.zero_()
     metrics: Mapping[str, float] = {}
     if goal is not None and judges:  # the weights give the gradient of the objective, and not its value
@@ -143,7 +144,7 @@ def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.devi
     counts = (
         sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch), sum(map(_rows, batch)),
     )  # fmt: skip
-    mine = counts if state.plan.is_first_of_row else (0, 0, 0, 0)
+    mine = counts if state.placement.is_first_of_row else (0, 0, 0, 0)
     return all_reduce_sum(torch.tensor((*mine, int(stop)), dtype=torch.int64, device=device))
 
 
@@ -163,7 +164,9 @@ def squared_norm(model: nn.Module) -> Tensor:
     (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
     """
     state = state_of(model)
-    owned = [gradient for name, gradient in local_gradients(model) if state.plan.is_owner(name) and gradient.numel()]
+    owned = [
+        gradient for name, gradient in local_gradients(model) if state.placement.is_owner(name) and gradient.numel()
+    ]
     device = next(model.parameters()).device
     if not owned:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -205,9 +208,9 @@ def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         for batch in batches:
             totals[0] += passes.loss(model, to_device(batch, device))
             totals[1] += batch.targets
-    if not state.plan.owns_loss:
+    if not state.placement.owns_loss:
         totals[0] = 0
-    if not state.plan.is_first_of_row:
+    if not state.placement.is_first_of_row:
         totals[1] = 0
     loss, targets = all_reduce_sum(totals).tolist()
     return float(loss), int(targets)
@@ -233,5 +236,5 @@ def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[
     """Every collective of `train_step` on this rank: the plan's, less the rows that a capacity dropped in the step that
     was measured."""
     state = state_of(model)
-    found = summed(state.plan.calls(replace(shape, optimizer=optimizer)))
-    return total([*found, *dropped(state.balance, shape, state.plan.layers)])
+    found = summed(calls(state.plan, replace(shape, optimizer=optimizer)))
+    return total([*found, *dropped(state.balance, shape, state.placement.layers)])

@@ -49,7 +49,7 @@ def run(job: "Trainer") -> None:
 def _step(job: "Trainer") -> None:
     """Forward and backward of the first step to come, and the norm: all but the update."""
     state, batch = state_of(job.model), job.batch(job.step)
-    rounds = batch[:ROUNDS] if state.plan.stages.count == 1 else batch  # several stages have many under way
+    rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # several stages have many under way
     scale = 1.0 / max(sum(each.targets for each in rounds), 1)
     gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device))
     state.balance.end_step()

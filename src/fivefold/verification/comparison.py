@@ -51,9 +51,9 @@ class Comparison:
             distance, values = distances.setdefault(key, Distance()), local(tensor)
             if values.dtype == torch.uint8:  # at rest in four bits
                 values = nf4.restored(values, COMPUTE_DTYPES[self._state.plan.layout.precision])
-            for region, place in self._state.plan.regions(name):
+            for region, place in self._state.plan.placement.regions(name):
                 distance.add(values[place], self._reference.read(key, region))
-        held = [name for name in self._reference.names(kind) if must and self._state.plan.holds(name)]
+        held = [name for name in self._reference.names(kind) if must and self._state.plan.placement.holds(name)]
         lacking = {name: name for name in held if f"{kind}/{name}" not in distances}
         self.count(f"{kind} without values", lacking, say=False)
         self.in_order(kind, distances, names)

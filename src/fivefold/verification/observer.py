@@ -72,7 +72,7 @@ class Observer:
         self._model, self._reference, self._documents = model, reference, documents
         self._state = state_of(model)
         layout = self._state.plan.layout
-        self._rows = row_numbers(layout, len(documents), self._state.plan.data_rank)
+        self._rows = row_numbers(layout, len(documents), self._state.plan.placement.data_rank)
         self._token_dims: Mapping[str, int] = reference.about["token_dims"]
         self._handles: list[Any] = []
         self._micro_batch, self._passes, self._inside = -1, 0, False
@@ -118,7 +118,7 @@ class Observer:
         Copies of a parameter may hold parts of its gradient, or each the whole: either is right here, whatever the
         program believes. What it makes of them is the reduced gradient's row.
         """
-        for name, spec in self._state.plan.shards.items():
+        for name, spec in self._state.plan.placement.shards.items():
             sums = [self._summed(name, spec, copies=False)]
             if spec.replicas > 1:
                 sums.append(self._summed(name, spec, copies=True))
@@ -146,7 +146,7 @@ class Observer:
     def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
         """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
         whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
-        part = self._state.plan.shard_index(name).part
+        part = self._state.plan.placement.shard_index(name).part
         if name in self._raw and (copies or spec.is_owner(part)):
             for global_region, local_region in local_regions(spec, part, 0, 1):
                 whole[global_region] += self._raw[name][local_region]
@@ -156,7 +156,7 @@ class Observer:
     @property
     def micro_batches(self) -> tuple[int, int]:
         """How many passes were seen, and how many a global batch has: in a pipeline, as many for each stage here."""
-        return self._passes, len(self._rows) * len(self._state.plan.own_stages)
+        return self._passes, len(self._rows) * len(self._state.plan.placement.own_stages)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Observer:
         next one comes."""
         if slot := self._state.pipeline.running:
             return slot.micro_batch, slot.stage
-        stages = self._state.plan.own_stages
+        stages = self._state.plan.placement.own_stages
         return self._passes // len(stages), stages[self._passes % len(stages)]
 
     def _end(self, *_: Any) -> None:
@@ -255,10 +255,10 @@ class Observer:
     def _tokens(self, length: int) -> Sequence[Block] | None:
         """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
         parallelism."""
-        plan = self._state.plan
-        whole = plan.layout.padded(self._reference.about["row_length"])
+        placement = self._state.placement
+        whole = placement.layout.padded(self._reference.about["row_length"])
         for splits in (False, True):
-            tokens = plan.grid.tokens(plan.rank, whole, sequence_parallel=splits)
+            tokens = placement.grid.tokens(placement.rank, whole, sequence_parallel=splits)
             if sum(stop - start for start, stop in tokens) == length:
                 return tokens
         return None
@@ -268,7 +268,7 @@ class Observer:
         if width == features:
             return [(0, features)]
         spec = self._split_of(name, features)
-        return None if spec is None else spec.splits[0].blocks[self._state.plan.coords.tp]
+        return None if spec is None else spec.splits[0].blocks[self._state.plan.placement.coords.tp]
 
     def _is_shared(self, name: str) -> bool:
         """Several ranks compute it (key/value heads fewer than tp, latents): each has a share of its gradient."""
@@ -304,7 +304,7 @@ class Observer:
     def _own_split(self, name: str, end: int) -> ShardSpec | None:
         """The shard of a linear's weight, if its outputs (`end` 0) or inputs (1) are what is split."""
         dims = hf_internals.linear_dims(self._model.get_submodule(name))
-        spec = self._state.plan.shards.get(f"{name}.weight")
+        spec = self._state.plan.placement.shards.get(f"{name}.weight")
         return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None
 
 

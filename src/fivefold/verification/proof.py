@@ -68,12 +68,12 @@ class Proof:
         )  # fmt: skip
         self.state = state_of(self.model)
         self.routers: list[str] = reference.about["routers"]
-        has_biases = bool(movable_biases(self.routers, self.state.plan.buffers))
+        has_biases = bool(movable_biases(self.routers, self.state.placement.buffers))
         options = BalanceOptions(
             load=case.aux_loss * bool(self.routers), z=case.z_loss * bool(self.routers),
             bias_rate=case.bias_rate * has_biases, capacity_factor=case.capacity_factor,
         )  # fmt: skip
-        configure(self.model, self.state.balance, options, self.state.plan.buffers)
+        configure(self.model, self.state.balance, options, self.state.placement.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
         self.found = LayoutResult(str(layout), precision=layout.numerics)
         self.compare = Comparison(self.found, reference, self.state)
@@ -105,9 +105,9 @@ class Proof:
         """Each rank's shard has the shape and the type that the layout says."""
         wrong = {}
         for name, parameter in self.model.named_parameters():
-            expected, found = self.state.plan.local_shape(name), tuple(local(parameter).shape)
+            expected, found = self.state.placement.local_shape(name), tuple(local(parameter).shape)
             type_ = master_dtype(self.layout.precision)
-            if self.state.plan.rests_in(name, type_.itemsize) != type_.itemsize:
+            if self.state.placement.rests_in(name, type_.itemsize) != type_.itemsize:
                 type_ = COMPUTE_DTYPES[self.layout.precision]
             if self.state.plan.facts.parameters[name].in_nf4:
                 expected, type_ = (expected[0], nf4_bytes(expected[1])), torch.uint8
@@ -150,7 +150,7 @@ class Proof:
         found, expected = [], []
         layout, documents = self.layout, self.case.documents(0)
         batches = self._batch(0)
-        rows = row_numbers(layout, self.case.rows, self.state.plan.data_rank)
+        rows = row_numbers(layout, self.case.rows, self.state.placement.data_rank)
         for batch, numbers in zip(batches, rows, strict=True):
             inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), torch.no_grad():
@@ -198,7 +198,7 @@ class Proof:
     def _distillation(self) -> None:
         """What is asked of a teacher, of the model itself; and the loss of following another one."""
         asked, followed = Distance(), []
-        numbers = row_numbers(self.layout, self.case.rows, self.state.plan.data_rank)
+        numbers = row_numbers(self.layout, self.case.rows, self.state.placement.data_rank)
         for batch, rows in zip(self._batch(0), numbers, strict=True):
             inputs = training.to_device(batch, self._device)
             inputs.top_k, inputs.vocabulary = self.case.followed, self.case.vocabulary
@@ -218,7 +218,7 @@ class Proof:
     def _preference(self) -> None:
         """Of pairs of answers: their log-probabilities, the loss and the metrics."""
         rows = self.case.pairs()
-        batch = micro_batches(rows, self.layout, self.state.plan.data_rank, self.case.row_length)
+        batch = micro_batches(rows, self.layout, self.state.placement.data_rank, self.case.row_length)
         objective = Objective(
             self.case.objective, self.case.beta, self.case.gamma,
             self.case.desirable_weight, self.case.undesirable_weight,
@@ -301,7 +301,7 @@ class Proof:
         name = self._norm()
         module = name.rpartition(".")[0]
         added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
-        first_holder = next(rank for rank in range(self.layout.world) if self.state.plan.regions(name, rank))
+        first_holder = next(rank for rank in range(self.layout.world) if self.state.placement.regions(name, rank))
         planted = [local(dict(self.model.named_parameters())[name]).detach()] if dist.get_rank() == first_holder else []
         before = [part.clone() for part in planted]
         for part in planted:
@@ -349,11 +349,11 @@ class Proof:
     def _differing(self, expected: Any) -> list[str]:
         """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
         state = self._state()
-        there = {key for key in expected.keys() if self.state.plan.holds(key.partition("/")[2])}  # noqa: SIM118
+        there = {key for key in expected.keys() if self.state.placement.holds(key.partition("/")[2])}  # noqa: SIM118
         wrong: set[str] = there ^ state.keys()
         for key in state.keys() - wrong:
             tensor = state[key]
-            for region, place in self.state.plan.regions(key.partition("/")[2]) if tensor.ndim else [((), ())]:
+            for region, place in self.state.placement.regions(key.partition("/")[2]) if tensor.ndim else [((), ())]:
                 kept = expected.get_slice(key)[region] if region else expected.get_tensor(key)
                 if not torch.equal(local(tensor)[place].cpu(), kept):
                     wrong.add(key)
@@ -363,7 +363,7 @@ class Proof:
 
     def _batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step."""
-        documents, rank = self.case.documents(step), self.state.plan.data_rank
+        documents, rank = self.case.documents(step), self.state.placement.data_rank
         return micro_batches(documents, self.layout, rank, self.case.row_length)
 
     def _gradients(self) -> Tensor:
@@ -372,7 +372,7 @@ class Proof:
         scale = torch.tensor(1.0 / self.case.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
             loss = training.gradients(self.model, batch, scale)
-        if not self.state.plan.owns_loss:
+        if not self.state.placement.owns_loss:
             loss.zero_()
         dist.all_reduce(loss)
         return loss
@@ -409,7 +409,7 @@ class Proof:
 
     def _trained(self) -> dict[str, Tensor]:
         """What steps change on this rank, by name: the parameters, and what routers keep."""
-        buffers = {name: each for name, each in self.model.named_buffers() if name in self.state.plan.buffers}
+        buffers = {name: each for name, each in self.model.named_buffers() if name in self.state.placement.buffers}
         return {**dict(self.model.named_parameters()), **buffers}
 
     def _drop_gradients(self) -> None:
@@ -435,7 +435,7 @@ class Proof:
         rows, tokens = batch[0].input_ids.shape
         shape = training.step_shape(self.model, rows, tokens, len(batch), self.case.loss_chunks)
         declared = by_group(
-            training.declare(self.model, shape, optimizer=self.case.optimizer.name), self.state.plan.grid
+            training.declare(self.model, shape, optimizer=self.case.optimizer.name), self.state.placement.grid
         )
         both = everywhere([[asdict(each) for each in some] for some in (total(ran), declared)])
         issued, said = ([[Collective(**each) for each in rank[at]] for rank in both] for at in (0, 1))
@@ -447,7 +447,7 @@ class Proof:
         keeps per parameter: how many steps it took."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
-            if name not in self.state.plan.stored_shapes:
+            if name not in self.state.placement.stored_shapes:
                 continue
             state = {"weight": parameter.detach(), **restored_state(self.optimizer, parameter)}
             found |= {f"{kind}/{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
@@ -455,15 +455,15 @@ class Proof:
 
     def _gathered(self, state: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
         """All of the tensors of `keys`, of which each rank has its part in `state` or nothing, on rank 0."""
-        shapes = [self.state.plan.stored_shapes[key.partition("/")[2]] for key in keys]
+        shapes = [self.state.placement.stored_shapes[key.partition("/")[2]] for key in keys]
         sizes = [prod(shape) for shape in shapes]
         flat = torch.zeros(sum(sizes), dtype=master_dtype(self.layout.precision), device=self._device)
         parts = zip(keys, torch.split(flat, sizes), shapes, strict=True)
         whole = {key: part.view(shape) for key, part, shape in parts}
         for key in state.keys() & whole.keys():
             name = key.partition("/")[2]
-            if self.state.plan.is_owner(name):
-                for region, place in self.state.plan.regions(name):
+            if self.state.placement.is_owner(name):
+                for region, place in self.state.placement.regions(name):
                     whole[key][region] = local(state[key])[place]
         dist.all_reduce(flat)  # at once: a small collective costs each rank more than what it sends
         return {key: tensor.cpu() for key, tensor in whole.items()}
@@ -473,7 +473,7 @@ class Proof:
         chunks, and a tower that no token reaches does not compute at all.)"""
         seen, base = set(self.reference.names("output")), f"{self.state.plan.anatomy.base}."
         vectors = [
-            name for name, spec in self.state.plan.shards.items()
+            name for name, spec in self.state.placement.shards.items()
             if len(spec.shape) == 1 and not spec.splits and name.startswith(base) and name.rpartition(".")[0] in seen
         ]  # fmt: skip
         outside = [name for name in vectors if name.endswith("weight")]
@@ -481,7 +481,7 @@ class Proof:
 
     def _backwards(self) -> list[str]:
         """Parameters as backward comes to them: the first that is wrong is the nearest to the fault."""
-        return list(self.state.plan.shards)[::-1]
+        return list(self.state.placement.shards)[::-1]
 
     @property
     def _device(self) -> torch.device:

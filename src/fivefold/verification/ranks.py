@@ -214,7 +214,7 @@ def _prove_one(
         found = proof.run()
         proof.save(asked.folder / f"saved-{number}")
         found.seconds = time.perf_counter() - started
-        found.layout, found.holds = name, proof.state.plan.by_rank() if world.is_first else {}
+        found.layout, found.holds = name, proof.state.placement.by_rank() if world.is_first else {}
     if world.is_first:
         write_found(asked, number, found)
     tell(_line(found))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.checkpoint import load
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.placement import Placement
 from fivefold.verification import proof
 from tests.verification.faults.fault import Expected, Model, fault
 from tests.verification.faults.tensor import PHI3
@@ -193,9 +193,9 @@ def dealt_parts_saved_as_contiguous() -> Any:
 @contextmanager
 def _contiguous() -> Any:
     """Parameters of several blocks lie as one."""
-    plain = ParallelPlan.regions
+    plain = Placement.regions
 
-    def regions(self: ParallelPlan, name: str, rank: int | None = None) -> Any:
+    def regions(self: Placement, name: str, rank: int | None = None) -> Any:
         spec = self.shards[name]
         if [split.dim for split in spec.splits] != [0] or len(spec.held[0][0]) == 1:
             return plain(self, name, rank)
@@ -204,7 +204,7 @@ def _contiguous() -> Any:
         rest = tuple(slice(0, each) for each in spec.shape[1:])
         return [((slice(start, start + size), *rest), (slice(0, size), *rest))]
 
-    with patch.object(ParallelPlan, "regions", regions):
+    with patch.object(Placement, "regions", regions):
         yield
 
 

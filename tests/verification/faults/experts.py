@@ -188,7 +188,7 @@ def capacity_of_padding() -> Any:
 def experts_left_out_of_the_norm() -> Any:
     def squared_norm(model: Any) -> Tensor:
         gradients = training.local_gradients(model)
-        owned = [g for name, g in gradients if "experts" not in name and state_of(model).plan.is_owner(name)]
+        owned = [g for name, g in gradients if "experts" not in name and state_of(model).placement.is_owner(name)]
         return torch.stack([each.double().square().sum() for each in owned]).sum()
 
     return patch.object(training, "squared_norm", squared_norm)

@@ -112,7 +112,7 @@ def updated_on_one_tensor_rank() -> Any:
 
     def build(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         made = plain(model, options)
-        if state_of(model).plan.coords.tp:
+        if state_of(model).placement.coords.tp:
             step = made.step
 
             def only_seen(*_: Any) -> None:

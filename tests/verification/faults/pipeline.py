@@ -12,6 +12,7 @@ from torch import Tensor
 from fivefold.parallel import apply, pipeline
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.passes import LossInputs
+from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
 from fivefold.training import step
@@ -109,7 +110,7 @@ def tied_copies_drift() -> Any:
         gradient = local(dict(model.named_parameters())[piped.plan.tied].grad)
         own = gradient.clone()
         plain(model, piped)
-        if piped.plan.coords.pp:
+        if piped.plan.placement.coords.pp:
             gradient.copy_(own)
 
     return patch.object(pipeline, "_sum_ends", first_only)
@@ -123,10 +124,10 @@ def tied_copies_drift() -> Any:
     model=TIED,
 )
 def tied_embedding_counted_twice() -> Any:
-    def is_owner(self: ParallelPlan, name: str) -> bool:
+    def is_owner(self: Placement, name: str) -> bool:
         return self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
 
-    return patch.object(ParallelPlan, "is_owner", is_owner)
+    return patch.object(Placement, "is_owner", is_owner)
 
 
 @fault(
@@ -156,7 +157,9 @@ def labels_of_the_next_micro_batch() -> Any:
     expects=[("output", r"layers\.1\.self_attn")],
 )
 def documents_of_the_next_micro_batch() -> Any:
-    return _inputs(lambda piped, inputs: _with_next(["cu_seqlens"], inputs) if piped.plan.coords.pp else inputs)
+    return _inputs(
+        lambda piped, inputs: _with_next(["cu_seqlens"], inputs) if piped.plan.placement.coords.pp else inputs
+    )
 
 
 @fault(
@@ -191,7 +194,7 @@ def layer_between_stages_skipped() -> Any:
         staged = plain(model, plan, *folds, **options)
         for stage, view in staged.views.items():
             if stage:
-                skipped = view[plan.anatomy.layers[plan.stages.splits[stage][0]]]
+                skipped = view[plan.anatomy.layers[plan.placement.stages.splits[stage][0]]]
                 skipped.register_forward_hook(lambda _, args, out: args[0] + 0 * out)
         return staged
 
@@ -211,7 +214,7 @@ def layer_types_shifted() -> Any:
     @contextmanager
     def running(self: Any, stage: int, hidden: Any) -> Iterator[Any]:
         config = self.model.config
-        types, first = config.layer_types, self.plan.stages.splits[stage][0]
+        types, first = config.layer_types, self.plan.placement.stages.splits[stage][0]
         config.layer_types = [*types[:first], *types[: len(types) - first]]
         try:
             with plain(self, stage, hidden) as given:

@@ -92,7 +92,7 @@ def prompt_counted_in_log_probabilities() -> Any:
 )  # fmt: skip
 def preference_is_a_mean_over_tokens() -> Any:
     def tokens(model: Any, batch: Sequence[MicroBatch], _: Any) -> float:
-        first = state_of(model).plan.is_first_of_row
+        first = state_of(model).placement.is_first_of_row
         found = torch.tensor(sum(int((each.labels != IGNORE).sum()) for each in batch) * first)
         dist.all_reduce(found)
         return float(found)

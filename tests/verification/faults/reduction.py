@@ -254,7 +254,7 @@ def copies_counted_in_the_norm() -> Any:
     expects=[("gradient norm", r"")],
 )
 def parameters_left_out_of_the_norm() -> Any:
-    return _norm_of(lambda state, name: state.plan.is_owner(name) and "embed" not in name)
+    return _norm_of(lambda state, name: state.placement.is_owner(name) and "embed" not in name)
 
 
 @fault(
@@ -278,7 +278,7 @@ def clipped_on_one_tensor_rank() -> Any:
     clip = step.clip_
 
     def clip_(model: Any, *args: Any) -> None:
-        if step.state_of(model).plan.coords.tp == 0:
+        if step.state_of(model).placement.coords.tp == 0:
             clip(model, *args)
 
     return patch.object(step, "clip_", clip_)
@@ -311,7 +311,7 @@ def copies_drift() -> Any:
         clip(model, *args)
         steps[0] += 1
         for name, gradient in local_gradients(model):
-            if name.endswith("norm.weight") and step.state_of(model).plan.coords.tp:
+            if name.endswith("norm.weight") and step.state_of(model).placement.coords.tp:
                 gradient.mul_(1 + 2e-11 * (steps[0] % 2))  # Adam would not see a factor that stays
 
     return patch.object(step, "clip_", clip_)

@@ -28,9 +28,11 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
     state, device = state_of(model), device_of(model)
     has_copies = state.plan.layout.dp_replicate > 1
     shared = {
-        name for name, spec in state.plan.shards.items() if spec.replicas > 1 or len(state.plan.pp_ranks[name]) > 1
+        name
+        for name, spec in state.placement.shards.items()
+        if spec.replicas > 1 or len(state.placement.pp_ranks[name]) > 1
     }
-    names = [name for name in state.plan.shards if has_copies or name in shared]
+    names = [name for name in state.placement.shards if has_copies or name in shared]
     if not names:
         return []
     tensors = _tensors(model, optimizer, names)
@@ -53,11 +55,11 @@ def _copies(state: ParallelState, names: Sequence[str]) -> Iterator[tuple[str, d
 
     Ranks that differ in both axes are compared through a third.
     """
-    specs, own = [state.plan.shards[name] for name in names], state.plan.coords.tp
+    specs, own = [state.placement.shards[name] for name in names], state.placement.coords.tp
     alike: dict[str, Callable[[int], list[bool]]] = {
         "tp": lambda rank: [rank == own if s.over != "tp" else s.held[rank] == s.held[own] for s in specs],
         "dp_replicate": lambda _: [True] * len(names),
-        "pp_ends": lambda _: [len(state.plan.pp_ranks[name]) > 1 for name in names],
+        "pp_ends": lambda _: [len(state.placement.pp_ranks[name]) > 1 for name in names],
     }
     for axis, of_rank in alike.items():
         group = state.mesh.groups.get(axis)
@@ -77,7 +79,7 @@ def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
 
 def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
     """Weights and moments that hold an infinity or no number."""
-    tensors, device = _tensors(model, optimizer, list(state_of(model).plan.shards)), device_of(model)
+    tensors, device = _tensors(model, optimizer, list(state_of(model).placement.shards)), device_of(model)
     numbers = largest([tensor for *_, tensor in tensors], device).isfinite()
     mine = {(at,): True for at in (~numbers).nonzero().flatten().tolist()}
     return [

@@ -49,14 +49,14 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *,
     `rule` the update is larger than rounding. A skipped step changes nothing, and is not checked.
     """
     parameters, state, mine = _parameters(model), state_of(model), dict[tuple[int, str], bool]()
-    labels = [*state.plan.shards, "the optimizer"]
+    labels = [*state.placement.shards, "the optimizer"]
     if update.bits is None or update.gradients is None:
         mine[len(parameters), "took no step"] = True
     else:
         bits = hashes([None if p is None else local(p) for p in parameters], device_of(model))
         gradients = update.gradients.tolist()
         for at in (bits == update.bits).nonzero().flatten().tolist():
-            shape, parameter = state.plan.shards[labels[at]].shape, parameters[at]
+            shape, parameter = state.placement.shards[labels[at]].shape, parameters[at]
             if parameter is not None and (why := _overdue(optimizer, rule, parameter, shape, gradients[at])):
                 mine[at, why] = gradients[at] > 0
     return [
@@ -69,7 +69,7 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *,
 def _parameters(model: nn.Module) -> list[Tensor | None]:
     """Every parameter of the whole model, in its order; None for those of other pipeline ranks."""
     named = dict(model.named_parameters())
-    return [named.get(name) for name in state_of(model).plan.shards]
+    return [named.get(name) for name in state_of(model).placement.shards]
 
 
 def _overdue(
@@ -87,7 +87,7 @@ def _overdue(
 
 def _holders(state: ParallelState, name: str) -> set[int]:
     """The ranks that hold a part of a parameter."""
-    return {rank for rank in range(dist.get_world_size()) if state.plan.regions(name, rank)}
+    return {rank for rank in range(dist.get_world_size()) if state.placement.regions(name, rank)}
 
 
 def rates(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.placement import Placement
 
 UNTOUCHED = "did not change at all"  # of a whole tensor: wrong only when it holds for all parts of it
 
@@ -59,10 +59,10 @@ class UpdateRule(ABC):
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
         """What updates a whole model in one process, by code that is not this library's; each takes its step."""
 
-    def state(self, plan: ParallelPlan) -> dict[str, list[str]]:
+    def state(self, placement: Placement) -> dict[str, list[str]]:
         """Kind of state -> the parameters that it is kept of."""
-        matrices = set(plan.block_matrices)
-        trained = [name for name in plan.shards if plan.facts.parameters[name].is_trained]
+        matrices = set(placement.block_matrices)
+        trained = [name for name in placement.shards if placement.facts.parameters[name].is_trained]
         return {
             kind: [name for name in trained if self.facts.keeps(kind, is_matrix=name in matrices)]
             for kind in self.facts.state

@@ -25,14 +25,13 @@ class _AdamW(UpdateRule):
     def build(self, model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
         """Over every trained parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert)
         do not decay."""
-        plan = state_of(model).plan
-        shards = plan.shards
+        placement = state_of(model).placement
+        shards = placement.shards
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in set(but)}
         decayed = [p for name, p in parameters.items() if shards[name].dims > 1]
         others = [p for name, p in parameters.items() if shards[name].dims <= 1]
-        kind = (
-            torch.optim.AdamW if plan.layout.state_dtype == "fp32" else partial(_AdamWOfKeptStates, KeptStates(model))
-        )
+        is_plain = placement.layout.state_dtype == "fp32"
+        kind = torch.optim.AdamW if is_plain else partial(_AdamWOfKeptStates, KeptStates(model))
         return _over(decayed, others, options, options.learning_rate, kind, fused=True)
 
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:

@@ -36,7 +36,7 @@ class _MuonRule(UpdateRule):
 
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
         assert options.momentum is not None and options.ns_steps is not None, "the run file sets them"
-        names = state_of(model).plan.block_matrices
+        names = state_of(model).placement.block_matrices
         return Muon(
             model, names, adamw.RULE.build(model, options, but=names), learning_rate=options.learning_rate,
             weight_decay=options.weight_decay, momentum=options.momentum, ns_steps=options.ns_steps,
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         self._whole = FullMatrices(state.plan, names)
         self._states = state.offload.states
         self.kept = KeptStates(model)
-        self._shapes = {name: state.plan.shards[name].shape for name in names}
+        self._shapes = {name: state.placement.shards[name].shape for name in names}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

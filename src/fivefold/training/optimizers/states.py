@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fivefold.core.optimizers import DIVIDED_BY, SCALE
 from fivefold.core.state_dtypes import AT_ONCE, StateDtype, block_length
 from fivefold.parallel.dtensor import local, zeros_by_block
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
 
 _GOLDEN, _MIX, _MIX_AGAIN = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  # as int32; of lowbias32 the last two
@@ -38,8 +38,8 @@ class KeptStates:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        plan = state_of(model).plan
-        self.of: dict[Tensor, KeptState] = {p: KeptState(plan, name) for name, p in model.named_parameters()}
+        placement = state_of(model).placement
+        self.of: dict[Tensor, KeptState] = {p: KeptState(placement, name) for name, p in model.named_parameters()}
 
 
 def restored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
@@ -51,14 +51,14 @@ def restored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[
 class KeptState:
     """The state of one parameter: its type, and where this rank's part lies in the whole."""
 
-    def __init__(self, plan: ParallelPlan, name: str) -> None:
-        spec = plan.shards[name]
-        self.dtype: StateDtype = plan.kept_in(name)
+    def __init__(self, placement: Placement, name: str) -> None:
+        spec = placement.shards[name]
+        self.dtype: StateDtype = placement.kept_in(name)
         self.block = block_length(spec.shape[-1]) if self.dtype == "8bit" else 0
         digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
         self._key = int.from_bytes(digest, "little", signed=True)
         self._places: tuple[Tensor, Tensor] | None = None
-        self._regions, self._shape, self._local = plan.regions(name), spec.shape, plan.local_shape(name)
+        self._regions, self._shape, self._local = placement.regions(name), spec.shape, placement.local_shape(name)
 
     def new(self, parameter: Tensor, kind: str) -> dict[str, Tensor]:
         """The state before the first step, zero: tensors spread as the parameter is."""

@@ -1,0 +1,206 @@
+"""Which part of every parameter each rank of a layout holds, and what a rank stands for. No torch.
+
+Initialisation, checkpoints, the optimizer, reports and proofs read this description and no other. It costs the same for
+a world of 16,384 ranks as for one of two.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from fivefold.core.layout import Layout
+from fivefold.core.lora import NF4_BLOCK, nf4_bytes
+from fivefold.core.state_dtypes import StateDtype, kept_in, state_bytes
+from fivefold.models.facts import ModelFacts
+from fivefold.parallel.ranks import RankCoords, RankGrid, ShardIndex
+from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions, numel
+from fivefold.parallel.stage_plan import StagePlan
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model lies, seen from `rank`.
+
+    `shards`: how each parameter is cut. `stages`: which layers each pipeline stage has. `pp_ranks`: the pipeline ranks
+    that hold a parameter or a router's buffer.
+    """
+
+    facts: ModelFacts
+    layout: Layout
+    rank: int
+    grid: RankGrid
+    shards: Mapping[str, ShardSpec]
+    stages: StagePlan
+    pp_ranks: Mapping[str, tuple[int, ...]]
+
+    @property
+    def world(self) -> int:
+        return self.grid.world
+
+    @cached_property
+    def coords(self) -> RankCoords:
+        """The place of this rank on every axis."""
+        return self.grid.coords(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `layout.data_ranks` shares of the rows this rank reads."""
+        return self.coords.dp_replicate * self.layout.dp_shard + self.coords.dp_shard
+
+    @property
+    def is_first_of_row(self) -> bool:
+        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
+        return self.coords.pp == self.coords.cp == self.coords.tp == 0
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on the ranks that stand for all copies over `dp_replicate`."""
+        return self.coords.dp_replicate == 0
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """True on the one rank of a pipeline rank that stands for all others of it."""
+        return self.rank % (self.world // self.layout.pp) == 0
+
+    @property
+    def parts_beyond_fsdp(self) -> bool:
+        """Whether other ranks hold parts of the model that FSDP's mesh of this rank does not know of."""
+        return self.layout.tp > 1 or self.layout.pp > 1 or self.grid.experts_apart
+
+    @property
+    def owns_loss(self) -> bool:
+        """Whether this rank's loss is counted: every tp rank computes the same, and the first stands for them."""
+        return self.coords.tp == 0
+
+    @property
+    def buffers(self) -> Mapping[str, tuple[int, ...]]:
+        """Of routers, with shapes: trained without a gradient, whole on every rank."""
+        return self.facts.router_buffers
+
+    @property
+    def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of every tensor that a checkpoint holds, parameters and buffers of routers, in the model's order: beside a
+        frozen model, the adapters alone."""
+        if self.has_adapter:
+            return {name: spec.shape for name, spec in self.shards.items() if self.facts.parameters[name].is_trained}
+        return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
+
+    @cached_property
+    def has_adapter(self) -> bool:
+        """Whether something is trained beside a frozen model."""
+        return self.facts.has_adapter
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The layers of this rank, in order."""
+        return self.stages.layers_of(self.coords.pp)
+
+    @cached_property
+    def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The first layers of the stages of this rank, and the last ones."""
+        own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
+        return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
+
+    @cached_property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this rank, in their order."""
+        return self.stages.stages_of(self.coords.pp)
+
+    @property
+    def has_ends(self) -> tuple[bool, bool]:
+        """Whether the first stage is here, and whether the last one is."""
+        return 0 in self.own_stages, self.stages.count - 1 in self.own_stages
+
+    def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
+        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank. A
+        router's buffer is whole."""
+        if not self.holds(name, rank):
+            return []
+        if name in self.buffers:
+            whole = tuple(slice(0, size) for size in self.buffers[name])
+            return [(whole, whole)]
+        index = self.shard_index(name, rank)
+        return local_regions(self.shards[name], index.part, index.fsdp_rank, index.fsdp_size)
+
+    def is_owner(self, name: str) -> bool:
+        """True on one of the ranks that hold the same values of `name`: it alone counts them in the gradient norm and
+        saves them."""
+        if name in self.buffers:
+            return self.holds(name) and self.is_first_of_stage
+        is_first_end = self.pp_ranks[name][0] == self.coords.pp
+        return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
+
+    def holds(self, name: str, rank: int | None = None) -> bool:
+        """Whether parameter or router's buffer `name` is on the pipeline rank of `rank`; None: this rank."""
+        return self.grid.coords(self.rank if rank is None else rank).pp in self.pp_ranks[name]
+
+    def shard_index(self, name: str, rank: int | None = None) -> ShardIndex:
+        """Which part of parameter `name` a rank has; None: this rank."""
+        return self.grid.shard_index(self.rank if rank is None else rank, self.shards[name].over)
+
+    def gathered_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of parameter `name` on this rank when FSDP has gathered it."""
+        return self.shards[name].local_shape(self.shard_index(name).part)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part of parameter `name` at rest."""
+        shape, index = self.gathered_shape(name), self.shard_index(name)
+        first, last = fsdp_rows(shape[0], index.fsdp_rank, index.fsdp_size)
+        return (last - first, *shape[1:])
+
+    def held_bytes(self, name: str, itemsize: float) -> int:
+        """Bytes of this rank's part of a parameter, of so many each number."""
+        regions = [local_region for _, local_region in self.regions(name)]
+        return int(sum(map(numel, regions)) * itemsize)
+
+    def kept_in(self, name: str) -> StateDtype:
+        """The type in which the optimizer keeps its state of a parameter."""
+        spec = self.shards[name]
+        return kept_in(self.layout.state_dtype, spec.shape, spec.dims)
+
+    def state_bytes(self, name: str, master_bytes: int) -> int:
+        """Bytes of this rank's part of one kind of the optimizer's state of a parameter."""
+        return self._state_bytes(name, self.held_bytes(name, 1), master_bytes)
+
+    def whole_state_bytes(self, name: str, master_bytes: int) -> int:
+        """The same of the whole parameter, over all ranks."""
+        return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
+
+    def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
+        width = (self.shards[name].shape or (1,))[-1]
+        return state_bytes(numbers, self.kept_in(name), width, master_bytes)
+
+    @cached_property
+    def block_matrices(self) -> tuple[str, ...]:
+        """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
+        blocks = tuple(f"{name}." for name in self.facts.anatomy.layers)
+        return tuple(
+            name
+            for name, spec in self.shards.items()
+            if spec.is_matrix and name.startswith(blocks) and self.facts.parameters[name].is_trained
+        )
+
+    def rests_in(self, name: str, master_bytes: int) -> float:
+        """Bytes of a number of a parameter at rest: of the compute type in a frozen model, or 9 / 16 in NF4, else of
+        `master_bytes`."""
+        if self.facts.parameters[name].in_nf4:
+            return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
+        return self.layout.compute_bytes if self.rests_as_computed(name) else master_bytes
+
+    def rests_as_computed(self, name: str) -> bool:
+        """Whether a parameter rests in the type that it is computed with: one that is frozen beside an adapter."""
+        return self.has_adapter and not self.facts.parameters[name].is_trained
+
+    def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
+        """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
+        ranks = range(min(self.world, most))
+        regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}
+        return {
+            name: {
+                "shape": list(self.shards[name].shape),
+                "ranks": [[[[s.start, s.stop] for s in region] for region in own] for own in by_rank],
+            }
+            for name, by_rank in regions.items()
+        }
