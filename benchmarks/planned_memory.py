@@ -24,7 +24,7 @@ from benchmarks.pages import put_between
 
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES

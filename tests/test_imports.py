@@ -5,7 +5,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -36,7 +36,16 @@ WITHOUT_TORCH = "core", "config", "report"
 
 # Who asks whether a parallelism is on: those that say what a layout may be, and what it is to a model and a rank; and
 # those that choose or show a layout. The parallelisms themselves do nothing on an axis of one rank.
-SETTLE = {"core", "config", "plan.py", "ranks.py", "shard_rules.py", "stage_plan.py", "interventions.py"}
+SETTLE = {
+    "core",
+    "config",
+    "plan.py",
+    "placement.py",
+    "ranks.py",
+    "shard_rules.py",
+    "stage_plan.py",
+    "interventions.py",
+}
 SHOW = {"doctor", "record.py", "planner"}
 REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers
 DEGREES = {"tp", "cp", "pp", "ep", "etp"}
@@ -64,6 +73,41 @@ def test_imports_go_one_way(subtests: pytest.Subtests) -> None:
             allowed = {*ORDER[: ORDER.index(room) + 1]}
             own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
             assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
+
+
+# Files that need each other, if only for the name of a type: to be read, each asks for all of them.
+CIRCLES = [
+    {"core.layout", "core.legality", "core.schedule"},
+    {"training.header", "training.metrics", "training.out_of_memory", "training.run", "training.trial"},
+]
+
+
+def test_files_do_not_import_in_circles() -> None:
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in ROOT.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    needs = {name: _needs(file, modules.keys()) - {name} for name, file in modules.items()}
+    assert {name for name in needs if name in _reached(name, needs)} == set().union(*CIRCLES)
+
+
+def _reached(first: str, needs: Mapping[str, set[str]]) -> set[str]:
+    """All modules that one needs, and those that they need; itself only in a circle."""
+    found, left = set[str](), [first]
+    while left:
+        new = needs[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def _needs(file: Path, modules: Collection[str]) -> set[str]:
+    """The modules that a file imports, for types alone too."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fivefold"):
+            package = (node.module or "").removeprefix("fivefold").lstrip(".")
+            named = {f"{package}.{each.name}".lstrip(".") for each in node.names}
+            found |= {each if each in modules else package for each in named}
+    return found & {*modules}
 
 
 def test_no_module_imports_what_another_keeps_for_itself() -> None:

@@ -31,7 +31,7 @@ from common import RESULTS, machine
 from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, step_folder
 from fivefold.config import RunConfig
 from fivefold.data import prepare
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 
 STEPS = (2, 4)
 COUNTS = {"flips": 1000, "cuts": 200, "swaps": 50, "flips of tokenizers": 500, "flips of the rest of the cache": 500}

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fivefold import cli
 from fivefold.checkpoint import export, find_checkpoint
-from fivefold.checkpoint.export import cast, export_dtype
 from fivefold.checkpoint.model_folder import save_tensors
+from fivefold.checkpoint.whole_tensors import cast, export_dtype
 from fivefold.core.errors import UserError
 from fivefold.data.tokenizer import find_tokenizer
 from fivefold.models.build import build_meta, load_model_config

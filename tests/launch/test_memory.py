@@ -16,7 +16,7 @@ from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import Needs, Pressure, Room, room
 from fivefold.launch.world import World
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import lower
 from fivefold.training import preflight

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.shapes import shape_folder, shape_names
-from fivefold.models import discover, facts_store
+from fivefold.models import config_facts, discover, facts_store
 from fivefold.models.build import build_meta, load_model_config
-from fivefold.models.facts_store import SHIPPED, facts_of_config, ship_facts, shipped_facts
+from fivefold.models.config_facts import facts_of_config
+from fivefold.models.facts_store import SHIPPED, ship_facts, shipped_facts
 from tests.tiers import put_off
 
 # Parameters, a tied head once. Those of a model card or paper, in full; the GPTs are GPT-3's and Megatron-LM's (arXiv
@@ -40,7 +41,7 @@ def test_facts_of_a_shape_come_without_a_trace(name: str, monkeypatch: pytest.Mo
     assert sum(each.numel() for each in model.parameters()) == PARAMETERS[name]
     if (found := shipped_facts(_folder(name))) is None:
         pytest.skip("traced with other versions of torch or transformers")
-    monkeypatch.setattr(facts_store, "kept", lambda *_: pytest.fail("not shipped"))
+    monkeypatch.setattr(config_facts, "kept", lambda *_: pytest.fail("not shipped"))
     assert facts_of_config(name) == found
     assert found.size == PARAMETERS[name]
     assert found.partition.refusal is None and found.partition.sequence_parallel_refusal is None
@@ -86,7 +87,7 @@ def test_facts_of_another_config_or_version_are_not_taken(tmp_path: Path, monkey
 def test_a_deep_shape_is_known_at_once_and_without_torch() -> None:
     """In seconds of the CPU, Python's own start included. The facts of 126 layers take 0.1 of them."""
     script = (
-        "import sys, time; from fivefold.models.facts_store import facts_of_config; facts_of_config('llama-3.1-405b');"
+        "import sys, time; from fivefold.models.config_facts import facts_of_config; facts_of_config('llama-3.1-405b');"
         "assert not {'torch', 'transformers'} & set(sys.modules); print(time.process_time())"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)

@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import SchedulePlan, Slot
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.memory import (
     FIRST,
     MOMENTS,

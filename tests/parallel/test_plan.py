@@ -22,9 +22,10 @@ from fivefold.core.layout import Layout
 from fivefold.core.schedule import TYPICAL, Slot
 from fivefold.models import discover, facts_store
 from fivefold.models.build import build_meta
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import cut_of, facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
-from fivefold.models.facts_store import facts_of_config, read_facts, write_facts
+from fivefold.models.facts_store import read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, fp8_part

@@ -9,7 +9,7 @@ from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.budget import within_budget
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import lower

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.core.layout import Layout
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.planner import price
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import DOUBTS, ITEMS, memory_interval, step_interval

@@ -9,7 +9,7 @@ from benchmarks.planned_memory import Planned, cells, plan
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import SchedulePlan
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.memory import (
     buffer_bytes,
     exchanged_numbers,

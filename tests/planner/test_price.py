@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate

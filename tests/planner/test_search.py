@@ -11,7 +11,7 @@ import pytest
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of

@@ -15,7 +15,7 @@ from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
 from fivefold.core.layout import Layout
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.relief import Relief, changed, relief
 from fivefold.training.out_of_memory import _PHASES, _changes, advise, asked_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.merge_check import MergeCheck, check_merged
 from fivefold.checkpoint.model_folder import beside, json_text, save_tensors
+from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
@@ -26,9 +27,6 @@ from fivefold.models.adapter_facts import Target, targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, names_in_peft, target_names, to_peft
-
-if TYPE_CHECKING:
-    from fivefold.checkpoint.export import WholeTensors
 
 _FILES = frozenset({CONFIG, WEIGHTS, CARD})
 
@@ -92,8 +90,6 @@ class CheckpointAdapter:
 
     def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
         """Write a folder of `peft`; its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""
-        from fivefold.checkpoint.export import export_dtype
-
         source = self.checkpoint.source()
         kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
         card = model_card(self.checkpoint, run, dtype=str(kind).removeprefix("torch."))
@@ -102,15 +98,13 @@ class CheckpointAdapter:
 
 
 def write_peft(
-    source: "WholeTensors", out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
+    source: WholeTensors, out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
     card: str | None = None, force: bool = False, into: bool = False,
 ) -> int:  # fmt: skip
     """Write the adapter `lora` beside `model` (on the meta device, without it) as the folder `out` of `peft`, beside it
     first; the bytes of its tensors. `base`: what the model is called. `force` replaces an adapter that is there, `into`
     lets other files stay. Raises `RunFailed`, or `UserError` where the folder is at fault.
     """
-    from fivefold.checkpoint.export import cast
-
     there = {each.name for each in out.iterdir()} if out.is_dir() else set()
     into = into and out.is_dir()
     is_adapter = CONFIG in there and there <= _FILES

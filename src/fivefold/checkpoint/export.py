@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,13 +19,13 @@ from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
 from fivefold.checkpoint.merge_check import MergeCheck
+from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
 from fivefold.models.recipe import stored_buffers
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 FILE_BYTES = 2 * 10**9
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
@@ -84,23 +84,6 @@ def export(
     return Exported(out, checkpoint.manifest.step, parameters, size, target, check=check)
 
 
-class WholeTensors(Protocol):
-    """Tensors by name, each whole on the CPU; asked for once, in the order of `ordered`."""
-
-    @property
-    def ordered(self) -> tuple[str, ...]:
-        """Names in the model's order."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
-        ...
-
-    def whole(self, name: str) -> torch.Tensor:
-        """All of it."""
-        ...
-
-
 def write_folder(
     source: WholeTensors, out: Path, files: Mapping[str, bytes], dtype: torch.dtype, known: "Known", *,
     force: bool = False, into: bool = False, file_bytes: int = FILE_BYTES,
@@ -119,29 +102,6 @@ def write_folder(
         size = _write_weights(source, temporary, dtype, file_bytes, known)
         (_publish_into if into else _publish)(temporary, out)
     return size
-
-
-def export_dtype(
-    asked: str | None, *, came_in: str | torch.dtype | None = None, trained: torch.dtype = torch.float32
-) -> torch.dtype:
-    """The type of exported weights: `asked` (bf16, fp16, fp32, fp64); else the type that came in, which the config of
-    the starting model names; else the type trained in, fp32 but for tests. Raises `UserError` for an unknown one."""
-    if asked is not None and asked not in DTYPES:
-        raise UserError(f"dtype {asked!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
-    if asked is not None:
-        return DTYPES[asked]
-    found = getattr(torch, came_in, None) if isinstance(came_in, str) else came_in
-    return found if isinstance(found, torch.dtype) and found in DTYPES.values() else trained
-
-
-def cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`, integers as they are. Raises `UserError` where a weight is too large for it (fp16)."""
-    if not values.is_floating_point():
-        return values
-    stored = values.to(dtype)
-    if dtype is torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
-        raise UserError(f"{name} has values beyond fp16, which ends at 65,504", fix="choose bf16 or fp32")
-    return stored
 
 
 def _check_free(out: Path, force: bool) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint import model_folder
 from fivefold.checkpoint.adapter_export import write_peft
-from fivefold.checkpoint.export import export_dtype, known_of, write_folder
+from fivefold.checkpoint.export import known_of, write_folder
 from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
+from fivefold.checkpoint.whole_tensors import export_dtype
 from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
 from fivefold.parallel.data import master_dtype, reshard

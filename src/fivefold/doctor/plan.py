@@ -12,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
-from fivefold.models.facts_store import facts_of_config
+from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.budget import within_budget
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census

@@ -13,8 +13,8 @@ from fivefold.core.heads import legal_degrees
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB, human
 from fivefold.models.anatomy import Anatomy
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import Partition, Untrainable
-from fivefold.models.facts_store import facts_of_config
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.shard_rules import shard_specs
 from fivefold.parallel.sharding import ShardSpec

@@ -5,54 +5,19 @@ Nothing in it is ever run.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from fivefold.core.cache import cache_root, key_of, locked, write_atomically
 from fivefold.core.errors import UserError
-from fivefold.core.files import expanded
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.integrity import read_signed, signed
-from fivefold.core.shapes import no_model, shape_folder
 from fivefold.models.facts import ModelFacts
 
 SHIPPED = "facts.json"  # beside the config.json of a built-in shape
-
-
-def facts_of_config(
-    name: str | Path, overrides: Mapping[str, Any] | None = None, *, of_text: Mapping[str, Any] | None = None
-) -> ModelFacts:
-    """The facts of a model by its folder, its config.json, a built-in shape or a hub id; no weights are read.
-
-    `overrides`, `of_text`: keys of its config that are replaced, as `load_model_config` takes them. Torch is loaded
-    only where facts are neither shipped nor kept yet. Raises `UserError` for a model that cannot be read or trained.
-    """
-    shape, changes = shape_folder(str(name)), [dict(each) for each in (overrides, of_text) if each]
-    if shape is not None and not changes and (shipped := shipped_facts(shape)) is not None:
-        return shipped
-
-    def found() -> ModelFacts:
-        from fivefold.models.build import build_meta, load_model_config
-        from fivefold.models.discover import facts_of_deep
-
-        return facts_of_deep(build_meta(load_model_config(name, overrides, of_text=of_text)))
-
-    return kept(key_of("config", *about_code(), config_values(name), changes), found)
-
-
-def config_values(name: str | Path) -> dict[str, Any]:
-    """The config.json of a model's folder, of a file, a built-in shape or a hub id. Raises `UserError`."""
-    path = shape_folder(str(name)) or expanded(str(name))
-    if not path.exists():
-        if not is_hub_id(str(name)):
-            raise no_model(str(name))
-        path = config_file(str(name))
-    return read_folder_config(path)
 
 
 def shipped_facts(shape: Path) -> ModelFacts | None:

@@ -8,9 +8,8 @@ the weight is, and a piece of whole blocks has the same codes as the whole.
 Example: 64 numbers whose largest absolute value is 2 are 32 bytes and the scale 2.0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +17,6 @@ from torch import Tensor
 
 from fivefold.core.lora import NF4_BLOCK as BLOCK
 from fivefold.core.lora import nf4_numbers
-
-if TYPE_CHECKING:
-    from fivefold.ops.linear import Later
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -95,7 +91,7 @@ class Nf4:
 
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
-    ) -> tuple[Tensor | None, "Later"]:
+    ) -> tuple[Tensor | None, Callable[[], tuple[Tensor, ...]]]:
         def later() -> tuple[Tensor, ...]:
             raise AssertionError("a weight in four bits is frozen")
 

@@ -304,3 +304,19 @@ def _wide(values_BT: Integers, wide: int) -> Integers:
     """Cut or filled up with zeros to [B, wide]."""
     kept = values_BT[:, :wide]
     return np.pad(kept, ((0, 0), (0, wide - kept.shape[1])))
+
+
+def check_grad_enabled() -> None:
+    """Raise `UserError` under `torch.no_grad()`."""
+    if not torch.is_grad_enabled():
+        raise refusal(
+            "gradients are off here: torch.no_grad()",
+            fix="train outside of it; ff.evaluate(model, batches) gives a loss alone",
+        )
+
+
+def some(batch: list[MicroBatch]) -> list[MicroBatch]:
+    """`batch`. Raises `UserError` where it has no micro batch."""
+    if not batch:
+        raise refusal("no rank has a micro batch", fix="pass a dict of tensors, or a list of some")
+    return batch

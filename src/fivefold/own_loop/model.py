@@ -24,7 +24,7 @@ from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
 from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
-from fivefold.own_loop.batches import Batch, differing, refusal
+from fivefold.own_loop.batches import Batch, check_grad_enabled, differing, micro_batches, refusal, some
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
 from fivefold.parallel.balance import BalanceOptions, configure
@@ -32,6 +32,7 @@ from fivefold.parallel.data import PRECISION_OF, put_in_order
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient
+from fivefold.training.step import accumulate
 
 READ_MORE = "docs/python.md"
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -89,9 +90,10 @@ class ParallelModel(nn.Module):
 
     def backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """`ff.gradients(model, batch)`."""
-        from fivefold.own_loop.step import gradients
-
-        return gradients(self, batch)
+        check_runs(self)
+        loss = accumulate(self, some(micro_batches(self, batch, also=check_grad_enabled)))
+        guard.mark_gradients(self)
+        return loss
 
     def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:
         """Write the whole model as a Hugging Face folder, as `transformers` does: files of the same names are replaced,

@@ -14,13 +14,21 @@ from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P, check_options
 from fivefold.generation.decode import decode, ready
 from fivefold.generation.settings import end_tokens, stop_texts
 from fivefold.generation.text import StoppedText, encode_prompt
-from fivefold.own_loop.batches import READ_MORE, Batch, differing, micro_batches, on_every_rank, refusal
+from fivefold.own_loop.batches import (
+    READ_MORE,
+    Batch,
+    check_grad_enabled,
+    differing,
+    micro_batches,
+    on_every_rank,
+    refusal,
+    some,
+)
 from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs
 from fivefold.own_loop.optimizer import check_optimizer
-from fivefold.parallel import guard, passes
+from fivefold.parallel import passes
 from fivefold.training.step import (
     StepResult,
-    accumulate,
     all_reduce_sum,
     clip_,
     evaluating,
@@ -52,7 +60,7 @@ def train_step(
     check_runs(model)
 
     def ready_to_step() -> None:
-        _check_grad_enabled()
+        check_grad_enabled()
         check_optimizer(optimizer, model)
         if max_grad_norm is not None and not _is_number(max_grad_norm):
             raise UserError(
@@ -66,7 +74,7 @@ def train_step(
                 fix="optimizer.zero_grad() first; or go on: ff.clip_grad_norm_(model, 1.0); optimizer.step()",
             )
 
-    own = _some(micro_batches(model, batch, also=ready_to_step))
+    own = some(micro_batches(model, batch, also=ready_to_step))
     result = step(model, optimizer, own, learning_rate=learning_rate, max_grad_norm=max_grad_norm or 0.0)
     model.zero_grad(set_to_none=True)  # those that the optimizer does not have, too
     return result
@@ -79,10 +87,8 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     `batch` as in `train_step`. Several calls add up, each divided by its own targets, as `loss.backward()` would; the
     micro batches of one step are better passed together, as a list. Raises `UserError`.
     """
-    check_runs(model)
-    loss = accumulate(model, _some(micro_batches(model, batch, also=_check_grad_enabled)))
-    guard.mark_gradients(model)
-    return loss
+    check_parallel(model)
+    return model.backward(batch)
 
 
 def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
@@ -109,7 +115,7 @@ def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
         return micro_batches(model, [batch for batch in [next(each, None)] if batch is not None])
 
     def read() -> Iterator[MicroBatch]:
-        own = _some(take())
+        own = some(take())
         while own:
             yield from own
             own = take()
@@ -198,22 +204,8 @@ def generate(
     return str(tokenizer.decode([token for token in tokens if token not in ends]))
 
 
-def _check_grad_enabled() -> None:
-    if not torch.is_grad_enabled():
-        raise refusal(
-            "gradients are off here: torch.no_grad()",
-            fix="train outside of it; ff.evaluate(model, batches) gives a loss alone",
-        )
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and value >= 0
-
-
-def _some(batch: list[MicroBatch]) -> list[MicroBatch]:
-    if not batch:
-        raise refusal("no rank has a micro batch", fix="pass a dict of tensors, or a list of some")
-    return batch
 
 
 def _prompt_ids(prompt: str | Tensor | Sequence[int], tokenizer: Any, ends: tuple[int, ...]) -> Tensor:

@@ -10,8 +10,8 @@ from fivefold.core.layout import SAID
 from fivefold.core.recompute import budget_bytes
 from fivefold.core.units import GIB, many
 from fivefold.models.adapter_facts import adapted
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
-from fivefold.models.facts_store import facts_of_config
 from fivefold.planner.answers import answer
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES

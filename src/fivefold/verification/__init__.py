@@ -6,7 +6,7 @@ the ranks alone.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,38 +16,10 @@ from fivefold.core.layout import COMPUTE, Layout
 from fivefold.launch.failure import one_voice
 from fivefold.launch.model import check_model
 from fivefold.launch.world import find_world
+from fivefold.verification.request import MORE, QUICK_STEPS, STEPS, VerifyRequest
 
 if TYPE_CHECKING:
     from fivefold.verification.report import VerifyReport
-
-QUICK_STEPS, STEPS = 5, 20
-MORE = "docs/verify.md"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyRequest:
-    """What to prove, and how. `layouts`: the text of each by the name that it is called by; `thin`: on a narrow model;
-    `seq_length` None: short rows; `scratch`: an empty folder that all ranks see. Plain data: workers read it as JSON.
-    """
-
-    config: str  # a run file
-    layouts: dict[str, str]
-    thin: bool = False
-    steps: int = STEPS
-    seq_length: int | None = None
-    seed: int = 1234
-    quiet: bool = False
-    scratch: str = ""
-
-    @property
-    def parsed(self) -> dict[str, Layout]:
-        """The layouts by name."""
-        return {name: Layout.parse(text) for name, text in self.layouts.items()}
-
-    @property
-    def folder(self) -> Path:
-        """`scratch` as a path."""
-        return Path(self.scratch)
 
 
 def main(

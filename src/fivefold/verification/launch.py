@@ -13,8 +13,8 @@ from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.worker import imported
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import device_kind, find_world, join
-from fivefold.verification import MORE, VerifyRequest
 from fivefold.verification.report import VerifyReport
+from fivefold.verification.request import MORE, VerifyRequest
 from fivefold.verification.scratch import report_on
 
 Publish = Callable[[VerifyReport], object]

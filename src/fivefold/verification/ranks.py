@@ -33,7 +33,6 @@ from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.data import master_dtype
 from fivefold.training.model import balance_options
-from fivefold.verification import VerifyRequest
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import (
@@ -50,6 +49,7 @@ from fivefold.verification.proof_case import (
 from fivefold.verification.reduced_model import make_folder
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.report import VerifyReport
+from fivefold.verification.request import VerifyRequest
 from fivefold.verification.results import LayoutResult
 from fivefold.verification.scratch import SUBJECT, read_found, reference_file, report_on, write_found
 

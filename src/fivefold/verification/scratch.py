@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from fivefold.core.layout import Layout
-from fivefold.verification import VerifyRequest
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.report import VerifyReport, report_of
+from fivefold.verification.request import VerifyRequest
 from fivefold.verification.results import LayoutResult
 
 SUBJECT = "subject.json"
