@@ -74,7 +74,7 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
             build_meta(shape.hf_config()), layout, device=CPU, seed=SEED, compile_blocks=ask["compiled"]
         )
         optimizer = build_optimizer(model, OPTIONS)
-        data_rank = world.rank if ask["apart"] else state_of(model).plan.data_rank
+        data_rank = world.rank if ask["apart"] else state_of(model).placement.data_rank
         clock.tick()
         for step in range(ask["warmup"] + ask["steps"]):
             batch = [micro_batch(shape, step, packed=ask["packed"], data_rank=data_rank, data_ranks=data_ranks)]

@@ -98,7 +98,7 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
         model = parallelize(build_meta(shape.hf_config()), layout, device=CPU, seed=SEED, adapter=lora)
         optimizer = build_optimizer(model, OPTIONS)
         goal = Goal(Objective("dpo", beta=BETA), np.concatenate([before(step) for step in range(steps)]))
-        rank = state_of(model).plan.data_rank
+        rank = state_of(model).placement.data_rank
         clock.tick()
         for step in range(steps):
             done = train_step(

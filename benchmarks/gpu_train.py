@@ -265,7 +265,7 @@ def rows_of(args: argparse.Namespace, model: Any, step: int) -> list[MicroBatch]
     """This data rank's micro batches: random tokens, each row one document."""
     state = state_of(model)
     vocabulary, multiple = model.config.vocab_size, state.plan.layout.row_multiple
-    rng = np.random.default_rng([SEED, step, state.plan.data_rank])
+    rng = np.random.default_rng([SEED, step, state.placement.data_rank])
     tokens = rng.integers(0, vocabulary, (args.accumulation, args.rows, args.seq_length), dtype=np.uint32)
     length = -(-args.seq_length // multiple) * multiple
     return [assemble([[Piece(row, row[1:])] for row in part], row_length=length, pad_id=0) for part in tokens]

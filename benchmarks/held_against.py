@@ -152,7 +152,7 @@ def _subject(tried: Tried, config: PreTrainedConfig) -> dict[str, Any]:
     meta = build_meta(config)
     model = parallelize(meta, layout, source=ModelTensors(random_model(config)), loss_chunks=3)
     optimizer = build_optimizer(model, EMPTY.options)
-    steps = [parity.batch_of(rows, layout, state_of(model).plan.data_rank) for rows in tried.documents]
+    steps = [parity.batch_of(rows, layout, state_of(model).placement.data_rank) for rows in tried.documents]
     targets = sum(_targets(tried.documents[0]))
     with exact():
         loss = training_step.gradients(model, steps[0], torch.tensor(1.0 / targets, dtype=torch.float64))

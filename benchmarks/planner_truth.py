@@ -150,7 +150,7 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
         build_meta(hf_config(case.family)), layout, device="cpu", seed=SEED, offload_to=request["out"],
         step=(layout.padded(LENGTH), layout.accumulation(request["rows"])),
     )  # fmt: skip
-    optimizer, rank = build_optimizer(model, OPTIONS), state_of(model).plan.data_rank
+    optimizer, rank = build_optimizer(model, OPTIONS), state_of(model).placement.data_rank
     wall, cpu = [], []
     for step in range(WARMUP + request["steps"]):
         batch = batch_of(case.layout, rank, step, request["rows"])

@@ -33,8 +33,8 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import Violation, violations
 from fivefold.parallel.calls import calls
 from fivefold.parallel.interventions import interventions
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.plan import lower
 from fivefold.planner.estimate import Step
 from fivefold.planner.price import PriceList
 from tests.planner.test_search import WORKLOAD, sample

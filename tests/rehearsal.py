@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.interventions import interventions
 from fivefold.parallel.memory import step_bytes
 from tests.pool import collect_what_is_new, forks
@@ -160,7 +161,7 @@ def _unlike_plan(model: Any) -> list[str]:
         "bytes": ({numbers}, {step_bytes(plan, shape).parameters}),
         "units": (
             {name for name, module in modules.items() if isinstance(module, FSDPModule)},
-            {unit.name for unit in plan.fsdp_units},
+            {unit.name for unit in plan.feature(FsdpPlan).sharded},
         ),
         "forwards": (
             {name for name, module in modules.items() if "forward" in vars(module)},

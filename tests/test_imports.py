@@ -37,15 +37,9 @@ WITHOUT_TORCH = "core", "config", "report"
 # Who asks whether a parallelism is on: those that say what a layout may be, and what it is to a model and a rank; and
 # those that choose or show a layout. The parallelisms themselves do nothing on an axis of one rank.
 SETTLE = {
-    "core",
-    "config",
-    "plan.py",
-    "placement.py",
-    "ranks.py",
-    "shard_rules.py",
-    "stage_plan.py",
-    "interventions.py",
-}
+    "core", "config", "plan.py", "lower.py", "placement.py", "fp8_plan.py", "ranks.py", "shard_rules.py",
+    "stage_plan.py", "interventions.py",
+}  # fmt: skip
 SHOW = {"doctor", "record.py", "planner"}
 REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers
 DEGREES = {"tp", "cp", "pp", "ep", "etp"}

@@ -17,8 +17,8 @@ from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import Needs, Pressure, Room, room
 from fivefold.launch.world import World
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.plan import lower
 from fivefold.training import preflight
 from fivefold.training.preflight import check_memory, needs_of
 

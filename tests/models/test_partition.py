@@ -33,7 +33,7 @@ from fivefold.models.pairs import FeatureGroup, by_features, pairs_of
 from fivefold.models.partition import Partition, derive
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, MixesTokens, Untraceable
 from fivefold.models.trace import trace
-from fivefold.parallel.plan import lower
+from fivefold.parallel.lower import lower
 from tests.families import TINY
 from tests.models import tiny
 from tests.parity import Case, hf_config

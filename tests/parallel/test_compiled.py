@@ -19,8 +19,8 @@ from fivefold.core.lora import Lora
 from fivefold.parallel import compiled
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.compiled import Compiled
+from fivefold.parallel.graph_plan import GraphPlan
 from fivefold.parallel.mappings import gather
-from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
 from tests import parity
@@ -83,7 +83,7 @@ def compiled_on_cpu(*, again: bool | None = None, backend: str = "aot_eager") ->
         patches.enter_context(patch.object(torch, "compile", lambda forward, **_: plain(forward, backend=backend)))
         patches.enter_context(patch.object(parity, "parallelize", partial(parallelize, compile_blocks=True)))
         if again is not None:
-            patches.enter_context(patch.object(ParallelPlan, "gathers_again", lambda *_: again))
+            patches.enter_context(patch.object(GraphPlan, "gathers_again", lambda *_: again))
         yield
 
 

@@ -20,13 +20,13 @@ from fivefold.core.lora import Lora
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
-from fivefold.parallel import copies, plan
+from fivefold.parallel import copies, fsdp_plan, lower
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.copies import Copies
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
@@ -38,7 +38,7 @@ from tests.tiers import put_off
 @contextmanager
 def by(which: str) -> Iterator[None]:
     """`copies`, or `fsdp`."""
-    with patch.object(plan, "COPIED_BYTES", plan.COPIED_BYTES if which == "copies" else -1):
+    with patch.object(fsdp_plan, "COPIED_BYTES", fsdp_plan.COPIED_BYTES if which == "copies" else -1):
         yield
 
 
@@ -48,7 +48,7 @@ def trained(case: Case, which: str, backend: str = "") -> dict[str, Any]:
     with by(which), patch.object(torch, "compile", partial(torch.compile, backend=backend or "inductor")):
         model = parallelize(build_meta(hf_config(case)), case.parsed, compile_blocks=bool(backend))
     state = state_of(model)
-    assert state.plan.uses_fsdp == (which == "fsdp")
+    assert state.plan.feature(FsdpPlan).is_used == (which == "fsdp")
     assert (state.copies is None) == (which == "fsdp" or (which == "rest" and case.parsed.world == 1))
     optimizer = build_optimizer(model, OPTIONS)
     steps = []
@@ -93,7 +93,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def as_they_rest(layout: str, by_fsdp: bool) -> dict[str, Any]:
-    with patch.object(ParallelPlan, "uses_fsdp", True) if by_fsdp else nullcontext():
+    with patch.object(FsdpPlan, "is_used", True) if by_fsdp else nullcontext():
         return trained(Case(layout, "llama"), "fsdp" if by_fsdp else "rest")
 
 
@@ -110,7 +110,7 @@ def test_in_the_type_that_they_rest_in_fsdp_would_change_nothing(layout: str) ->
 )
 def test_who_needs_fsdp(layout: str, expected: bool) -> None:
     """Of a model with experts: tensor ranks that all have whole experts shard those."""
-    lowered = plan.lower(facts_of(build_meta(hf_config(Case("single", "mixtral")))), Case(layout).parsed, 0)
+    lowered = lower.lower(facts_of(build_meta(hf_config(Case("single", "mixtral")))), Case(layout).parsed, 0)
     assert lowered.uses_fsdp is expected and bool(lowered.copied) is not expected
 
 
@@ -521,9 +521,9 @@ def test_large_copies_are_left_to_fsdp() -> None:
         copied = {name: own for name, own in each.parameters.items() if own.is_trained or not each.has_adapter}
         size = 2 * sum(own.size for own in copied.values())
         for most, expected in ((size, True), (size - 1, False)):
-            with patch.object(plan, "COPIED_BYTES", most):
-                assert plan.computes_in_copies(each, layout) is expected
-        lowered = plan.lower(each, layout, 0)
+            with patch.object(fsdp_plan, "COPIED_BYTES", most):
+                assert fsdp_plan.computes_in_copies(each, layout) is expected
+        lowered = lower.lower(each, layout, 0)
         assert set(lowered.copied) == copied.keys()
         moments = step_bytes(lowered, lowered.step_shape(1, 64, 1)).moments
         assert {found["gathered parameters"] for found in moments.values()} == {size}

@@ -144,7 +144,7 @@ def wrong_refusal(case: Case) -> str:
     """The error with gradients of norms over heads and tokens left unsummed: logits and loss are right."""
     from unittest.mock import patch
 
-    from fivefold.parallel import plan
+    from fivefold.parallel import lower
 
-    with patch.object(plan, "gradient_sums", lambda *args, **kwargs: {}):
+    with patch.object(lower, "gradient_sums", lambda *args, **kwargs: {}):
         return refusal(case)

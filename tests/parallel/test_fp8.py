@@ -27,8 +27,9 @@ from fivefold.ops.linear import Linears
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.interventions import interventions
-from fivefold.parallel.plan import lower
+from fivefold.parallel.lower import lower
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
@@ -289,7 +290,7 @@ def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None
     plan = lower(facts, Layout.parse("tp2+fp8"), 0)
     cast = {each.path.rpartition(".")[2] for each in interventions(plan) if each.by == "fp8"}
     assert cast == {"q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    layers = {each.name.split(".")[2] for each in plan.fp8_linears}
+    layers = {each.name.split(".")[2] for each in plan.feature(Fp8Plan).linears}
     assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).fp8_linears
 
 
@@ -297,7 +298,9 @@ def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:
     """Of three layers the middle one is left, with its linears and its experts."""
     facts = facts_of(reference_model(Case("single", "deepseek_v3", kv_heads=4)))
     plan = lower(facts, Layout.parse("single+fp8+hp1").resolve(1), 0)
-    assert {each.name.split(".")[2] for each in (*plan.fp8_linears, *plan.fp8_experts)} == {"1"}
+    assert {
+        each.name.split(".")[2] for each in (*plan.feature(Fp8Plan).linears, *plan.feature(Fp8Plan).expert_modules)
+    } == {"1"}
     assert "without fp8" in _refused("tp2+hp1", "llama", 2)
     assert next(of_fp8(Layout.parse("tp2+hp1"))).what == "fp8_high_layers 1 without fp8"  # before any model is there
     assert "fp8_high_layers 2 at each end leaves none of" in _refused("tp2+fp8+hp2", "llama", 2)
@@ -322,9 +325,9 @@ def test_no_rank_has_a_part_of_a_gradient_or_of_a_block() -> None:
 def test_sizes_that_no_kernel_takes_are_named() -> None:
     facts = facts_of(reference_model(Case("single", "llama", kv_heads=2)))
     plan = lower(facts, Layout.parse("tp2+fp8_rowwise"), 0)
-    wide = [each for each in plan.fp8_linears if each.inputs % 16 or each.outputs % 16]
-    assert len(plan.unaligned(64)) == len(wide)
-    assert plan.unaligned(72)[-1] == "the gradients of weights, of 72 tokens"
+    wide = [each for each in plan.feature(Fp8Plan).linears if each.inputs % 16 or each.outputs % 16]
+    assert len(plan.feature(Fp8Plan).unaligned(64)) == len(wide)
+    assert plan.feature(Fp8Plan).unaligned(72)[-1] == "the gradients of weights, of 72 tokens"
     assert not lower(facts, Layout.parse("tp2"), 0).unaligned(72)
 
 

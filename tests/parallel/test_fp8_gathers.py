@@ -14,6 +14,7 @@ from fivefold.ops.fp8 import cast_to_fp8, restored, scale_of
 from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.state import state_of
 from fivefold.training.step import accumulate
 from tests.parity import Case, batch_of, build, documents
@@ -28,7 +29,7 @@ def _seen(layout: str) -> list[dict[str, tuple[Tensor, Tensor, Tensor]]]:
     case = Case(layout, packing=False)
     model = build(case)
     plan, found = state_of(model).plan, []
-    linears = {name: model.get_submodule(name.rpartition(".")[0]) for name in plan.fp8_gathers}
+    linears = {name: model.get_submodule(name.rpartition(".")[0]) for name in plan.feature(Fp8Plan).gathers}
     for step, factor in enumerate(FACTORS):
         seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         with torch.no_grad():

@@ -9,6 +9,7 @@ import pytest
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import SchedulePlan, Slot
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import (
     FIRST,
     MOMENTS,
@@ -24,7 +25,6 @@ from fivefold.parallel.memory import (
     step_bytes,
     under_way,
 )
-from fivefold.parallel.plan import lower
 
 
 def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:

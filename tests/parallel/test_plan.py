@@ -30,9 +30,12 @@ from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.interventions import interventions
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.plan import ParallelPlan
 from tests.parity import Case, hf_config, reference_model
 
 GIB = 2**30
@@ -311,9 +314,9 @@ def test_bytes_of_a_step() -> None:
 
 def test_a_stage_takes_as_long_as_its_layers_cost() -> None:
     plan = lower(facts(**SIZES), Layout.parse("pp2+split1-3"), 0)
-    short, long = (plan.slot_duration(Slot(stage, "F", 0)) for stage in (0, 1))
+    short, long = (plan.feature(PipelinePlan).slot_duration(Slot(stage, "F", 0)) for stage in (0, 1))
     assert long > 3 * short and (short + long) / 2 == pytest.approx(TYPICAL["F"])
-    assert plan.slot_duration(Slot(1, "B", 0)) == 2 * long
+    assert plan.feature(PipelinePlan).slot_duration(Slot(1, "B", 0)) == 2 * long
 
 
 def test_refusals_say_what_fits() -> None:
@@ -388,7 +391,7 @@ def test_what_computes_in_which_type_is_told_by_role() -> None:
         ("linears", "fp8 blockwise"), ("experts", "fp8 blockwise"), ("latent projections", "bf16"), ("routers", "fp32"),
         ("first and last layers", "bf16"), ("head", "bf16"),
     }  # fmt: skip
-    assert found["linears", "fp8 blockwise"].linears == len(plan.fp8_linears)
+    assert found["linears", "fp8 blockwise"].linears == len(plan.feature(Fp8Plan).linears)
     head = facts.parameters["lm_head.weight"].size
     assert sum(each.weights for each in found.values()) == head + sum(cost.active for cost in facts.layer_costs)
     assert 0.9 < fp8_part(plan) < 0.95

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import fivefold as ff
 from fivefold.parallel import passes
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.passes import LossInputs
 from fivefold.parallel.state import state_of
 from tests.parity import Case, hf_config
@@ -31,7 +32,7 @@ def logits_on_rank(layout: str, tied: bool) -> tuple[Any, bool]:
     model = ff.parallelize(own_model(tied), ff.Layout.parse(layout))
     with torch.no_grad():
         logits = model(input_ids=IDS).logits
-    names = {name for unit in state_of(model).plan.units for name in unit.parameters}
+    names = {name for unit in state_of(model).plan.feature(FsdpPlan).units for name in unit.parameters}
     return logits.numpy(), names == set(state_of(model).placement.shards)
 
 

@@ -10,6 +10,7 @@ from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.core.schedule import SchedulePlan
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import (
     buffer_bytes,
     exchanged_numbers,
@@ -19,7 +20,7 @@ from fivefold.parallel.memory import (
     under_way,
     working_numbers,
 )
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.plan import ParallelPlan
 
 CELLS = [cell for cell in cells() if cell.allocated is not None]
 

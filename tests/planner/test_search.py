@@ -15,8 +15,9 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.limits import limits_of
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.planner.bounds import Bounding
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
@@ -148,7 +149,7 @@ def test_the_size_of_the_whole_model_decides_on_copies(less: int, monkeypatch: p
     """Not that of the few layers whose prices are asked for."""
     price_list = prices("llama", "1xH100")
     size = 2 * sum(each.size for each in price_list.facts.parameters.values())
-    monkeypatch.setattr("fivefold.parallel.plan.COPIED_BYTES", size - less)
+    monkeypatch.setattr("fivefold.parallel.fsdp_plan.COPIED_BYTES", size - less)
     assert price_list.plan(Layout.parse("single")).uses_fsdp == bool(less)
 
 

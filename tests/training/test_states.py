@@ -14,9 +14,9 @@ from fivefold.core.layout import Layout
 from fivefold.core.state_dtypes import block_length, kept_in, state_bytes
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.placement import Placement
-from fivefold.parallel.plan import lower
 from fivefold.parallel.sharding import local_regions, whole
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer

@@ -18,8 +18,9 @@ from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.interventions import interventions
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from fivefold.core.errors import UserError
 from fivefold.generation.sampling import Choice, Sampling
 from fivefold.parallel import passes
 from fivefold.parallel.data import COMPUTE_DTYPES
-from fivefold.parallel.plan import keeps_gathered
+from fivefold.parallel.fsdp_plan import FsdpPlan, keeps_gathered
 from fivefold.parallel.state import ParallelState, state_of
 
 GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
@@ -192,7 +192,7 @@ def ready(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
     """Keep small models gathered inside; leave every unit sharded and its own rule in force."""
-    units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.fsdp_units}
+    units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.feature(FsdpPlan).sharded}
     once = gathered_bytes(state) <= GATHER_ONCE_BYTES
     try:
         for unit in units.values():

@@ -29,6 +29,7 @@ from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
 from fivefold.parallel.balance import BalanceOptions, configure
 from fivefold.parallel.data import PRECISION_OF, put_in_order
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient
@@ -227,7 +228,7 @@ def parallelize(
         )
     configure(model, state.balance, BalanceOptions(load=load), state.placement.buffers)
     guard.install(model, state.guard, state.plan)
-    if state.plan.uses_fsdp:
+    if state.plan.feature(FsdpPlan).is_used:
         fsdp_settle_root(model)
     watch_optimizers(model, state.plan.layout, before)
     model.__class__ = type(f"Parallel{state.plan.anatomy.model_class}", (ParallelModel, type(model)), {})

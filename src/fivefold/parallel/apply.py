@@ -44,14 +44,19 @@ from fivefold.parallel.budget import within_budget
 from fivefold.parallel.chunked_mlp import chunk_mlps
 from fivefold.parallel.compiled import Compiled
 from fivefold.parallel.copies import Copies
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.fp8_scales import Fp8Scales
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.gathers import gather_parameters
+from fivefold.parallel.graph_plan import GraphPlan
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.loss import EAGER, CompiledKernels
+from fivefold.parallel.lower import lower
 from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.offload import Offload, offload_of
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute_plan import RecomputePlan
 from fivefold.parallel.stages import install
 from fivefold.parallel.state import ParallelState, fill
 
@@ -116,8 +121,9 @@ def parallelize(
     model.to("meta")
     _tie(model, facts.anatomy)
     store = WeightGradStore() if layout.schedule.splits_backward else None
-    amax = AmaxHistory(plan.amax_names, plan.amax_steps, device)
-    linears = Linears(store, fp8_products(model, plan, mesh, amax), plan.is_fp8, are_outside=bool(plan.amax_names))
+    fp8 = plan.feature(Fp8Plan)
+    amax = AmaxHistory(fp8.amax_names, fp8.amax_steps, device)
+    linears = Linears(store, fp8_products(model, plan, mesh, amax), fp8.covers, are_outside=bool(fp8.amax_names))
     _place_linears(model, plan, linears)
     tp = tensor.apply_tensor_parallel(model, plan, mesh.groups.get("tp"), linears, compiled=compile_blocks)
     chunk_mlps(model, plan, tp.enter)
@@ -141,12 +147,12 @@ def parallelize(
     model.to(data.master_dtype(layout.precision))
     if adapter is not None:
         data.rest_frozen(model, dtype)
-    data.apply_data_parallel(model, plan.fsdp_units, mesh, reduce_dtype=reduce_dtype)
+    data.apply_data_parallel(model, plan.feature(FsdpPlan).sharded, mesh, reduce_dtype=reduce_dtype)
     groups = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
     piped = pipeline.Pipeline(plan, staged, *groups, balance, linears.store)
     gathers = gather_parameters(model, plan, device, dtype, offload.memory if layout.offload_parameters else None)
     _tie(model, facts.anatomy)
-    if plan.rests_in_dtensors and not plan.uses_fsdp:
+    if plan.feature(FsdpPlan).rests_in_dtensors and not plan.feature(FsdpPlan).is_used:
         data.rest_in_dtensors(model, mesh)
     at_home = {name: gather.shard for name, gather in gathers.items() if layout.offload_parameters}
     offload.states.rest({model.get_parameter(name): shard for name, shard in at_home.items()})
@@ -166,7 +172,9 @@ def parallelize(
         Fp8Scales(plan, gathers, amax, dtype),
         compiled,
         CompiledKernels(compiled.block) if compiled else EAGER,
-        copies=Copies(model, plan.stood_in_for, dtype) if plan.stood_in_for else None,
+        copies=Copies(model, plan.feature(FsdpPlan).stood_in_for, dtype)
+        if plan.feature(FsdpPlan).stood_in_for
+        else None,
     )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
@@ -202,7 +210,7 @@ def _place_linears(model: nn.Module, plan: ParallelPlan, linears: Linears) -> No
         is_linear = hf_internals.linear_dims(module) is not None and (name in roles or is_within(name, anatomy.layers))
         if is_linear and (role := roles.get(name, "dense")) != "row":
             tensor.place(module, role, linears.of(name))
-    for group in plan.fp8_inputs:
+    for group in plan.feature(Fp8Plan).inputs:
         modules = [model.get_submodule(linear.name.removesuffix(".weight")) for linear in group]
         if len(group) > 1:
             tensor.place_together(modules, "column", linears)
@@ -239,14 +247,14 @@ def _keep_products(model: nn.Module, plan: ParallelPlan, recompute: Recompute, *
     outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
     rows = {block.row: block.is_last for block in plan.partition.tp_blocks} if plan.reduces_rows else {}
     for layer in filter(recompute.keeps, plan.placement.layers):
-        if is_compiled and plan.is_one_graph(layer):
+        if is_compiled and plan.feature(GraphPlan).is_one_graph(layer):
             continue
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
             if name in plan.facts.attends:
                 setattr(module, KEEPS, lambda forward: outside(keeping(forward)))
             elif name in rows:
                 module.forward = outside((computing_again if rows[name] else handing_on)(module.forward))
-            elif name in plan.kept_linears:
+            elif name in plan.feature(RecomputePlan).linears:
                 module.forward = outside(keeping(module.forward))
 
 
@@ -261,7 +269,7 @@ def _wrap_blocks(
     for region in plan.partition.of_layers(plan.placement.layers).tp_blocks:
         layer = next(name for name in plan.placement.layers if is_within(region.row, [name]))
         if compiled and region.is_last and recompute.of(layer) == "full" and plan.reduces_rows:
-            if plan.is_one_graph(layer):
+            if plan.feature(GraphPlan).is_one_graph(layer):
                 continue
             # A graph saves its tensors when all of it has run. A second forward stops at the last saved tensor: it is
             # the input of this row, whose product and collective then come once.
@@ -269,7 +277,7 @@ def _wrap_blocks(
             row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
     for name in plan.placement.layers:
         block, is_again, keeps = model.get_submodule(name), recompute.wraps(name), recompute.keeps(name)
-        is_inside = is_again and compiled is not None and plan.is_one_graph(name)
+        is_inside = is_again and compiled is not None and plan.feature(GraphPlan).is_one_graph(name)
         if is_inside:
             block.forward = _again(block.forward, graph_contexts if keeps else None)
         if compiled:

@@ -14,10 +14,16 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups, TPBlock
+from fivefold.parallel.chunk_plan import ChunkPlan
 from fivefold.parallel.collectives import Call, Phase, StepShape
+from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.graph_plan import GraphPlan
 from fivefold.parallel.matrix_rounds import matrix_rounds
+from fivefold.parallel.pipeline_plan import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, ring_hops, tokens_by_rank
+from fivefold.parallel.recompute_plan import RecomputePlan
 from fivefold.parallel.shard_rules import feature_blocks
 
 
@@ -85,13 +91,13 @@ def _of_units(step: _Step) -> Iterator[Call]:
     """FSDP gathers a unit before it is used and reduce-scatters its gradients. Replicas all-reduce their shards once a
     step."""
     plan, shape = step.plan, step.shape
-    counts = plan.unshards(shape.micro_batches)
-    for unit in filter(lambda unit: unit.parameters, plan.units):
+    counts = plan.feature(FsdpPlan).unshards(shape.micro_batches)
+    for unit in filter(lambda unit: unit.parameters, plan.feature(FsdpPlan).units):
         shards, axis = plan.placement.grid.fsdp_shards(unit.over), plan.placement.grid.fsdp_axis(unit.over)
-        _, reduced = plan.padded_sizes(unit)
+        _, reduced = plan.feature(FsdpPlan).padded_sizes(unit)
         count, layer = counts[unit.name], unit.name
         both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
-        size = plan.gathered_bytes(unit)
+        size = plan.feature(FsdpPlan).gathered_bytes(unit)
         for phase, times in both:
             if times:
                 yield Call(
@@ -115,7 +121,7 @@ def _of_stages(step: _Step) -> Iterator[Call]:
     plan, shape = step.plan, step.shape
     tokens = shape.tokens // plan.layout.tp if plan.splits_sequence else shape.tokens
     size = shape.rows * tokens * shape.hidden * shape.compute_bytes
-    actions = plan.schedule(shape.micro_batches).actions[plan.placement.coords.pp]
+    actions = plan.feature(PipelinePlan).schedule(shape.micro_batches).actions[plan.placement.coords.pp]
     transfers = [action for action in actions if isinstance(action, Transfer)]
     sides = {(each.way, each.of, each.stage): 0 for each in transfers}
     for each in transfers:
@@ -140,11 +146,11 @@ def _of_tensor_parallel(step: _Step) -> Iterator[Call]:
     if first:
         yield from _leave(step, anatomy.embedding, is_in_block=False)
     for block in partition.tp_blocks:
-        if block.owner in plan.chunked_mlps:
+        if block.owner in plan.feature(ChunkPlan).mlps:
             yield from _in_pieces(step, block)
             continue
         for entry in block.entries:
-            again = plan.gathers_again(step.layer_of(block.row), entry, shape)
+            again = plan.feature(GraphPlan).gathers_again(step.layer_of(block.row), entry, shape)
             yield from _enter(step, entry.modules[0], again=again)
         yield from _leave(step, block.row, is_last=block.is_last)
     if last:
@@ -185,7 +191,7 @@ def _in_pieces(step: _Step, block: TPBlock) -> Iterator[Call]:
     not."""
     plan, shape, layer = step.plan, step.shape, step.layer_of(block.row)
     split = plan.layout.tp if plan.splits_sequence else 1
-    pieces, again = plan.pieces(shape.tokens // split), shape.recompute.wraps(layer)
+    pieces, again = plan.feature(ChunkPlan).pieces(shape.tokens // split), shape.recompute.wraps(layer)
     there, back = ("all_gather", "reduce_scatter") if plan.splits_sequence else ("all_reduce", "all_reduce")
     for at, tokens in enumerate(pieces):
         size = shape.hidden_bytes // shape.tokens * tokens * split
@@ -216,16 +222,18 @@ def _of_fp8(step: _Step) -> Iterator[Call]:
     """Ranks that split a dimension of a linear agree on the largest values that its regions have, together with those
     of linears that are given the same input."""
     plan, shape = step.plan, step.shape
-    if plan.amax_names and shape.has_amax:
+    if plan.feature(Fp8Plan).amax_names and shape.has_amax:
         return
-    for group in plan.fp8_inputs:
+    for group in plan.feature(Fp8Plan).inputs:
         first, outputs = group[0], [linear.outputs for linear in group]
         recipe = RECIPES[plan.layout.fp8]
         for product, dim, numbers in agreements(recipe, shape.rows * shape.tokens, first.inputs, outputs):
             if axis := first.axes.get(dim):
                 size = numbers * shape.compute_bytes
                 if product == "output":
-                    yield from step.forwards(axis, "all_reduce", size, first.name, is_kept=plan.keeps(first.name))
+                    yield from step.forwards(
+                        axis, "all_reduce", size, first.name, is_kept=plan.feature(RecomputePlan).keeps(first.name)
+                    )
                 else:
                     yield step.call(axis, "all_reduce", size, "backward", step.layer_of(first.name))
 
@@ -378,8 +386,8 @@ def _of_world(step: _Step) -> Iterator[Call]:
     judged, their pairs are counted before, and the means of each metric taken after."""
     plan = step.plan
     judged = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
-    weights = 0 if plan.amax_names and step.shape.has_amax else 8 * len(plan.fp8_gathers)
-    amax = 8 * len(KINDS) * len(plan.amax_names)
+    weights = 0 if plan.feature(Fp8Plan).amax_names and step.shape.has_amax else 8 * len(plan.feature(Fp8Plan).gathers)
+    amax = 8 * len(KINDS) * len(plan.feature(Fp8Plan).amax_names)
     for size in filter(None, (40, *judged, weights, amax, 16)):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 

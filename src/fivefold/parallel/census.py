@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Matmul
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.plan import ParallelPlan
 
 
@@ -39,7 +40,7 @@ def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
     layout, facts = plan.layout, plan.facts
     fp8, high = f"fp8 {layout.fp8}", layout.precision
     routers = [each.router for each in facts.experts]
-    in_fp8 = {name for name, _ in plan.fp8_matmuls(facts.anatomy.layers)}
+    in_fp8 = {name for name, _ in plan.feature(Fp8Plan).matmuls(facts.anatomy.layers)}
     for layer, cost in zip(facts.anatomy.layers, facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             name = f"{layer}.{matmul.name}"
@@ -47,10 +48,10 @@ def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
             if is_within(name, routers):
                 router = next(each for each in routers if is_within(name, [each]))
                 yield "routers", "fp32" if router in plan.fp32_routers else high, "", matmul
-            elif layout.fp8 != "none" and not plan.is_fp8(layer):
+            elif layout.fp8 != "none" and not plan.feature(Fp8Plan).covers(layer):
                 yield "first and last layers", high, "precision.fp8_high_layers", matmul
             elif kind == "experts":
-                yield "experts", fp8 if plan.is_fp8(name) else high, "", matmul
+                yield "experts", fp8 if plan.feature(Fp8Plan).covers(name) else high, "", matmul
             elif kind == "latent":
                 yield "latent projections", high, "ranks have parts of their gradients" * (layout.fp8 != "none"), matmul
             else:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fivefold.parallel.chunk_plan import ChunkPlan
 from fivefold.parallel.plan import ParallelPlan
 
 
 def chunk_mlps(model: nn.Module, plan: ParallelPlan, enter: Callable[[Tensor], Tensor]) -> None:
     """Let the MLPs of this rank run in pieces. `enter`: what their hidden states pass through on their way in."""
-    for name in plan.chunked_mlps:
+    for name in plan.feature(ChunkPlan).mlps:
         mlp = model.get_submodule(name)
         forward = partial(_in_pieces, mlp.forward, enter, plan.layout.mlp_chunks)
         mlp.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]

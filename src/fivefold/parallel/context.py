@@ -250,9 +250,8 @@ def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> 
     anatomy, group = plan.anatomy, mesh.groups.get("cp")
     if group is None:
         return ContextParallel(None, 0, 1, plan.cp_method, None, None, is_on=False)
-    fold = ContextParallel(
-        group, plan.placement.coords.cp, plan.layout.cp, plan.cp_method, *_groups(mesh, plan.cp_method)
-    )
+    rank, ranks = plan.placement.coords.cp, plan.layout.cp
+    fold = ContextParallel(group, rank, ranks, plan.cp_method, *_groups(mesh, plan.cp_method))
     for name in plan.facts.attends:
         setattr(model.get_submodule(name), CONTEXT, fold)
     base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)

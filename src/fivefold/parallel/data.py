@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.core.lora import nf4_bytes
+from fivefold.parallel.fsdp_plan import FsdpPlan, Unit, keeps_gathered
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.plan import Unit, keeps_gathered
 from fivefold.torch_internals import fsdp_forget
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -79,7 +79,7 @@ def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
 
 def reshard(model: Any) -> None:
     """Drop what is gathered or copied, so that the next use sees the parameters as they are then."""
-    for module in model.modules() if model.fivefold.plan.uses_fsdp else ():
+    for module in model.modules() if model.fivefold.plan.feature(FsdpPlan).is_used else ():
         if isinstance(module, FSDPModule):
             module.reshard()
     if copies := model.fivefold.copies:

@@ -16,18 +16,19 @@ import torch.distributed as dist
 from fivefold.core.fp8 import RECIPES
 from fivefold.ops.fp8 import scale_of
 from fivefold.parallel.amax import AmaxHistory
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.gathers import Gather
 from fivefold.parallel.plan import ParallelPlan
 
 
 class Fp8Scales:
-    """Of the weights `plan.fp8_gathers` of the whole model. Where there are none it does nothing."""
+    """Of the weights `plan.feature(Fp8Plan).gathers` of the whole model. Where there are none it does nothing."""
 
     def __init__(
         self, plan: ParallelPlan, gathers: Mapping[str, Gather], amax: AmaxHistory, dtype: torch.dtype
     ) -> None:
         """`gathers`: of parameters that are here. `dtype`: of compute."""
-        self._names, self._amax, self._dtype = plan.fp8_gathers, amax, dtype
+        self._names, self._amax, self._dtype = plan.feature(Fp8Plan).gathers, amax, dtype
         here = ((place, gathers.get(name)) for place, name in enumerate(self._names))
         self._gathers = {place: each for place, each in here if each is not None and each.in_fp8}
         self._cast = RECIPES[plan.layout.fp8].output[1] if self._names else None

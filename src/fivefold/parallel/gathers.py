@@ -19,6 +19,7 @@ from fivefold.core.fp8 import RECIPES, Cast
 from fivefold.models import hf_internals
 from fivefold.ops.fp8 import DTYPES, cast_to_fp8
 from fivefold.ops.fp8_weight import Fp8Weight
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.host_memory import HostMemory
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import fsdp_gather_by, fsdp_pad, fsdp_shards
@@ -93,7 +94,7 @@ def gather_parameters(
     brings them (`offload.py`). This goes module by module, so that the device has to hold one of them at a time.
     """
     found = dict[str, Gather]()
-    in_fp8, shards = frozenset(plan.fp8_gathers), fsdp_shards(model)
+    in_fp8, shards = frozenset(plan.feature(Fp8Plan).gathers), fsdp_shards(model)
     for path, module in model.named_modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if tensors and not any(each.is_meta for each in tensors):

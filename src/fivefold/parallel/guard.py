@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fivefold.core.errors import UserError
 from fivefold.parallel.copies import before_backward
 from fivefold.parallel.data import put_in_order, reshard
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import NORMS, is_in_backward, of_one, without_torch_function
 
@@ -131,10 +132,10 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     for name in _around_layers(plan):
         model.get_submodule(name).register_forward_pre_hook(before_base, with_kwargs=True, prepend=True)
     model.register_forward_hook(drop, always_call=True)
-    if plan.rests_in_dtensors or plan.copied:
+    if plan.feature(FsdpPlan).rests_in_dtensors or plan.feature(FsdpPlan).copied:
         guard.parameters = _by_name(model)
     kind = NarrowPartOfParameter if plan.placement.parts_beyond_fsdp else PartOfParameter
-    for name, parameter in guard.parameters.items() if plan.rests_in_dtensors else ():
+    for name, parameter in guard.parameters.items() if plan.feature(FsdpPlan).rests_in_dtensors else ():
         parameter.register_hook = refuse_gradient_hook  # type: ignore[method-assign]
         if name in plan.gradient_sums or (name == plan.tied and len(plan.placement.pp_ranks[name]) > 1):
             parameter.register_post_accumulate_grad_hook = refuse_accumulated_hook  # type: ignore[method-assign]

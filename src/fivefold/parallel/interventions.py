@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.fsdp_plan import FsdpPlan
 from fivefold.parallel.plan import ParallelPlan
 
 Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "shard"]
@@ -39,9 +42,9 @@ def interventions(plan: ParallelPlan) -> Iterator[Intervention]:
         yield from _of_context_parallel(plan)
     if plan.layout.schedule.splits_backward:
         yield from _of_weight_gradients(plan)
-    for mlp in plan.chunked_mlps:
+    for mlp in plan.feature(ChunkPlan).mlps:
         yield Intervention(mlp, "forward", "chunks", f"runs {plan.layout.mlp_chunks} pieces of the sequence in turn")
-    for linear in plan.fp8_linears:
+    for linear in plan.feature(Fp8Plan).linears:
         yield Intervention(
             linear.name.removesuffix(".weight"), "forward", "fp8", "its products are those of eight bits"
         )
@@ -63,16 +66,15 @@ def interventions(plan: ParallelPlan) -> Iterator[Intervention]:
         yield Intervention(layer, "forward", "recompute", why[recompute.of(layer)])
     for layer in plan.placement.layers if plan.layout.offload_activations else ():
         yield Intervention(layer, "forward", "offload", "what it saves for backward lies in host memory")
-    if plan.stood_in_for and plan.rests_in_dtensors:
+    if plan.feature(FsdpPlan).stood_in_for and plan.feature(FsdpPlan).rests_in_dtensors:
         yield Intervention("", "hook", "tp", "parameters, which rest as DTensors, give way to plain tensors")
-    if plan.copied:
+    if plan.feature(FsdpPlan).copied:
         yield Intervention("", "hook", "bf16", "parameters give way to copies in bf16 until backward is done")
         for layer in plan.placement.layers:
             yield Intervention(layer, "pre-hook", "bf16", "what enters it is cast to bf16")
-    for unit in plan.fsdp_units:
-        yield Intervention(
-            unit.name, "shard", plan.placement.grid.fsdp_axis(unit.over), "parameters gathered and reduced as one"
-        )
+    for unit in plan.feature(FsdpPlan).sharded:
+        axis = plan.placement.grid.fsdp_axis(unit.over)
+        yield Intervention(unit.name, "shard", axis, "parameters gathered and reduced as one")
 
 
 def _of_tensor_parallel(plan: ParallelPlan) -> Iterator[Intervention]:
@@ -86,7 +88,7 @@ def _of_tensor_parallel(plan: ParallelPlan) -> Iterator[Intervention]:
     yield Intervention(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
     yield Intervention(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
     for block in partition.tp_blocks:
-        for entry in block.entries if block.owner not in plan.chunked_mlps else ():
+        for entry in block.entries if block.owner not in plan.feature(ChunkPlan).mlps else ():
             for module in entry.modules:
                 yield Intervention(module, "pre-hook", "tp", "all tokens enter it")
         yield Intervention(block.row, "forward", "tp", "partial sums are added up, then the bias")

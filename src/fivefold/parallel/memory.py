@@ -19,8 +19,14 @@ from fivefold.core.schedule import Slot
 from fivefold.core.state_dtypes import AT_ONCE, RESTORED
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
+from fivefold.parallel.chunk_plan import ChunkPlan
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.graph_plan import GraphPlan
+from fivefold.parallel.pipeline_plan import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute_plan import RecomputePlan
 from fivefold.parallel.unshards import WITHOUT_FSDP
 
 # Forward passes are done, and the loss of the last one is computed with its gradients. The last layer's backward runs;
@@ -167,35 +173,23 @@ def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _units(plan: ParallelPlan) -> Units:
-    sizes = {unit.name: (plan.gathered_bytes(unit), plan.padded_sizes(unit)[1]) for unit in plan.units}
-    of_layers = [
-        (_sum(size for name, size in sizes.items() if _is_of(name, layer)), sizes[layer])
-        for layer in plan.placement.layers
-    ]
+    fsdp, layers = plan.feature(FsdpPlan), plan.placement.layers
+    sizes = {unit.name: (fsdp.gathered_bytes(unit), fsdp.padded_sizes(unit)[1]) for unit in fsdp.units}
+    of_layers = [(_sum(size for name, size in sizes.items() if _is_of(name, each)), sizes[each]) for each in layers]
     layer, own = max(of_layers, default=((0, 0), (0, 0)))
     root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
-    matrix = max(
-        (plan.largest(unit) for unit in plan.units if is_within(f"{unit.name}.", plan.placement.layers)), default=0
-    )
-    sent = (
-        unit
-        for unit in plan.units
-        if unit.name in plan.placement.layers and plan.placement.grid.fsdp_shards(unit.over) > 1
-    )
+    matrix = max((fsdp.largest(unit) for unit in fsdp.units if is_within(f"{unit.name}.", layers)), default=0)
+    grid = plan.placement.grid
+    sent = (unit for unit in fsdp.units if unit.name in layers and grid.fsdp_shards(unit.over) > 1)
     ahead = max((sizes[unit.name][0] for unit in sent), default=0)
-    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead, plan.uses_fsdp)
+    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead, fsdp.is_used)
 
 
 def _resting(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    is_shared = len(plan.users(plan.units[-1])) > 1
-    largest = max(
-        (
-            plan.placement.held_bytes(name, shape.master_bytes)
-            for name in plan.placement.shards
-            if plan.placement.holds(name)
-        ),
-        default=0,
-    )
+    is_shared = len(plan.feature(FsdpPlan).users(plan.feature(FsdpPlan).units[-1])) > 1
+    placement = plan.placement
+    held = (placement.held_bytes(name, shape.master_bytes) for name in placement.shards if placement.holds(name))
+    largest = max(held, default=0)
     layout = plan.layout
     state = in_update(state, largest, shape, away=layout.rests_in_host, state_dtype=layout.state_dtype)
     return resting_bytes(state, _units(plan), layout.zero, shape, root_waits=is_shared)
@@ -265,7 +259,8 @@ def _passing(plan: ParallelPlan, shape: StepShape) -> tuple[dict[str, int], Pass
     """By layer, what its micro batches in flight keep for backward; all that is under way; and what of it lies in host
     memory: all but the last layer of a stage. With recompute a layer keeps only its input."""
     layers = [last - first for first, last in plan.placement.stages.splits]
-    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.placement.coords.pp], layers)
+    orders = plan.feature(PipelinePlan).schedule(shape.micro_batches).orders
+    counts = under_way(orders[plan.placement.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     kept, saved, stages, working = dict[str, int](), dict[str, int](), dict[int, int](), [0]
     away, fetched, moves = 0, 0, plan.layout.offload_activations
@@ -315,7 +310,8 @@ class LayerBytes:
 def layer_choices(plan: ParallelPlan, shape: StepShape) -> dict[str, dict[Mode, Choice]]:
     """Each layer of this rank under each mode of recompute, with all its micro batches in flight."""
     layers = [last - first for first, last in plan.placement.stages.splits]
-    counts = under_way(plan.schedule(shape.micro_batches).orders[plan.placement.coords.pp], layers)
+    orders = plan.feature(PipelinePlan).schedule(shape.micro_batches).orders
+    counts = under_way(orders[plan.placement.coords.pp], layers)
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     return {
         layer: {
@@ -366,7 +362,7 @@ def _gathers_again(plan: ParallelPlan, layer: str, shape: StepShape) -> bool:
     """Whether a layer gathers again in backward all that enters its pairs of linears."""
     blocks = (block for block in plan.facts.partition.tp_blocks if is_within(block.row, [layer]))
     entries = [entry for block in blocks for entry in block.entries]
-    return bool(entries) and all(plan.gathers_again(layer, entry, shape) for entry in entries)
+    return bool(entries) and all(plan.feature(GraphPlan).gathers_again(layer, entry, shape) for entry in entries)
 
 
 def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> float:
@@ -374,7 +370,7 @@ def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepSha
     statistic of each query in fp32, and rows of experts. The last linear's only in fp8, whose products are kept by the
     linears themselves."""
     tp, splits, partition = plan.layout.tp, plan.splits_sequence, plan.facts.partition
-    in_fp8 = set() if plan.reduces_rows else {linear.name for linear in plan.fp8_linears}
+    in_fp8 = set() if plan.reduces_rows else {linear.name for linear in plan.feature(Fp8Plan).linears}
     inside = sum(
         each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes) for each in cost.attention
     )
@@ -386,13 +382,13 @@ def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepSha
         role = partition.roles.get(name)
         if role is not None and role.kind == "experts":
             found += _dear_rows(plan, name, matmul, shape)
-        elif name in in_fp8 and not plan.keeps(name):
+        elif name in in_fp8 and not plan.feature(RecomputePlan).keeps(name):
             found += matmul.outputs
-        elif plan.keeps(name) and role is not None and role.kind == "column":
+        elif plan.feature(RecomputePlan).keeps(name) and role is not None and role.kind == "column":
             inside += sizes[role.dim or 0]
-        elif plan.keeps(name) and role is not None and role.kind == "row":
+        elif plan.feature(RecomputePlan).keeps(name) and role is not None and role.kind == "row":
             found += sizes[1 - (role.dim or 0)] / (tp if splits else 1)
-        elif plan.keeps(name):
+        elif plan.feature(RecomputePlan).keeps(name):
             found += matmul.outputs
     return found + inside / tp
 
@@ -419,7 +415,7 @@ def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
     scaling), behind which an activation keeps what it gives. Layers that run as they are keep the cast where it serves
     both products.
     """
-    groups = [group for group in plan.fp8_inputs if is_within(group[0].name, [layer])]
+    groups = [group for group in plan.feature(Fp8Plan).inputs if is_within(group[0].name, [layer])]
     if not groups or RECIPES[plan.layout.fp8].weight_grad is None:
         return 0.0
     recipe, found = RECIPES[plan.layout.fp8], 0.0
@@ -445,7 +441,7 @@ def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
 def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> float:
     """Numbers of a token that an MLP which runs in pieces does not keep: what each of its first linears gives, and what
     the activation makes of that; compiled, the latter only as the input of its last linear."""
-    own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.chunked_linears]
+    own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.feature(ChunkPlan).linears]
     if not own:
         return 0.0
     *columns, row = own
@@ -483,12 +479,14 @@ def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> fl
 
     Compiled, a layer that is one graph has the gradients of gate, up and their product at once, and that of what it
     gave. One whose graph ends at attention over cp frees the product before gate and up have gradients."""
-    matmuls = [each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.chunked_linears]
+    matmuls = [
+        each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.feature(ChunkPlan).linears
+    ]
     widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
     experts = max((each.times for each in matmuls), default=1)
     made, hidden = 2 * widest, 2 * shape.hidden
     if shape.compiled and experts == 1 and plan.layout.fp8 == "none":
-        ends_inside = plan.placement.grid.size("cp") > 1 or bool(plan.chunked_linears)
+        ends_inside = plan.placement.grid.size("cp") > 1 or bool(plan.feature(ChunkPlan).linears)
         made, hidden = widest * (1 if ends_inside else 3), shape.hidden
     whole = max(made / plan.layout.tp, attention_numbers(plan, cost, shape))
     if not (inside := chunked_numbers(plan, cost, compiled=False)):

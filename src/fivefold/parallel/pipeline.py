@@ -28,6 +28,8 @@ from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import data, plain
 from fivefold.parallel.balance import Balance
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.pipeline_plan import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.stages import StageModules
 from fivefold.parallel.unshards import Progress
@@ -63,7 +65,7 @@ class Pipeline:
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     """Forward and backward of every micro batch (`LossInputs`); gradients end up reduced. Returns the sum of the
     losses, fp64: 0 on ranks without the last stage."""
-    plan = pipeline.plan.schedule(len(inputs))
+    plan = pipeline.plan.feature(PipelinePlan).schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
     for action in plan.actions[pipeline.plan.placement.coords.pp]:
         step.do(action)
@@ -270,8 +272,8 @@ class _Flags:
     def __init__(self, model: Any, pipeline: Pipeline, plan: SchedulePlan) -> None:
         self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
         self._units: list[tuple[FSDPModule, frozenset[int]]] = [
-            (model.get_submodule(unit.name), pipeline.plan.users(unit))
-            for unit in pipeline.plan.fsdp_units
+            (model.get_submodule(unit.name), pipeline.plan.feature(FsdpPlan).users(unit))
+            for unit in pipeline.plan.feature(FsdpPlan).sharded
             if unit.parameters
         ]
         self._progress = Progress(plan.micro_batches, pipeline.plan.placement.own_stages, self._zero)
@@ -320,12 +322,8 @@ def prefetch_within_stages(model: Any, plan: ParallelPlan) -> None:
 
 def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
     """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
-    staged, stages, own, hidden = (
-        pipeline.staged,
-        pipeline.plan.placement.stages,
-        pipeline.plan.placement.own_stages,
-        None,
-    )
+    staged, placement, hidden = pipeline.staged, pipeline.plan.placement, None
+    stages, own = placement.stages, placement.own_stages
     for stage in own:
         before, after = stage - 1, stage + 1
         if stage and before not in own:

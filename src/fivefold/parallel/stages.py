@@ -160,12 +160,8 @@ def install(
     model: nn.Module, plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, *, dtype: torch.dtype
 ) -> StageModules:
     """Put stand-ins into `model`, in place, where other ranks have the modules."""
-    stages, anatomy, in_tuples, own = (
-        plan.placement.stages,
-        plan.anatomy,
-        plan.facts.in_tuples,
-        set(plan.placement.own_stages),
-    )
+    stages, own = plan.placement.stages, set(plan.placement.own_stages)
+    anatomy, in_tuples = plan.anatomy, plan.facts.in_tuples
     staged = StageModules(plan, model, dtype, tensor, context)
     originals = {path: model.get_submodule(path) for path in stages.stages_of_module}
     is_here = {path: not own.isdisjoint(where) for path, where in stages.stages_of_module.items()}

@@ -27,7 +27,9 @@ from fivefold.models import hf_internals
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
 from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
+from fivefold.parallel.chunk_plan import ChunkPlan
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.graph_plan import GraphPlan
 from fivefold.parallel.mappings import (
     copy_to_tensor_parallel,
     feature_indices,
@@ -132,9 +134,11 @@ def apply_tensor_parallel(
     model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
     shape = replace(plan.step_shape(1, plan.layout.cp, 1), compiled=compiled)  # its sizes are not asked for
     for region in partition.tp_blocks:
-        for entry in region.entries if region.owner not in plan.chunked_mlps else ():  # these enter piece by piece
+        for entry in (
+            region.entries if region.owner not in plan.feature(ChunkPlan).mlps else ()
+        ):  # these enter piece by piece
             layer = next((name for name in plan.placement.layers if is_within(region.row, [name])), None)
-            again = layer is not None and plan.gathers_again(layer, entry, shape)
+            again = layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)
             _place_entry(model, entry, partial(_again, fold.enter) if again else fold.enter)
         row = model.get_submodule(region.row)
         place(row, "row", linears.of(region.row), reduce=fold.leave)

@@ -18,8 +18,10 @@ from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import calls, layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.fsdp_plan import FsdpPlan, Unit, computes_in_copies
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, logit_bytes
-from fivefold.parallel.plan import ParallelPlan, Unit, computes_in_copies, lower
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.planner.chips import Chip
 from fivefold.planner.cluster import Cluster, Span
@@ -287,20 +289,21 @@ class _Sharding(_Pricing):
     def shard(self, modules: Sequence[str]) -> Shard:
         """The parameters of modules that have units of their own."""
         names = [name for name in self.plan.placement.shards if is_within(name, modules)]
-        units = tuple(self.unit(unit) for unit in self.plan.units if unit.name and is_within(f"{unit.name}.", modules))
+        all_units = self.plan.feature(FsdpPlan).units
+        units = tuple(self.unit(unit) for unit in all_units if unit.name and is_within(f"{unit.name}.", modules))
         if not units:  # of a tied embedding, which is in the model's own unit
             return Shard()
         return Shard(units, self.plan.summed_bytes(self.shape.master_bytes, names))
 
     def rest(self) -> Shard:
         """The model's own unit."""
-        unit = self.plan.units[-1]
+        unit = self.plan.feature(FsdpPlan).units[-1]
         return Shard((self.unit(unit),), self.plan.summed_bytes(self.shape.master_bytes, unit.parameters))
 
     def unit(self, unit: Unit) -> UnitPrice:
         """Its numbers, and its collectives, found among the calls by its name."""
-        gathered, (_, reduced) = self.plan.gathered_bytes(unit), self.plan.padded_sizes(unit)
-        master, placement = self.shape.master_bytes, self.plan.placement
+        fsdp, placement, master = self.plan.feature(FsdpPlan), self.plan.placement, self.shape.master_bytes
+        gathered, (_, reduced) = fsdp.gathered_bytes(unit), fsdp.padded_sizes(unit)
         held = sum(placement.held_bytes(name, placement.rests_in(name, master)) for name in unit.parameters) // master
         calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
         gather, reduce = (
@@ -313,7 +316,7 @@ class _Sharding(_Pricing):
         trained = [name for name in unit.parameters if name not in unit.frozen]
         return UnitPrice(
             held, sum(placement.held_bytes(name, 1) for name in trained), gathered, reduced, calls, gather, reduce,
-            self.plan.largest(unit), sum(placement.state_bytes(name, master) for name in trained),
+            fsdp.largest(unit), sum(placement.state_bytes(name, master) for name in trained),
             placement.grid.fsdp_shards(unit.over),
         )  # fmt: skip
 
@@ -504,7 +507,7 @@ class PriceList:
             return pricing.rest() if all(ends) else self._rest(layout, *ends)
 
         embedding = pricing.shard([plan.anatomy.embedding])
-        return Shards(pricing.shape, plan.placement.grid, layers, embedding, rest, tied, plan.uses_fsdp)
+        return Shards(pricing.shape, plan.placement.grid, layers, embedding, rest, tied, plan.feature(FsdpPlan).is_used)
 
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
         """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""

@@ -18,6 +18,7 @@ from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel import shared_memory
 from fivefold.parallel.census import fp8_part
 from fivefold.parallel.data import COMPUTE_DTYPES, PRECISION_OF
+from fivefold.parallel.fp8_plan import Fp8Plan
 from fivefold.parallel.host_memory import HOST
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, schedule
@@ -162,7 +163,10 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     recipe = plan.layout.fp8
     if recipe == "none":
         return []
-    counts = (len(plan.fp8_linears), "linear"), (len(plan.fp8_experts), "expert module")
+    counts = (
+        (len(plan.feature(Fp8Plan).linears), "linear"),
+        (len(plan.feature(Fp8Plan).expert_modules), "expert module"),
+    )
     cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
     high = plan.layout.fp8_high_layers
     ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
@@ -171,11 +175,11 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     device, precision = job.world.device, plan.layout.precision
     if why := emulated(recipe, device, precision):
         rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
-    elif plan.fp8_experts and (lacks := emulated(recipe, device, precision, of_experts=True)):
+    elif plan.feature(Fp8Plan).expert_modules and (lacks := emulated(recipe, device, precision, of_experts=True)):
         rows.append(("", f"the loss of experts is that of fp8, their speed is not: {lacks}"))
     layout = plan.layout
     tokens = layout.padded(job.config.data.seq_length) // layout.cp * layout.micro_batch_size
-    if not why and (slow := plan.unaligned(tokens)):
+    if not why and (slow := plan.feature(Fp8Plan).unaligned(tokens)):
         step = KERNELS[RECIPES[recipe].block].summed
         more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
         rows.append(("", f"slower than in bf16, for sizes that are no multiples of {step}: {slow[0]}{more}"))
@@ -200,13 +204,9 @@ def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
     placement, kinds = state_of(job.model).placement, OPTIMIZERS[job.config.optimizer.name].state.values()
     if placement.layout.state_dtype == "fp32":
         return []
-    held, master = (
-        [name for name in placement.shards if placement.holds(name)],
-        next(job.model.parameters()).element_size(),
-    )
-    each = sum(placement.state_bytes(name, master) for name in held) / sum(
-        placement.held_bytes(name, 1) for name in held
-    )
+    held = [name for name in placement.shards if placement.holds(name)]
+    master, numbers = next(job.model.parameters()).element_size(), sum(placement.held_bytes(name, 1) for name in held)
+    each = sum(placement.state_bytes(name, master) for name in held) / numbers
     what = f"{', '.join(kinds)}: {each:.3g} bytes a number, not {master}; vectors stay as they were"
     return [("states", f"{placement.layout.state_dtype} {what}")]
 

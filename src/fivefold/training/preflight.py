@@ -28,8 +28,9 @@ from fivefold.parallel import plain
 from fivefold.parallel.budget import within_budget
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.host_memory import HOST
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
-from fivefold.parallel.plan import ParallelPlan, lower
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.state import state_of
 from fivefold.planner.relief import planned
 from fivefold.training.optimizers import rule_of

@@ -20,6 +20,7 @@ from fivefold.core.files import replace
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
+from fivefold.parallel.pipeline_plan import PipelinePlan
 from fivefold.parallel.state import state_of
 from fivefold.training.step import declare, step_shape
 
@@ -38,9 +39,10 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
             "collectives": declared, "holds": state.placement.by_rank(),
         }  # fmt: skip
         if state.plan.layout.pp > 1:
-            plan = state.plan.schedule(state.plan.layout.accumulation(config.train.global_batch_size))
+            pipeline = state.plan.feature(PipelinePlan)
+            plan = pipeline.schedule(state.plan.layout.accumulation(config.train.global_batch_size))
             about["timeline"] = {
-                "simulated": plan.simulate(state.plan.slot_duration).to_json(),
+                "simulated": plan.simulate(pipeline.slot_duration).to_json(),
                 "ideal_bubble": plan.ideal_bubble,
             }
     checkpoint.on_first_rank(lambda: _save(config, about))

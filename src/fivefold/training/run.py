@@ -137,12 +137,8 @@ class Trainer:
             offload_to=config.memory.offload_to, adapter=lora,
         )  # fmt: skip
         preflight.reserve_host_memory(model, config)
-        configure(
-            model,
-            state_of(model).balance,
-            balance_options(config, model.config),
-            state_of(model).placement.buffers,
-        )
+        state = state_of(model)
+        configure(model, state.balance, balance_options(config, model.config), state.placement.buffers)
         goals = reference.goals(config, data, model, compared)
         optimizer = build_optimizer(model, config.optimizer)
         stack.callback(log.folder.release)

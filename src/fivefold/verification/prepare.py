@@ -15,7 +15,8 @@ from fivefold.core.layout import Layout
 from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.parallel.balance import movable_biases
-from fivefold.parallel.plan import lower
+from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.lower import lower
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
@@ -128,8 +129,8 @@ def fp8_linears(case: ProofCase, layout: Layout) -> list[str]:
     """The linears and the experts that multiply in fp8, by a plan of one rank."""
     one = Layout(fp8=layout.fp8, fp8_high_layers=layout.fp8_high_layers)
     plan = lower(facts_of(meta_of_folder(case.folder)), one, 0)
-    linears = [each.name.rpartition(".")[0] for each in plan.fp8_linears]
-    return linears + [each.name for each in plan.fp8_experts]
+    linears = [each.name.rpartition(".")[0] for each in plan.feature(Fp8Plan).linears]
+    return linears + [each.name for each in plan.feature(Fp8Plan).expert_modules]
 
 
 def watched_routers(case: ProofCase) -> list[str]:

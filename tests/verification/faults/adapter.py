@@ -14,7 +14,7 @@ from fivefold.models import adapter_facts, experts
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
 from fivefold.ops import nf4
-from fivefold.parallel import apply, plan
+from fivefold.parallel import apply, lower
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import adamw
 from tests.verification.faults.fault import Model, fault
@@ -72,12 +72,12 @@ def adapter_of_a_row_not_summed() -> Any:
 
 def _without_sums(leaf: str) -> Any:
     """Gradients of such a matrix are not summed over tensor ranks."""
-    plain = plan.gradient_sums
+    plain = lower.gradient_sums
 
     def sums(*given: Any, **options: Any) -> dict[str, str]:
         return {name: axis for name, axis in plain(*given, **options).items() if not name.endswith(leaf)}
 
-    return patch.object(plan, "gradient_sums", sums)
+    return patch.object(lower, "gradient_sums", sums)
 
 
 @fault(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, hf_internals, merged
-from fivefold.parallel import apply, balance, capacity, expert, plan, shard_rules, tensor
+from fivefold.parallel import apply, balance, capacity, expert, lower, shard_rules, tensor
 from fivefold.parallel.balance import AuxLossScaler, Balance, BalanceOptions
 from fivefold.parallel.capacity import Shares
 from fivefold.parallel.mappings import gather, mapping
@@ -53,12 +53,12 @@ def expert_gradients_divided() -> Any:
     expects=[("gradient, reduced", r"mlp\.gate")],
 )
 def router_gradient_partial() -> Any:
-    plain = plan.gradient_sums
+    plain = lower.gradient_sums
 
     def sums(*args: Any, **options: Any) -> dict[str, str]:
         return {name: axis for name, axis in plain(*args, **options).items() if "gate" not in name}
 
-    return patch.object(plan, "gradient_sums", sums)
+    return patch.object(lower, "gradient_sums", sums)
 
 
 @fault(
@@ -245,7 +245,7 @@ def gate_and_up_cut_as_one() -> Any:
     expects=OF_EXPERTS,
 )
 def down_bias_added_by_every_part() -> Any:
-    plain, plain_mlp, plain_sums = shard_rules.feature_splits, expert.expert_mlp, plan.gradient_sums
+    plain, plain_mlp, plain_sums = shard_rules.feature_splits, expert.expert_mlp, lower.gradient_sums
 
     def splits(held: Any, shapes: Any, parts: int) -> dict[str, Split]:
         whole = ((0, shapes["down_proj_bias"][1]),)
@@ -262,7 +262,7 @@ def down_bias_added_by_every_part() -> Any:
         with (
             patch.object(shard_rules, "feature_splits", splits),
             patch.object(expert, "expert_mlp", from_the_first),
-            patch.object(plan, "gradient_sums", sums),
+            patch.object(lower, "gradient_sums", sums),
         ):
             yield
 

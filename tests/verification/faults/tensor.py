@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.ops import linear as seam
 from fivefold.ops.linear import Multiply
-from fivefold.parallel import mappings, plan, shard_rules, tensor
+from fivefold.parallel import lower, mappings, shard_rules, tensor
 from fivefold.parallel.mappings import gather, gather_blocks, identity, mapping, sum_all
 from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor import TensorParallel
@@ -22,12 +22,12 @@ PHI3 = Model("phi3", changes=(("intermediate_size", 56),))
 
 def _without_sums(lost: Callable[[str, str], bool]) -> Any:
     """Gradient sums are lost where `lost(name, axis)`."""
-    plain = plan.gradient_sums
+    plain = lower.gradient_sums
 
     def sums(*args: Any, **options: Any) -> Mapping[str, str]:
         return {name: axis for name, axis in plain(*args, **options).items() if not lost(name, axis)}
 
-    return patch.object(plan, "gradient_sums", sums)
+    return patch.object(lower, "gradient_sums", sums)
 
 
 # ---- gradients that ranks hold in part ------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""MLPs that run in pieces of the sequence (`memory.mlp_chunks`). No torch."""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from fivefold.core.legality import Violation
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import ModelFacts
+from fivefold.parallel.plan import ParallelPlan
+
+_OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
+
+
+class ChunkPlan:
+    """Which MLPs of a rank run in pieces, and how long these are."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+
+    @cached_property
+    def mlps(self) -> tuple[str, ...]:
+        """The MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
+        Experts are not, nor what stands beside them."""
+        return _dense_mlps(self._plan.facts, self._plan.placement.layers) if self._plan.layout.mlp_chunks > 1 else ()
+
+    @cached_property
+    def linears(self) -> frozenset[str]:
+        """Their linears, by their names within a layer."""
+        mlps = set(self.mlps)
+        blocks = [each for each in self._plan.facts.partition.tp_blocks if each.owner in mlps]
+        names = {name for each in blocks for name in (*each.columns, each.row)}
+        return frozenset(
+            next(name[len(each) + 1 :] for each in self._plan.placement.layers if is_within(name, [each]))
+            for name in names
+        )
+
+    def pieces(self, tokens: int) -> tuple[int, ...]:
+        """Of how many tokens of a row each piece of a chunked MLP is, of `tokens` that this rank has of it."""
+        size = -(-tokens // self._plan.layout.mlp_chunks)
+        return tuple(min(size, tokens - start) for start in range(0, tokens, size))
+
+
+def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
+    """The MLPs of layers that compute token by token: pairs of linears alone, given hidden states alone."""
+    found, outer = facts.partition.of_layers(layers), [each.name.rpartition(".")[0] for each in facts.experts]
+    return tuple(
+        block.owner for block in found.tp_blocks
+        if block.heads is None and block.entries[0].modules == (block.owner,) and not is_within(block.owner, outer)
+        and all(found.roles[name].kind in _OF_LINEARS for name in found.roles if is_within(name, [block.owner]))
+    )  # fmt: skip
+
+
+def violations(plan: ParallelPlan) -> Iterator[Violation]:
+    """There are MLPs to run in pieces."""
+    if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
+        what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")

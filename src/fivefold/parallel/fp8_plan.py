@@ -1,0 +1,140 @@
+"""What of a plan multiplies in fp8. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim
+from fivefold.core.legality import Violation
+from fivefold.core.units import many
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import Experts, Matmul
+from fivefold.parallel.plan import ParallelPlan
+
+# Kind of a parameter -> the axes over which the dimensions of its linear are split, of those that multiply in fp8.
+_SPLIT_OVER = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
+
+
+@dataclass(frozen=True)
+class Fp8Linear:
+    """A linear that multiplies in fp8: its weight's name, its size on this rank when gathered, and the axes over which
+    its dimensions are split."""
+
+    name: str
+    inputs: int
+    outputs: int
+    axes: Mapping[Dim, str]
+
+
+class Fp8Plan:
+    """Which linears and experts of a rank multiply in fp8, and what ranks agree on for it."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+
+    def covers(self, module: str) -> bool:
+        """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
+        layers, high = self._plan.anatomy.layers, self._plan.layout.fp8_high_layers
+        if module.endswith((".lora_A", ".lora_B")):
+            return False
+        return self._plan.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+
+    def unaligned(self, tokens: int) -> list[str]:
+        """What of fp8 no kernel multiplies for its size, in words; a micro batch has `tokens` tokens on this rank."""
+        if not self.linears:
+            return []
+        recipe = RECIPES[self._plan.layout.fp8]
+        step = KERNELS[recipe.block].summed
+        found = [
+            f"{linear.name.removesuffix('.weight')} [{linear.outputs}, {linear.inputs}]"
+            for linear in self.linears
+            if linear.inputs % step or linear.outputs % step
+        ]
+        in_backward = recipe.weight_grad is not None and tokens % step
+        return found + [f"the gradients of weights, of {tokens:,} tokens"] * bool(in_backward)
+
+    @property
+    def expert_modules(self) -> tuple[Experts, ...]:
+        """The experts of this rank's layers that multiply in fp8."""
+        return tuple(each for each in self._plan.experts if self.covers(each.name))
+
+    @cached_property
+    def linears(self) -> tuple[Fp8Linear, ...]:
+        """The linears of this rank's layers that multiply in fp8, beside the experts.
+
+        The head, routers and latent projections stay in the compute dtype. (A latent projection gets the
+        gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
+        """
+        found = []
+        for name, matmul in self.matmuls(self._plan.placement.layers):
+            shape, kind = self._plan.placement.gathered_shape(name), self._plan.facts.partition.roles[name].kind
+            is_transposed = self._plan.placement.shards[name].shape != (matmul.outputs, matmul.inputs)
+            outputs, inputs = reversed(shape) if is_transposed else shape
+            found.append(Fp8Linear(name, inputs, outputs, _SPLIT_OVER[kind]))
+        return tuple(found)
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
+        """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
+        own = {linear.name.removesuffix(".weight"): linear for linear in self.linears}
+        shared = {names[0]: names for block in self._plan.facts.partition.tp_blocks for names in block.shared}
+        later = {name for names in shared.values() for name in names[1:]}
+        groups = (shared.get(name, (name,)) for name in own if name not in later)
+        return tuple(tuple(own[name] for name in group) for group in groups)
+
+    def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
+        """The weights of `layers` that multiply in fp8, beside the experts, by name."""
+        for layer, cost in zip(self._plan.anatomy.layers, self._plan.facts.layer_costs, strict=True):
+            for matmul in cost.matmuls if layer in layers and self.covers(layer) else ():
+                name = f"{layer}.{matmul.name}"
+                if self._plan.facts.partition.roles[name].kind in _SPLIT_OVER:
+                    yield name, matmul
+
+    @property
+    def amax_steps(self) -> int:
+        """Steps of which delayed scaling keeps largest values; 0: other recipes keep none."""
+        return 0 if self._plan.layout.fp8 == "none" else RECIPES[self._plan.layout.fp8].history
+
+    @property
+    def amax_names(self) -> tuple[str, ...]:
+        """The weights of the whole model of whose linears delayed scaling keeps largest values."""
+        return self.gathers if self.amax_steps else ()
+
+    @cached_property
+    def gathers(self) -> tuple[str, ...]:
+        """The weights of the whole model that FSDP gathers in fp8, those that share their input one behind the other:
+        of recipes that cast whole weights, once."""
+        if self._plan.layout.fp8 == "none" or not RECIPES[self._plan.layout.fp8].casts_once:
+            return ()
+        names = [name for name, _ in self.matmuls(self._plan.anatomy.layers)]
+        shared = {
+            f"{each[0]}.weight": [f"{one}.weight" for one in each]
+            for block in self._plan.facts.partition.tp_blocks
+            for each in block.shared
+        }
+        later = {name for each in shared.values() for name in each[1:]}
+        return tuple(name for first in names if first not in later for name in shared.get(first, [first]))
+
+
+def violations(plan: ParallelPlan) -> Iterator[Violation]:
+    """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
+    of a block with one scale."""
+    layout = plan.layout
+    layers = len(plan.anatomy.layers)
+    if layout.fp8 != "none" and layout.fp8_high_layers * 2 >= layers:
+        what = f"fp8_high_layers {layout.fp8_high_layers} at each end leaves none of {many(layers, 'layer')} to fp8"
+        yield Violation("fp8_high_layers", what, f"at most {(layers - 1) // 2}", more="docs/fp8.md")
+    if layout.expert_tp and plan.facts.experts and layout.fp8 != "none":
+        yield Violation(
+            "expert_tp", "fp8 does not multiply experts that are split over tp", "set layout.expert_tp: false"
+        )
+    for linear in plan.feature(Fp8Plan).linears:
+        spec = plan.placement.shards[linear.name]
+        if spec.splits and spec.replicas > 1:
+            what = f"fp8 {layout.fp8}: tp {layout.tp} ranks share {linear.name}, and each has a part of its gradient"
+            yield Violation("tp", what, f"use tp {layout.tp // spec.replicas} or less", more="docs/fp8.md")
+        block = RECIPES[layout.fp8].block
+        edges = {edge for part in spec.held for blocks in part for each in blocks for edge in each}
+        if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
+            what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
+            yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/fp8.md")

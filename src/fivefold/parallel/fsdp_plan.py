@@ -1,0 +1,163 @@
+"""What of a plan FSDP gathers and reduces, and what is copied in its place. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from fivefold.core.layout import Layout
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import ModelFacts
+from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import Over
+from fivefold.parallel.unshards import Unshards, of_slots
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One group of parameters that FSDP gathers and reduces together. `name`: its module; "" is the model's own unit.
+    `frozen`: its parameters without a gradient, which are gathered but not reduced, such as a correction bias (ERNIE
+    4.5)."""
+
+    name: str
+    parameters: tuple[str, ...]
+    over: Over = "tp"  # whose ranks the blocks of its parameters go to
+    frozen: frozenset[str] = frozenset()
+
+
+COPIED_BYTES = 2**30  # more memory than that is worth the time of FSDP's hooks
+
+
+def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
+    """Whether tensor ranks, or one process, that train in bf16 copy all their parameters at once, where FSDP copies
+    those of a unit when the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
+    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
+    is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
+    return is_plain and numbers * layout.compute_bytes <= COPIED_BYTES
+
+
+def keeps_gathered(layout: Layout, unit: str) -> bool:
+    """Whether a unit's parameters stay gathered between forward and backward. The model's own unit ("") always does:
+    backward begins with it."""
+    return layout.zero < 3 or unit == ""
+
+
+class FsdpPlan:
+    """The units of a rank, how large they are, and how often each is gathered and reduced."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+
+    @cached_property
+    def is_used(self) -> bool:
+        """Whether FSDP has something to do: among tensor ranks alone, and on one process, only where experts are
+        sharded, or parameters are computed with in another type, or from another place, than they rest in, and are not
+        copied as a whole (`copies.py`)."""
+        layout = self._plan.layout
+        is_shared = layout.world > layout.tp or self._plan.placement.grid.fsdp_shards("ep") > 1
+        as_they_rest = layout.precision != "bf16" or self._plan.in_copies
+        moves = layout.offload_parameters or bool(self._plan.feature(Fp8Plan).gathers)
+        in_nf4 = any(each.in_nf4 for each in self._plan.facts.parameters.values())
+        return is_shared or not as_they_rest or moves or in_nf4
+
+    @cached_property
+    def copied(self) -> tuple[str, ...]:
+        """The parameters that are computed with in copies of another type, without FSDP: those that do not rest in
+        it."""
+        if self.is_used or not self._plan.in_copies:
+            return ()
+        return tuple(name for name in self._plan.placement.shards if not self._plan.placement.rests_as_computed(name))
+
+    @property
+    def rests_in_dtensors(self) -> bool:
+        """Whether parameters are DTensors, and gradients so too, which refuse to be taken for whole ones."""
+        return self.is_used or self._plan.layout.world > 1
+
+    @property
+    def stood_in_for(self) -> tuple[str, ...]:
+        """The parameters for which other tensors stand in while they are computed with (`copies.py`), without FSDP."""
+        return tuple(self._plan.placement.shards) if self.rests_in_dtensors and not self.is_used else self.copied
+
+    @property
+    def sharded(self) -> tuple[Unit, ...]:
+        """The units that FSDP gathers and reduces."""
+        return self.units if self.is_used else ()
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The parameters of this rank by what is gathered at once, inner before outer: the experts of each layer; the
+        embedding; each layer; last the rest, which is the final norm and the head. An embedding that is tied, or whose
+        weight the model reads outside of the module (Gemma 4), is gathered with the rest."""
+        names, anatomy = (
+            [name for name in self._plan.placement.shards if self._plan.placement.holds(name)],
+            self._plan.anatomy,
+        )
+        frozen = frozenset(name for name in names if not self._plan.facts.parameters[name].is_trained)
+        is_apart = not anatomy.tied and anatomy.embedding not in self._plan.facts.looked_into
+        separate = (anatomy.embedding, *self._plan.placement.layers) if is_apart else self._plan.placement.layers
+        found = [Unit(each.name, _inside(each.name, names), "ep") for each in self._plan.experts]
+        inner = {name for unit in found for name in unit.parameters}
+        found += [Unit(module, tuple(n for n in _inside(module, names) if n not in inner)) for module in separate]
+        taken = {name for unit in found for name in unit.parameters}
+        rest = Unit("", tuple(name for name in names if name not in taken))
+        return tuple(
+            replace(unit, frozen=frozen.intersection(unit.parameters))
+            for unit in (*(unit for unit in found if unit.parameters), rest)
+        )
+
+    def padded_sizes(self, unit: Unit) -> tuple[int, int]:
+        """(numbers that a unit gathers, numbers that it reduces). FSDP pads dimension 0 up to a multiple of the shards:
+        7 rows over 4 shards count as 8. None without FSDP: parameters and gradients are used where they are."""
+        if not self.is_used:
+            return 0, 0
+        shards = self._plan.placement.grid.fsdp_shards(unit.over)
+        sizes = {name: _padded(self._plan.placement.gathered_shape(name), shards) for name in unit.parameters}
+        return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
+
+    def gathered_bytes(self, unit: Unit) -> int:
+        """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
+        copies."""
+        if not self.is_used:
+            numbers = sum(
+                prod(self._plan.placement.gathered_shape(name))
+                for name in set(unit.parameters).intersection(self.copied)
+            )
+            return numbers * self._plan.layout.compute_bytes
+        shards = self._plan.placement.grid.fsdp_shards(unit.over)
+        shapes = {name: self._plan.placement.gathered_shape(name) for name in unit.parameters}
+        return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
+
+    def _sent_in(self, name: str) -> float:
+        """Bytes of a number of a parameter that FSDP gathers."""
+        return 1 if name in self._in_fp8 else self._plan.placement.rests_in(name, self._plan.layout.compute_bytes)
+
+    @cached_property
+    def _in_fp8(self) -> frozenset[str]:
+        return frozenset(self._plan.feature(Fp8Plan).gathers)
+
+    def largest(self, unit: Unit) -> int:
+        """Numbers of the largest parameter that a unit gathers."""
+        return max((prod(self._plan.placement.gathered_shape(name)) for name in unit.parameters), default=0)
+
+    def users(self, unit: Unit) -> frozenset[int]:
+        """The stages of this rank in which a unit's parameters get a gradient."""
+        return frozenset(stage for name in unit.parameters for stage in self._plan.placement.stages.users(name)) & {
+            *self._plan.placement.own_stages
+        }
+
+    def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
+        """How often FSDP gathers and reduces each unit of this rank in a step."""
+        users = {unit.name: self.users(unit) for unit in self.units}
+        order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._plan.placement.coords.pp]
+        return of_slots(order, users, micro_batches, self._plan.placement.own_stages, self._plan.layout.zero)
+
+
+def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if is_within(name, [module]))
+
+
+def _padded(shape: tuple[int, ...], shards: int) -> int:
+    rows, rest = shape[0], prod(shape[1:])
+    return -(-rows // shards) * shards * rest

@@ -1,0 +1,102 @@
+"""`lower(facts, layout, rank)`: a layout as a value, before any device is touched. No torch."""
+
+from collections.abc import Iterator
+
+from fivefold.core import heads, legality
+from fivefold.core.heads import CPMethod
+from fivefold.core.layout import Layout
+from fivefold.core.legality import Violation
+from fivefold.core.lora import NF4_BLOCK
+from fivefold.core.recompute import Recompute, budget_bytes
+from fivefold.core.state_dtypes import block_length
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import ModelFacts
+from fivefold.parallel import chunk_plan, fp8_plan
+from fivefold.parallel.fsdp_plan import computes_in_copies
+from fivefold.parallel.limits import limits_of
+from fivefold.parallel.placement import Placement
+from fivefold.parallel.plan import ParallelPlan, on_tp_rank
+from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
+from fivefold.parallel.stage_plan import stage_plan
+
+
+def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
+    """The plan of `layout` for `rank`; `layout` is resolved: it says its world.
+
+    Raises `UserError`, with the arithmetic, where the layout does not fit the model.
+    """
+    legality.refuse(legality.violations(layout, limits_of(facts)))
+    partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
+    stages = stage_plan(facts, layout)
+    pp_ranks = {name: stages.holders(name) for name in (*shards, *facts.router_buffers)}
+    method = _cp_method(facts, layout)
+    grid = RankGrid(
+        layout,
+        kv_copies=kv_copies(facts, layout.tp),
+        has_experts=bool(facts.experts),
+        embedding_ranks=pp_ranks[facts.anatomy.embedding_weight] if facts.anatomy.tied else (),
+        ulysses=method.ulysses,
+    )
+    placement = Placement(facts, layout, rank, grid, shards, stages, pp_ranks)
+    sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
+    # Those that are frozen too: a loop of one's own may train them later.
+    own = {name: axis for name, axis in sums.items() if placement.holds(name)}
+    in_copies = computes_in_copies(facts, layout)
+    plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies)
+    legality.refuse([
+        *fp8_plan.violations(plan), *_of_states(plan), *chunk_plan.violations(plan), *_of_adapters(plan), *_of_nf4(plan)
+    ])  # fmt: skip
+    return plan
+
+
+def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
+    """A block of the optimizer's state, which has one scale, lies on one rank."""
+    for name, spec in plan.placement.shards.items():
+        if plan.placement.kept_in(name) != "8bit":
+            continue
+        block, last = block_length(spec.shape[-1]), len(spec.shape) - 1
+        if any(edge % block for part in spec.held for each in part[last] for edge in each):
+            what = f"8bit states of {name} have blocks of {block} in a row of {spec.shape[-1]}, and tp {plan.layout.tp}"
+            yield Violation(
+                "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/memory.md"
+            )
+
+
+def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
+    """What a row makes is kept behind its sum over tp, and its products are not: B would read none."""
+    keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
+    if plan.placement.has_adapter and keeps and plan.reduces_rows:
+        what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
+        yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
+    experts = [each.name for each in plan.facts.experts]
+    beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
+    if plan.placement.has_adapter and beside and plan.layout.fp8 != "none":
+        what = "fp8 with adapter.target_parameters, beside experts, is not built"
+        yield Violation("fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/adapters.md")
+
+
+def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
+    """A block of four-bit weights, which has one scale, lies on one rank."""
+    for name, spec in plan.placement.shards.items():
+        if not plan.facts.parameters[name].in_nf4:
+            continue
+        if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
+            key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
+            what = f"{key} with adapter.quantize: nf4 is not built"
+            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/adapters.md")
+            return
+        if any(edge % NF4_BLOCK for part in spec.held for each in part[1] for edge in each):
+            what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
+            what += f"{plan.layout.tp} cuts one"
+            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/adapters.md")
+            return
+
+
+def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:
+    """How the ranks of cp attend, by the attention with the fewest heads."""
+    if layout.cp == 1:
+        return CPMethod(1, 1)
+    of_rank = [on_tp_rank(shape, layout.tp) for shape in facts.attends.values()]
+    query, kv = min(shape.query for shape in of_rank), min(shape.kv for shape in of_rank)
+    return heads.context_method(layout.cp_method, layout.cp, query, kv)
