@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.interventions import interventions
 from fivefold.parallel.memory import step_bytes
 from tests.pool import collect_what_is_new, forks
@@ -231,7 +231,7 @@ def _without_values() -> Iterator[None]:
     """Inside, nothing asks for what other ranks would have sent."""
     import torch
 
-    from fivefold.parallel import expert
+    from fivefold.parallel.experts import runtime as expert
     from fivefold.training import step
 
     plain = expert.exchange_counts

@@ -14,10 +14,10 @@ from fivefold.checkpoint.live import gathered
 from fivefold.config import BalanceSection, RunConfig
 from fivefold.core.heads import CPMethod
 from fivefold.data.batch import IGNORE
-from fivefold.parallel.balance import BIAS, BalanceOptions, configure
-from fivefold.parallel.context import ContextParallel
+from fivefold.parallel.balance.runtime import BIAS, BalanceOptions, configure
+from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.state import state_of
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.training.model import balance_options
 from tests import parity
 from tests.parity import Case, build, documents, gradient_error, outcome, reference

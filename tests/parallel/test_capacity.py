@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.models.experts import routed
-from fivefold.parallel import capacity
-from fivefold.parallel.balance import Balance, BalanceOptions, configure
-from fivefold.parallel.capacity import Shares
+from fivefold.parallel.balance.runtime import Balance, BalanceOptions, configure
+from fivefold.parallel.experts import capacity
+from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.ranks import row_blocks
 from tests.parallel.test_balance import balanced
 from tests.parity import Case, assert_proved, documents, outcome, reference

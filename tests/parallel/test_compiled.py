@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from fivefold.core.lora import Lora
-from fivefold.parallel import compiled
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.compiled import Compiled
-from fivefold.parallel.graph_plan import GraphPlan
-from fivefold.parallel.mappings import gather
+from fivefold.parallel.graphs import runtime as compiled
+from fivefold.parallel.graphs.runtime import Compiled
+from fivefold.parallel.graphs.spec import GraphPlan
 from fivefold.parallel.state import state_of
+from fivefold.parallel.tensor.mappings import gather
 from fivefold.training.step import gradients
 from tests import parity
 from tests.parity import Case, batch_of, build, documents, gathered, gradient, hf_config, pieces, reference

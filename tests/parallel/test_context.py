@@ -17,7 +17,7 @@ from fivefold.models import offdiagonal
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import total as total_of
-from fivefold.parallel.context import ContextParallel, _add_first, _groups
+from fivefold.parallel.context.runtime import ContextParallel, _add_first, _groups
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.ranks import RankGrid, carried, row_blocks
 from fivefold.parallel.recorder import record

@@ -20,12 +20,14 @@ from fivefold.core.lora import Lora
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
-from fivefold.parallel import copies, fsdp_plan, lower
+from fivefold.parallel import lower
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.copies import Copies
-from fivefold.parallel.data import master_dtype
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.fsdp import copies
+from fivefold.parallel.fsdp import spec as fsdp_plan
+from fivefold.parallel.fsdp.copies import Copies
+from fivefold.parallel.fsdp.runtime import master_dtype
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer

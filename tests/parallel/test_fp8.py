@@ -24,10 +24,10 @@ from fivefold.ops.delayed import Delayed
 from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
 from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.ops.linear import Linears
-from fivefold.parallel.amax import AmaxHistory
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.state import state_of

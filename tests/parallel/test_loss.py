@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.models.forwards import head_only
 from fivefold.parallel.collectives import CACHE_BYTES, MOST_BYTES, chunk_sizes
-from fivefold.parallel.loss import EAGER, IGNORE, CompiledKernels, Kernels, chunked_loss
+from fivefold.parallel.loss.runtime import EAGER, IGNORE, CompiledKernels, Kernels, chunked_loss
 from fivefold.parallel.sharding import split_even
 from fivefold.parallel.state import state_of
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.training.step import gradients
 from tests.parity import Case, batch_of, build
 from tests.pool import run_ranks

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel import mappings
 from fivefold.parallel.sharding import Block
+from fivefold.parallel.tensor import mappings
 from tests.pool import run_ranks
 
 pytestmark = pytest.mark.full

@@ -21,10 +21,11 @@ from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.core.schedule import SchedulePlan, Slot
 from fivefold.models.build import build_meta
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel import passes, pipeline
+from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.stages import StageModules
+from fivefold.parallel.pipeline import runtime as pipeline
+from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.state import state_of
 from fivefold.training.step import evaluating, gradients, to_device
 from tests.parallel.test_parity import run

@@ -30,11 +30,11 @@ from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
-from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
-from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from tests.parity import Case, hf_config, reference_model
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import fivefold as ff
 from fivefold.parallel import passes
-from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.passes import LossInputs
 from fivefold.parallel.state import state_of
 from tests.parity import Case, hf_config

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fivefold.parallel.expert import _arguments
+from fivefold.parallel.experts.runtime import _arguments
 from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
 from tests.parity import Case, batch_of, build, documents

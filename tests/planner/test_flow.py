@@ -8,8 +8,8 @@ import pytest
 from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind, SchedulePlan
+from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.memory import under_way
-from fivefold.parallel.unshards import of_slots
 from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
 
 PIPELINES = [

@@ -149,7 +149,7 @@ def test_the_size_of_the_whole_model_decides_on_copies(less: int, monkeypatch: p
     """Not that of the few layers whose prices are asked for."""
     price_list = prices("llama", "1xH100")
     size = 2 * sum(each.size for each in price_list.facts.parameters.values())
-    monkeypatch.setattr("fivefold.parallel.fsdp_plan.COPIED_BYTES", size - less)
+    monkeypatch.setattr("fivefold.parallel.fsdp.spec.COPIED_BYTES", size - less)
     assert price_list.plan(Layout.parse("single")).uses_fsdp == bool(less)
 
 

@@ -116,7 +116,7 @@ STARVED = {
     "the optimizer": "fivefold.training.step.clip_",
     "an evaluation": "fivefold.parallel.passes.loss",
     "a save": "fivefold.checkpoint.save._snapshot",
-    "the memory of a save": "fivefold.parallel.host_memory.allocate",
+    "the memory of a save": "fivefold.parallel.offload.host_memory.allocate",
 }
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.19 GiB is free"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fivefold.data import MicroBatch, PackedRows
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.full_matrix import FullMatrices
+from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import run as run_module

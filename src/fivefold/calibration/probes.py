@@ -20,7 +20,7 @@ from fivefold.core.units import GIB
 from fivefold.launch.memory import room
 from fivefold.launch.world import World, multiplies_bf16
 from fivefold.parallel import shared_memory
-from fivefold.parallel.data import COMPUTE_DTYPES
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
 from fivefold.training.metrics import resident
 
 BLOCKS = 5  # of repeats

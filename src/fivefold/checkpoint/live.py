@@ -20,7 +20,7 @@ from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
 from fivefold.checkpoint.whole_tensors import export_dtype
 from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
-from fivefold.parallel.data import master_dtype, reshard
+from fivefold.parallel.fsdp.runtime import master_dtype, reshard
 from fivefold.parallel.state import state_of
 
 _BITS = {4: torch.int32, 8: torch.int64}

@@ -21,8 +21,8 @@ from fivefold.core.optimizers import SCALE
 from fivefold.core.text import listed
 from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
-from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local, zeros_by_block
+from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.sharding import numbers_each, regions_by_block
 from fivefold.parallel.state import fill, state_of
 

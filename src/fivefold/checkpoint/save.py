@@ -43,8 +43,8 @@ from fivefold.core.files import cannot_write, is_users
 from fivefold.core.optimizers import SCALE
 from fivefold.core.step_folders import step_folder, steps, steps_of
 from fivefold.parallel import plain
-from fivefold.parallel.data import reshard
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.sharding import by_block, numbers_each, regions_by_block
 from fivefold.parallel.state import state_of
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fivefold.parallel import host_memory
-from fivefold.parallel.host_memory import page_lock, unlock
+from fivefold.parallel.offload import host_memory
+from fivefold.parallel.offload.host_memory import page_lock, unlock
 
 
 class Staging:

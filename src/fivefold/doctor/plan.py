@@ -13,7 +13,6 @@ from fivefold.core.layout import Layout
 from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
 from fivefold.models.config_facts import facts_of_config
-from fivefold.parallel.budget import within_budget
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
@@ -21,6 +20,7 @@ from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.budget import within_budget
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:

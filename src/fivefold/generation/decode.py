@@ -24,8 +24,8 @@ from transformers import DynamicCache
 from fivefold.core.errors import UserError
 from fivefold.generation.sampling import Choice, Sampling
 from fivefold.parallel import passes
-from fivefold.parallel.data import COMPUTE_DTYPES
-from fivefold.parallel.fsdp_plan import FsdpPlan, keeps_gathered
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
+from fivefold.parallel.fsdp.spec import FsdpPlan, keeps_gathered
 from fivefold.parallel.state import ParallelState, state_of
 
 GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text

@@ -34,7 +34,7 @@ from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
 from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.data import PRECISION_OF
+from fivefold.parallel.fsdp.runtime import PRECISION_OF
 
 
 @dataclass(frozen=True)

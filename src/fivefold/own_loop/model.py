@@ -27,9 +27,9 @@ from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.own_loop.batches import Batch, check_grad_enabled, differing, micro_batches, refusal, some
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard
-from fivefold.parallel.balance import BalanceOptions, configure
-from fivefold.parallel.data import PRECISION_OF, put_in_order
-from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.balance.runtime import BalanceOptions, configure
+from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient

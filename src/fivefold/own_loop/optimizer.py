@@ -24,7 +24,7 @@ from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.guard import begin_step, end_step
-from fivefold.parallel.offload import WALKING
+from fivefold.parallel.offload.runtime import WALKING
 from fivefold.torch_internals import Dispatch, of_one
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"

@@ -37,28 +37,33 @@ from fivefold.ops.delayed import Delayed
 from fivefold.ops.fp8 import Agree, Float8, Float8Grouped
 from fivefold.ops.keep import computing_again, contexts, graph_contexts, handing_on, keeping
 from fivefold.ops.linear import Linears, Products, Role, WeightGradStore
-from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, data, expert, passes, pipeline, probe, tensor
-from fivefold.parallel.amax import AmaxHistory
-from fivefold.parallel.budget import within_budget
-from fivefold.parallel.chunked_mlp import chunk_mlps
-from fivefold.parallel.compiled import Compiled
-from fivefold.parallel.copies import Copies
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.fp8_scales import Fp8Scales
-from fivefold.parallel.fsdp_plan import FsdpPlan
-from fivefold.parallel.gathers import gather_parameters
-from fivefold.parallel.graph_plan import GraphPlan
-from fivefold.parallel.host_memory import HOST
-from fivefold.parallel.loss import EAGER, CompiledKernels
+from fivefold.parallel import passes, probe
+from fivefold.parallel.balance import runtime as balancing
+from fivefold.parallel.chunks.runtime import chunk_mlps
+from fivefold.parallel.context import runtime as context
+from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.scales import Fp8Scales
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp import runtime as data
+from fivefold.parallel.fsdp.copies import Copies
+from fivefold.parallel.fsdp.gathers import gather_parameters
+from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.graphs.runtime import Compiled
+from fivefold.parallel.graphs.spec import GraphPlan
+from fivefold.parallel.loss.runtime import EAGER, CompiledKernels
 from fivefold.parallel.lower import lower
-from fivefold.parallel.mappings import max_all
 from fivefold.parallel.mesh import Mesh, build_mesh
-from fivefold.parallel.offload import Offload, offload_of
+from fivefold.parallel.offload.host_memory import HOST
+from fivefold.parallel.offload.runtime import Offload, offload_of
+from fivefold.parallel.pipeline import runtime as pipeline
+from fivefold.parallel.pipeline.stages import install
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute_plan import RecomputePlan
-from fivefold.parallel.stages import install
+from fivefold.parallel.recompute.budget import within_budget
+from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.state import ParallelState, fill
+from fivefold.parallel.tensor import runtime as tensor
+from fivefold.parallel.tensor.mappings import max_all
 
 
 def parallelize(

@@ -14,16 +14,16 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import Site
 from fivefold.core.schedule import Transfer
 from fivefold.models.facts import Experts, FeatureGroups, TPBlock
-from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import Call, Phase, StepShape
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.fsdp_plan import FsdpPlan
-from fivefold.parallel.graph_plan import GraphPlan
-from fivefold.parallel.matrix_rounds import matrix_rounds
-from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.graphs.spec import GraphPlan
+from fivefold.parallel.matrices.rounds import matrix_rounds
+from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, ring_hops, tokens_by_rank
-from fivefold.parallel.recompute_plan import RecomputePlan
+from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.shard_rules import feature_blocks
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Matmul
-from fivefold.parallel.fp8_plan import Fp8Plan
+from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.plan import ParallelPlan
 
 

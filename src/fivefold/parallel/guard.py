@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
-from fivefold.parallel.copies import before_backward
-from fivefold.parallel.data import put_in_order, reshard
-from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.fsdp.copies import before_backward
+from fivefold.parallel.fsdp.runtime import put_in_order, reshard
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import NORMS, is_in_backward, of_one, without_torch_function
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.parallel.chunk_plan import ChunkPlan
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.fsdp_plan import FsdpPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.plan import ParallelPlan
 
 Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "shard"]

@@ -11,8 +11,9 @@ from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.core.state_dtypes import block_length
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel import chunk_plan, fp8_plan
-from fivefold.parallel.fsdp_plan import computes_in_copies
+from fivefold.parallel.chunks import spec as chunk_plan
+from fivefold.parallel.fp8 import spec as fp8_plan
+from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank

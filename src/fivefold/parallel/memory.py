@@ -19,15 +19,15 @@ from fivefold.core.schedule import Slot
 from fivefold.core.state_dtypes import AT_ONCE, RESTORED
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
-from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.fsdp_plan import FsdpPlan
-from fivefold.parallel.graph_plan import GraphPlan
-from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
+from fivefold.parallel.graphs.spec import GraphPlan
+from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute_plan import RecomputePlan
-from fivefold.parallel.unshards import WITHOUT_FSDP
+from fivefold.parallel.recompute.spec import RecomputePlan
 
 # Forward passes are done, and the loss of the last one is computed with its gradients. The last layer's backward runs;
 # then the one before it, while the last one's gradients are reduced. The first layer's, and all gradients are there.

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.forwards import head_only
-from fivefold.parallel import data, pipeline, tensor
-from fivefold.parallel import loss as losses
 from fivefold.parallel.collectives import chunk_sizes
-from fivefold.parallel.context import ContextParallel
+from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.fsdp import runtime as data
+from fivefold.parallel.loss import runtime as losses
+from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.state import state_of
+from fivefold.parallel.tensor import runtime as tensor
 
 
 class LossInputs:

@@ -13,20 +13,23 @@ from torch import Tensor, nn
 
 from fivefold.models.sources import TensorSource
 from fivefold.ops import nf4
-from fivefold.parallel import balance as balancing
-from fivefold.parallel import context, expert, pipeline, tensor
-from fivefold.parallel.amax import AmaxHistory
-from fivefold.parallel.compiled import Compiled
-from fivefold.parallel.copies import Copies
+from fivefold.parallel.balance import runtime as balancing
+from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fp8_scales import Fp8Scales
+from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.scales import Fp8Scales
+from fivefold.parallel.fsdp.copies import Copies
+from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.guard import Guard
-from fivefold.parallel.loss import EAGER, Kernels
+from fivefold.parallel.loss.runtime import EAGER, Kernels
 from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.offload import Offload
+from fivefold.parallel.offload.runtime import Offload
+from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Region
+from fivefold.parallel.tensor import runtime as tensor
 
 _AT_ONCE = 2**26  # bytes that are read, or drawn, at a time
 

@@ -21,9 +21,9 @@ from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
-from fivefold.parallel.unshards import Unshards, of_slots
 from fivefold.planner.budget import Parts, under_budget
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import host_seconds, traffic_seconds

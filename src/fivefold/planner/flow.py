@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind, SchedulePlan, Slot
+from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.memory import under_way
-from fivefold.parallel.unshards import of_slots
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]

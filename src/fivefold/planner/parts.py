@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
 from fivefold.parallel.memory import edge_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import RankGrid
-from fivefold.parallel.unshards import WITHOUT_FSDP
 
 # What the device's time of a slot is made of.
 ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")

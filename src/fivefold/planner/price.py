@@ -18,7 +18,7 @@ from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import calls, layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
-from fivefold.parallel.fsdp_plan import FsdpPlan, Unit, computes_in_copies
+from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, computes_in_copies
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan

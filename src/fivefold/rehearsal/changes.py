@@ -233,16 +233,28 @@ CHANGES = (
     Change("fivefold.checkpoint.on_first_rank", "the first rank would say what it has done", _first),
     Change("fivefold.training.checkpoints.CheckpointManager.resume", "there is nothing to go on from", _afresh),
     Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, "stand-in"),
-    Change("fivefold.parallel.expert.exchange_counts", "the other ranks would send as many rows", _exchanged, "cpu"),
-    Change("fivefold.parallel.expert.on_host", "the other ranks would send as many rows", _on_host, "stand-in"),
-    Change("fivefold.parallel.expert.by_expert", "its sizes are counts that no kernel made", _by_expert, "stand-in"),
-    Change("fivefold.parallel.balance.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
+    Change(
+        "fivefold.parallel.experts.runtime.exchange_counts",
+        "the other ranks would send as many rows",
+        _exchanged,
+        "cpu",
+    ),
+    Change(
+        "fivefold.parallel.experts.runtime.on_host", "the other ranks would send as many rows", _on_host, "stand-in"
+    ),
+    Change(
+        "fivefold.parallel.experts.runtime.by_expert",
+        "its sizes are counts that no kernel made",
+        _by_expert,
+        "stand-in",
+    ),
+    Change("fivefold.parallel.balance.runtime.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
     Change("fivefold.ops.gpu_attention.differs", "no kernel ran whose numbers could be compared", _room, "stand-in"),
     Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
     Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
     Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
     Change(
-        "fivefold.parallel.host_memory.allocate",
+        "fivefold.parallel.offload.host_memory.allocate",
         "saves and offloading may take more memory than this machine has, and nothing large is copied into it",
         _unreserved,
         "stand-in",

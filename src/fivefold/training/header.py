@@ -17,9 +17,9 @@ from fivefold.ops import gpu_attention
 from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel import shared_memory
 from fivefold.parallel.census import fp8_part
-from fivefold.parallel.data import COMPUTE_DTYPES, PRECISION_OF
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.host_memory import HOST
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
+from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, schedule
 

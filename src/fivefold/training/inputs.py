@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel.data import reshard
-from fivefold.parallel.loss import SoftTargets
+from fivefold.parallel.fsdp.runtime import reshard
+from fivefold.parallel.loss.runtime import SoftTargets
 from fivefold.parallel.passes import LossInputs
 
 

@@ -19,7 +19,7 @@ from fivefold.models.flops import Costs
 from fivefold.models.forwards import check_lengths
 from fivefold.models.peft_folder import PeftFolder
 from fivefold.models.sources import TensorSource
-from fivefold.parallel.balance import BalanceOptions
+from fivefold.parallel.balance.runtime import BalanceOptions
 
 # On two CPU cores compiling took 7 s with a warm cache and up to 37 s without one, and saved 8 to 20% of a step (1M and
 # 6M parameters, bf16 and fp32): a CPU run must be so long that it gains more than it pays.

@@ -25,12 +25,12 @@ from fivefold.launch.memory import Needs, room
 from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
-from fivefold.parallel.budget import within_budget
-from fivefold.parallel.data import master_dtype
-from fivefold.parallel.host_memory import HOST
+from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
+from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
 from fivefold.planner.relief import planned
 from fivefold.training.optimizers import rule_of

@@ -20,7 +20,7 @@ from fivefold.core.files import replace
 from fivefold.launch.world import cores
 from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
-from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.state import state_of
 from fivefold.training.step import declare, step_shape
 

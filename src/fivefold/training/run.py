@@ -36,7 +36,7 @@ from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.balance import configure
+from fivefold.parallel.balance.runtime import configure
 from fivefold.parallel.state import state_of
 from fivefold.training import checks, flops, header, metrics, preflight, record, reference, schedule, trial
 from fivefold.training.checkpoints import CheckpointManager, Resumed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes
-from fivefold.parallel.balance import BalanceResult, dropped
+from fivefold.parallel.balance.runtime import BalanceResult, dropped
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.dtensor import local

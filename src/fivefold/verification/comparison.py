@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fivefold.ops import nf4
-from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.state import ParallelState
 from fivefold.verification.observer import Distances

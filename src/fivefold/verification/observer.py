@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import is_within
-from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.pipeline.stages import StageStub
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.sharding import Block, Region, ShardSpec, local_regions
-from fivefold.parallel.stages import StageStub
 from fivefold.parallel.state import state_of
 from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors

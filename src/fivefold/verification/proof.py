@@ -24,10 +24,10 @@ from fivefold.models.build import meta_of_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes
 from fivefold.parallel.apply import parallelize
-from fivefold.parallel.balance import BalanceOptions, configure, movable_biases
+from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable_biases
 from fivefold.parallel.collectives import Collective, by_group, differing, total
-from fivefold.parallel.data import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of

@@ -31,7 +31,7 @@ from fivefold.launch.world import World, join, leave, threads_per_worker
 from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
-from fivefold.parallel.data import master_dtype
+from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.training.model import balance_options
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof

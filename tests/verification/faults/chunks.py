@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.parallel import chunked_mlp
+from fivefold.parallel.chunks import runtime as chunked_mlp
 from tests.verification.faults.fault import fault
 
 CHUNKED = "single+mlp2"

@@ -13,12 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from fivefold.models import experts, hf_internals, merged
-from fivefold.parallel import apply, balance, capacity, expert, lower, shard_rules, tensor
-from fivefold.parallel.balance import AuxLossScaler, Balance, BalanceOptions
-from fivefold.parallel.capacity import Shares
-from fivefold.parallel.mappings import gather, mapping
+from fivefold.parallel import apply, lower, shard_rules
+from fivefold.parallel.balance import runtime as balance
+from fivefold.parallel.balance.runtime import AuxLossScaler, Balance, BalanceOptions
+from fivefold.parallel.experts import capacity
+from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.sharding import Split
 from fivefold.parallel.state import state_of
+from fivefold.parallel.tensor import runtime as tensor
+from fivefold.parallel.tensor.mappings import gather, mapping
 from fivefold.training import step as training
 from fivefold.verification import proof
 from tests.verification.faults.fault import Model, fault

@@ -11,7 +11,9 @@ from torch.distributed import ReduceOp
 from fivefold.core import fp8 as recipes
 from fivefold.core.fp8 import RECIPES, Cast, Recipe
 from fivefold.ops import fp8
-from fivefold.parallel import amax, apply, fp8_scales
+from fivefold.parallel import apply
+from fivefold.parallel.fp8 import amax
+from fivefold.parallel.fp8 import scales as fp8_scales
 from tests.verification.faults.fault import Model, fault
 
 DEEPSEEK, MIXTRAL = Model("deepseek_v3", kv_heads=4), Model("mixtral")

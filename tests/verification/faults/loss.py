@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fivefold.data import batch
 from fivefold.data.batch import IGNORE
-from fivefold.parallel import loss, passes
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel import passes
+from fivefold.parallel.loss import runtime as loss
+from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.training import step
 from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault

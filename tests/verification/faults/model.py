@@ -13,7 +13,8 @@ from transformers.models.llama import modeling_llama
 from fivefold.models import attention, kernels, packed
 from fivefold.models.masks import Mask
 from fivefold.models.sources import SafetensorsFolder
-from fivefold.parallel import apply, data
+from fivefold.parallel import apply
+from fivefold.parallel.fsdp import runtime as data
 from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault
 

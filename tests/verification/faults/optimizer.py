@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from fivefold.config import OptimizerSection
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.full_matrix import FullMatrices
+from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import adamw, muon
 from tests.verification.faults.fault import Model, fault

@@ -9,12 +9,13 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel import apply, pipeline
+from fivefold.parallel import apply
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.passes import LossInputs
+from fivefold.parallel.pipeline import runtime as pipeline
+from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.stages import StageModules
 from fivefold.training import step
 from fivefold.training.step import squared_norm
 from tests.verification.faults.fault import Model, fault

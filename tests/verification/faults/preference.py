@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import loss as losses
 from fivefold.parallel import passes
+from fivefold.parallel.loss import runtime as losses
 from fivefold.parallel.state import state_of
 from fivefold.training import objectives, preference, step
 from tests.verification.faults.fault import Model, fault

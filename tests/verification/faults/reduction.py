@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import data, passes, pipeline
+from fivefold.parallel import passes
+from fivefold.parallel.fsdp import runtime as data
+from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.state import ParallelState
 from fivefold.training import step
 from fivefold.training.step import local_gradients, squared_norm

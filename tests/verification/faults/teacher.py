@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import context, passes
-from fivefold.parallel import loss as losses
+from fivefold.parallel import passes
+from fivefold.parallel.context import runtime as context
+from fivefold.parallel.loss import runtime as losses
 from fivefold.verification import proof
 from tests.verification.faults.fault import Model, fault
 

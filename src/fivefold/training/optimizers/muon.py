@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.parallel.data import COMPUTE_DTYPES
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.full_matrix import FullMatrices
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
+from fivefold.parallel.matrices.runtime import FullMatrices
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UNTOUCHED, Unmoved, UpdateRule, Weights, adamw
 from fivefold.training.optimizers.states import KeptStates, rows_of

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from fivefold.core.fp8 import RECIPES
 from fivefold.ops.fp8 import scale_of
-from fivefold.parallel.amax import AmaxHistory
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.gathers import Gather
+from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp.gathers import Gather
 from fivefold.parallel.plan import ParallelPlan
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
-from fivefold.parallel.mappings import gather
+from fivefold.parallel.tensor.mappings import gather
 
 SHORTEST = 10**6  # a factor is taken as it is written, to so many parts of one
 

@@ -32,7 +32,7 @@ from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import Blocks
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
 from fivefold.ops.keep import kept
-from fivefold.parallel.kv_exchange import (
+from fivefold.parallel.context.kv_exchange import (
     AllGatherKV,
     Exchange,
     Pending,
@@ -41,10 +41,10 @@ from fivefold.parallel.kv_exchange import (
     tokens_for_heads,
     ulysses_all_to_all,
 )
-from fivefold.parallel.mappings import mapping
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
+from fivefold.parallel.tensor.mappings import mapping
 
 # ---- the fold --------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.offdiagonal import Blocks
-from fivefold.parallel.mappings import exchange, mapping
 from fivefold.parallel.ranks import Tokens, narrowed, ring_gradients, ring_keys
+from fivefold.parallel.tensor.mappings import exchange, mapping
 from fivefold.torch_internals import collectives
 
 Pending = Callable[[], Tensor]  # waits for a tensor that is on its way

@@ -25,10 +25,10 @@ from torch import Tensor
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.parallel.dtensor import local, put_local, with_local
-from fivefold.parallel.host_memory import HostMemory, most_bytes
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import part_bytes
-from fivefold.parallel.offload_activations import HostActivations
+from fivefold.parallel.offload.activations import HostActivations
+from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
 from fivefold.torch_internals import step_hooks
 
 WEIGHT = ""  # the kind of a parameter itself, beside those of its state

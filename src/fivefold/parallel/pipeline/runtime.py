@@ -25,14 +25,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from fivefold.core.schedule import SchedulePlan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
-from fivefold.parallel import data, plain
-from fivefold.parallel.balance import Balance
+from fivefold.parallel import plain
+from fivefold.parallel.balance.runtime import Balance
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.fsdp_plan import FsdpPlan
-from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.fsdp import runtime as data
+from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.fsdp.unshards import Progress
+from fivefold.parallel.pipeline.spec import PipelinePlan
+from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.stages import StageModules
-from fivefold.parallel.unshards import Progress
 from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 

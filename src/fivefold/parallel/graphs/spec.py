@@ -4,7 +4,7 @@ from functools import cached_property
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
-from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.plan import ParallelPlan
 

@@ -26,14 +26,14 @@ from fivefold.core.errors import UserError
 from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
-from fivefold.parallel import capacity
 from fivefold.parallel.calls import router_numbers
-from fivefold.parallel.capacity import Shares
 from fivefold.parallel.collectives import Collective, StepShape
-from fivefold.parallel.context import ContextParallel
+from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.experts import capacity
+from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import tokens_by_rank
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor.runtime import TensorParallel
 
 BIAS = "e_score_correction_bias"
 

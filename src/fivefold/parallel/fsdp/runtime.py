@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.core.lora import nf4_bytes
-from fivefold.parallel.fsdp_plan import FsdpPlan, Unit, keeps_gathered
+from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, keeps_gathered
 from fivefold.parallel.mesh import Mesh
 from fivefold.torch_internals import fsdp_forget
 

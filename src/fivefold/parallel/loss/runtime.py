@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fivefold.data.batch import IGNORE
 from fivefold.models.anatomy import Anatomy
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.torch_internals import saves_memory_of
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, V]

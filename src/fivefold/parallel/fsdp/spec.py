@@ -8,11 +8,11 @@ from math import prod
 from fivefold.core.layout import Layout
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel.fp8_plan import Fp8Plan
-from fivefold.parallel.pipeline_plan import PipelinePlan
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fsdp.unshards import Unshards, of_slots
+from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Over
-from fivefold.parallel.unshards import Unshards, of_slots
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
-from fivefold.parallel.context import ContextParallel
+from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor.runtime import TensorParallel
 
 # ---- what stands in for a module of another stage --------------------------------------------------------------------
 

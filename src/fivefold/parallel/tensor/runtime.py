@@ -27,10 +27,14 @@ from fivefold.models import hf_internals
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
 from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
-from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.graph_plan import GraphPlan
-from fivefold.parallel.mappings import (
+from fivefold.parallel.graphs.spec import GraphPlan
+from fivefold.parallel.mesh import Mesh
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.shard_rules import feature_blocks
+from fivefold.parallel.sharding import Block, ShardSpec
+from fivefold.parallel.tensor.mappings import (
     copy_to_tensor_parallel,
     feature_indices,
     gather_features,
@@ -39,10 +43,6 @@ from fivefold.parallel.mappings import (
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence,
 )
-from fivefold.parallel.mesh import Mesh
-from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.shard_rules import feature_blocks
-from fivefold.parallel.sharding import Block, ShardSpec
 
 # ---- placing them in a model ---------------------------------------------------------------------------------------
 

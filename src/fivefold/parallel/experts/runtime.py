@@ -31,10 +31,10 @@ from fivefold.models.experts import EAGER, Permute, RowKernels, expert_mlp, inve
 from fivefold.models.facts import Experts
 from fivefold.ops.keep import kept
 from fivefold.ops.linear import PLAIN, Linears
-from fivefold.parallel.mappings import exchange, gather, mapping
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Block, split_even
-from fivefold.parallel.tensor import TensorParallel
+from fivefold.parallel.tensor.mappings import exchange, gather, mapping
+from fivefold.parallel.tensor.runtime import TensorParallel
 
 # ---- placing them in a model -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.parallel.chunk_plan import ChunkPlan
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.plan import ParallelPlan
 
 
