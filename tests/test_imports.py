@@ -37,8 +37,7 @@ WITHOUT_TORCH = "core", "config", "report"
 # Who asks whether a parallelism is on: those that say what a layout may be, and what it is to a model and a rank; and
 # those that choose or show a layout. The parallelisms themselves do nothing on an axis of one rank.
 SETTLE = {
-    "core", "config", "plan.py", "lower.py", "placement.py", "fp8_plan.py", "ranks.py", "shard_rules.py",
-    "stage_plan.py", "interventions.py",
+    "core", "config", "plan.py", "lower.py", "placement.py", "spec.py", "ranks.py", "shard_rules.py", "stage_plan.py",
 }  # fmt: skip
 SHOW = {"doctor", "record.py", "planner"}
 REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers
@@ -115,6 +114,14 @@ def test_the_torch_free_rooms_never_name_torch(subtests: pytest.Subtests) -> Non
             assert [place for place, name in imported if name.split(".")[0] in ("torch", "transformers")] == []
 
 
+def test_what_features_decide_names_no_torch() -> None:
+    specs = {str(file.relative_to(ROOT)) for file in ROOT.glob("parallel/*/spec.py")}
+    assert len(specs) > 10
+    imported = _imports(ROOT / "parallel")
+    heavy = {place.partition(":")[0] for place, name in imported if name.split(".")[0] in ("torch", "transformers")}
+    assert specs & heavy == set()
+
+
 def _asks(node: ast.AST) -> bool:
     """Whether code asks if a parallelism is on: `layout.tp > 1`, `state.pipeline is None`, `if state.pipeline`."""
     if isinstance(node, ast.Compare) and isinstance(node.comparators[0], ast.Constant):
@@ -176,15 +183,15 @@ except SystemExit:
 
 
 def test_the_files_and_names_of_the_architecture_page_are_there() -> None:
-    """A file under the root, `docs/`, `src/fivefold/` or one room of it; a name anywhere in the code. What has a space
-    is a command or a line of code; a file with a word in capitals is one to write."""
+    """A file under the root, `docs/`, `src/fivefold/`, a room of it or a feature's folder; a name anywhere in the code.
+    What has a space is a command or a line of code; a file with a word in capitals is one to write."""
     top = ROOT.parents[1]
     page = (top / "docs" / "architecture.md").read_text(encoding="utf-8")
     files = [
         file for folder in ("src", "tests") for file in sorted((top / folder).rglob("*.py")) if file != Path(__file__)
     ]
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    folders = [top, ROOT, *(ROOT / room for room in ORDER)]
+    folders = [top, ROOT, *(ROOT / room for room in ORDER), ROOT / "parallel" / "tensor"]
     for word in re.findall(r"`([^`\n]+)`", page):
         if " " in word or ("/" in word and re.search("NAME|VERB", word)):
             continue

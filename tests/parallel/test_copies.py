@@ -113,7 +113,7 @@ def test_in_the_type_that_they_rest_in_fsdp_would_change_nothing(layout: str) ->
 def test_who_needs_fsdp(layout: str, expected: bool) -> None:
     """Of a model with experts: tensor ranks that all have whole experts shard those."""
     lowered = lower.lower(facts_of(build_meta(hf_config(Case("single", "mixtral")))), Case(layout).parsed, 0)
-    assert lowered.uses_fsdp is expected and bool(lowered.copied) is not expected
+    assert lowered.feature(FsdpPlan).is_used is expected and bool(lowered.feature(FsdpPlan).copied) is not expected
 
 
 @pytest.mark.full
@@ -526,6 +526,6 @@ def test_large_copies_are_left_to_fsdp() -> None:
             with patch.object(fsdp_plan, "COPIED_BYTES", most):
                 assert fsdp_plan.computes_in_copies(each, layout) is expected
         lowered = lower.lower(each, layout, 0)
-        assert set(lowered.copied) == copied.keys()
+        assert set(lowered.feature(FsdpPlan).copied) == copied.keys()
         moments = step_bytes(lowered, lowered.step_shape(1, 64, 1)).moments
         assert {found["gathered parameters"] for found in moments.values()} == {size}

@@ -291,7 +291,7 @@ def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None
     cast = {each.path.rpartition(".")[2] for each in interventions(plan) if each.by == "fp8"}
     assert cast == {"q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     layers = {each.name.split(".")[2] for each in plan.feature(Fp8Plan).linears}
-    assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).fp8_linears
+    assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).feature(Fp8Plan).linears
 
 
 def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:
@@ -328,7 +328,7 @@ def test_sizes_that_no_kernel_takes_are_named() -> None:
     wide = [each for each in plan.feature(Fp8Plan).linears if each.inputs % 16 or each.outputs % 16]
     assert len(plan.feature(Fp8Plan).unaligned(64)) == len(wide)
     assert plan.feature(Fp8Plan).unaligned(72)[-1] == "the gradients of weights, of 72 tokens"
-    assert not lower(facts, Layout.parse("tp2"), 0).unaligned(72)
+    assert not lower(facts, Layout.parse("tp2"), 0).feature(Fp8Plan).unaligned(72)
 
 
 def test_rows_are_padded_to_whole_blocks() -> None:

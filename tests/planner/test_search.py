@@ -14,6 +14,7 @@ from fivefold.core.layout import Layout
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import StepShape, summed
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
@@ -150,7 +151,7 @@ def test_the_size_of_the_whole_model_decides_on_copies(less: int, monkeypatch: p
     price_list = prices("llama", "1xH100")
     size = 2 * sum(each.size for each in price_list.facts.parameters.values())
     monkeypatch.setattr("fivefold.parallel.fsdp.spec.COPIED_BYTES", size - less)
-    assert price_list.plan(Layout.parse("single")).uses_fsdp == bool(less)
+    assert price_list.plan(Layout.parse("single")).feature(FsdpPlan).is_used == bool(less)
 
 
 EXHAUSTIVE = [

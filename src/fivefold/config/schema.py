@@ -471,7 +471,7 @@ class MemorySection(Section):
 
 
 class BalanceSection(Section):
-    """What keeps the experts of a model busy; `parallel/balance.py` says what each is."""
+    """What keeps the experts of a model busy; `parallel/balance/runtime.py` says what each is."""
 
     aux_loss: Literal["auto"] | Number = Field(
         default="auto", description="coefficient of the loss for uneven load; auto = the model's, if it asks for one"

@@ -1,4 +1,4 @@
-"""Linears in fp8 whose scales follow from earlier steps: see `parallel/amax.py`."""
+"""Linears in fp8 whose scales follow from earlier steps: see `parallel/fp8/amax.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ quantised one's).
 | `dense` | any other one inside a layer | weight gradient later |
 | `latent` | its gradients are those of a tp rank's own heads | weight gradient later |
 | `expert` | one matmul for all experts of a layer | weight gradient later |
-| `router` | says where tokens go | nothing: `parallel/expert.py` lets all of a router compute in fp32 |
+| `router` | says where tokens go | nothing: `parallel/experts/runtime.py` lets all of a router compute in fp32 |
 | `head` | gives logits | nothing: the chunked loss computes its gradients in forward |
 
 Two things hook in. A `WeightGradStore` takes weight gradients that a pipeline schedule computes later ("zero bubble",

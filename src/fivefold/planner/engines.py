@@ -171,7 +171,7 @@ ENGINES = {
     for each in (
         # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
         # compiled layers; `slack` and `kept_back` are least squares of the cells of docs/planned_memory.md.
-        # Logits in bf16 are written, read three times and overwritten by their gradient (`parallel/loss.py`).
+        # Logits in bf16 are written, read three times and overwritten by their gradient (`parallel/loss/runtime.py`).
         # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
         # runs beside compute.
         Engine(

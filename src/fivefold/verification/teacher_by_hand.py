@@ -1,5 +1,5 @@
 """Distillation written out: both softmaxes over the whole vocabulary, and autograd through their divergence. The
-reference of what `parallel/loss.py` computes of a teacher's likeliest tokens."""
+reference of what `parallel/loss/runtime.py` computes of a teacher's likeliest tokens."""
 
 from dataclasses import dataclass
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fivefold.data.batch import IGNORE
 from fivefold.models import offdiagonal
+from fivefold.parallel.context import kv_exchange
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.context.kv_exchange import Ring
-from fivefold.parallel.context.runtime import ContextParallel, CPAttentionArgs, kv_exchange
+from fivefold.parallel.context.runtime import ContextParallel, CPAttentionArgs
 from fivefold.parallel.ranks import row_blocks
 from fivefold.parallel.state import state_of
 from fivefold.training import step

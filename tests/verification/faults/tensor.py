@@ -12,9 +12,10 @@ from fivefold.ops import linear as seam
 from fivefold.ops.linear import Multiply
 from fivefold.parallel import lower, shard_rules
 from fivefold.parallel.sharding import Block, split_even
+from fivefold.parallel.tensor import mappings
 from fivefold.parallel.tensor import runtime as tensor
 from fivefold.parallel.tensor.mappings import gather, gather_blocks, identity, mapping, sum_all
-from fivefold.parallel.tensor.runtime import TensorParallel, mappings
+from fivefold.parallel.tensor.runtime import TensorParallel
 from tests.verification.faults.fault import Model, fault
 
 # Intermediate sizes that can be cut in the wrong places and still be run.

@@ -26,7 +26,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
-from fivefold.parallel.calls import router_numbers
+from fivefold.parallel.balance.spec import router_numbers
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.experts import capacity

@@ -5,8 +5,11 @@ from functools import cached_property
 
 from fivefold.core.legality import Violation
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import ModelFacts
+from fivefold.models.facts import ModelFacts, TPBlock
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.step import Step
 
 _OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
 
@@ -55,3 +58,30 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
     if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
         what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
         yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
+
+
+def calls(step: Step, block: TPBlock) -> Iterator[Call]:
+    """Into an MLP that runs in pieces, and out of it. Each piece enters once more in backward, and stops before its
+    sum. Where its layer is computed again, all pieces run then too; the last one of an MLP that ends the layer does
+    not."""
+    plan, shape, layer = step.plan, step.shape, step.layer_of(block.row)
+    split = plan.layout.tp if plan.splits_sequence else 1
+    pieces, again = plan.feature(ChunkPlan).pieces(shape.tokens // split), shape.recompute.wraps(layer)
+    there, back = ("all_gather", "reduce_scatter") if plan.splits_sequence else ("all_reduce", "all_reduce")
+    for at, tokens in enumerate(pieces):
+        size = shape.hidden_bytes // shape.tokens * tokens * split
+        recomputed = int(again and not (block.is_last and at == len(pieces) - 1))
+        if plan.splits_sequence:
+            yield step.call("tp", there, size, "forward", layer)
+            yield step.call("tp", there, size, "backward", layer, times=recomputed + 1)
+            yield step.call("tp", there, size, "backward", layer)  # of the gradients of what leaves
+        yield step.call("tp", back, size, "forward", layer)
+        if recomputed:
+            yield step.call("tp", back, size, "backward", layer)
+        yield step.call("tp", back, size, "backward", layer)  # of the gradients of what enters
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """MLPs run in pieces."""
+    for mlp in plan.feature(ChunkPlan).mlps:
+        yield Edit(mlp, "forward", "chunks", f"runs {plan.layout.mlp_chunks} pieces of the sequence in turn")

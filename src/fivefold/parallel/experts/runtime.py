@@ -2,7 +2,7 @@
 
 The `ep` ranks are taken innermost first from dp_shard, cp and tp. These ranks have different tokens already, so the
 world does not grow: `shard4.ep2` has 4 ranks. FSDP shards the experts' parameters over the rest of the three
-(`data.py`). Routing is dropless: ranks exchange counts first, then as many rows as the routers asked for.
+(`fsdp/runtime.py`). Routing is dropless: ranks exchange counts first, then as many rows as the routers asked for.
 
 With `expert_tp`, ep takes no ranks from tp. Each tp rank holds some features of every expert (`shard_rules.py`), sees
  the tokens of all tp ranks, and computes a partial sum.

@@ -4,12 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim
+from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim, agreements
 from fivefold.core.legality import Violation
 from fivefold.core.units import many
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.spec import RecomputePlan
+from fivefold.parallel.step import Step
 
 # Kind of a parameter -> the axes over which the dimensions of its linear are split, of those that multiply in fp8.
 _SPLIT_OVER = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
@@ -138,3 +142,29 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
             yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/fp8.md")
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """Ranks that split a dimension of a linear agree on the largest values that its regions have, together with those
+    of linears that are given the same input."""
+    plan, shape = step.plan, step.shape
+    if plan.feature(Fp8Plan).amax_names and shape.has_amax:
+        return
+    for group in plan.feature(Fp8Plan).inputs:
+        first, outputs = group[0], [linear.outputs for linear in group]
+        recipe = RECIPES[plan.layout.fp8]
+        for product, dim, numbers in agreements(recipe, shape.rows * shape.tokens, first.inputs, outputs):
+            if axis := first.axes.get(dim):
+                size = numbers * shape.compute_bytes
+                if product == "output":
+                    yield from step.forwards(
+                        axis, "all_reduce", size, first.name, is_kept=plan.feature(RecomputePlan).keeps(first.name)
+                    )
+                else:
+                    yield step.call(axis, "all_reduce", size, "backward", step.layer_of(first.name))
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Linears multiply in fp8."""
+    for linear in plan.feature(Fp8Plan).linears:
+        yield Edit(linear.name.removesuffix(".weight"), "forward", "fp8", "its products are those of eight bits")

@@ -1,6 +1,6 @@
 """What of a plan FSDP gathers and reduces, and what is copied in its place. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -8,11 +8,14 @@ from math import prod
 from fivefold.core.layout import Layout
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.collectives import Call, Phase
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Over
+from fivefold.parallel.step import Step
 
 
 @dataclass(frozen=True)
@@ -161,3 +164,43 @@ def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
 def _padded(shape: tuple[int, ...], shards: int) -> int:
     rows, rest = shape[0], prod(shape[1:])
     return -(-rows // shards) * shards * rest
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """FSDP gathers a unit before it is used and reduce-scatters its gradients. Replicas all-reduce their shards once a
+    step."""
+    plan, shape = step.plan, step.shape
+    counts = plan.feature(FsdpPlan).unshards(shape.micro_batches)
+    for unit in filter(lambda unit: unit.parameters, plan.feature(FsdpPlan).units):
+        shards, axis = plan.placement.grid.fsdp_shards(unit.over), plan.placement.grid.fsdp_axis(unit.over)
+        _, reduced = plan.feature(FsdpPlan).padded_sizes(unit)
+        count, layer = counts[unit.name], unit.name
+        both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
+        size = plan.feature(FsdpPlan).gathered_bytes(unit)
+        for phase, times in both:
+            if times:
+                yield Call(
+                    axis=axis, kind="all_gather", bytes=size, phase=phase, layer=layer, times=times, overlaps=True
+                )
+        if reduced:
+            size = reduced * shape.reduce_bytes
+            yield Call(
+                axis=axis, kind="reduce_scatter", bytes=size, phase="backward", layer=layer, times=count.reductions,
+                overlaps=True,
+            )  # fmt: skip
+            size = reduced // shards * shape.reduce_bytes
+            yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Units are sharded; without FSDP other tensors stand in for parameters."""
+    fsdp = plan.feature(FsdpPlan)
+    if fsdp.stood_in_for and fsdp.rests_in_dtensors:
+        yield Edit("", "hook", "tp", "parameters, which rest as DTensors, give way to plain tensors")
+    if fsdp.copied:
+        yield Edit("", "hook", "bf16", "parameters give way to copies in bf16 until backward is done")
+        for layer in plan.placement.layers:
+            yield Edit(layer, "pre-hook", "bf16", "what enters it is cast to bf16")
+    for unit in fsdp.sharded:
+        axis = plan.placement.grid.fsdp_axis(unit.over)
+        yield Edit(unit.name, "shard", axis, "parameters gathered and reduced as one")

@@ -1,4 +1,4 @@
-"""Which rank sends which part of which matrix to its owner, and back: the arithmetic of `full_matrix.py`. No torch."""
+"""Which rank sends which part of which matrix to its owner, and back: the arithmetic of `runtime.py`. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ the same bits, for an optimizer that updates a parameter by its own gradient and
 
 At most `PARTS` parts of the state are on the device. Between steps `optimizer.state` holds the same tensors with their
 values in host memory: checkpoints and checks read them there. So it is with parameters, which FSDP gathers from there
-(`gathers.py`); their gradients stay on the device.
+(`fsdp/gathers.py`); their gradients stay on the device.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,11 +1,15 @@
 """The order of the passes of a plan. No torch."""
 
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 
 from fivefold.core import legality
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot
+from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot, Transfer
+from fivefold.parallel.collectives import Call, Phase
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.step import Step
 
 
 class PipelinePlan:
@@ -35,3 +39,42 @@ class PipelinePlan:
 def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
     legality.refuse(legality.of_micro_batches(layout, micro_batches))
     return SchedulePlan.of(layout, micro_batches)
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """Hidden states to the next stage, their gradients back, and the sum of a tied embedding's gradients."""
+    plan, shape = step.plan, step.shape
+    tokens = shape.tokens // plan.layout.tp if plan.splits_sequence else shape.tokens
+    size = shape.rows * tokens * shape.hidden * shape.compute_bytes
+    actions = plan.feature(PipelinePlan).schedule(shape.micro_batches).actions[plan.placement.coords.pp]
+    transfers = [action for action in actions if isinstance(action, Transfer)]
+    sides = {(each.way, each.of, each.stage): 0 for each in transfers}
+    for each in transfers:
+        sides[each.way, each.of, each.stage] += 1
+    for (way, of, stage), times in sides.items():
+        phase: Phase = "forward" if of == "F" else "backward"
+        yield Call(axis="pp", kind=way, bytes=size, phase=phase, layer=f"stage {stage}", times=times, overlaps=True)
+    if plan.tied and plan.placement.holds(plan.tied) and plan.facts.parameters[plan.tied].is_trained:
+        size = plan.placement.held_bytes(plan.tied, shape.master_bytes)
+        yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Modules of other stages give way to stubs."""
+    own = set(plan.placement.own_stages)
+    for module, stages in plan.placement.stages.stages_of_module.items():
+        if not own & set(stages):
+            yield Edit(module, "stub", "pp", f"it runs in stage {', '.join(map(str, stages))}")
+
+
+def edits_of_linears(plan: ParallelPlan) -> Iterator[Edit]:
+    """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
+    if not plan.layout.schedule.splits_backward:
+        return
+    routers = {each.router for each in plan.facts.experts}
+    rows = {block.row for block in plan.partition.tp_blocks}
+    for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
+        for matmul in cost.matmuls:
+            module = f"{layer}.{matmul.name.removesuffix('.weight')}"
+            if matmul.times == 1 and module not in routers | rows and module != layer:
+                yield Edit(module, "forward", "pp", "gradients of its weight are put off")

@@ -1,8 +1,10 @@
 """What selective recompute keeps. No torch."""
 
+from collections.abc import Iterator
 from functools import cached_property
 
 from fivefold.models.anatomy import is_within
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 
 
@@ -28,3 +30,13 @@ class RecomputePlan:
     def keeps(self, weight: str) -> bool:
         """Whether selective recompute keeps the product with a weight."""
         return weight.removesuffix(".weight") in self.linears
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Layers are computed again in backward."""
+    why = {
+        "selective": "all but products and attention is computed again in backward",
+        "full": "its activations are computed again in backward",
+    }
+    for layer in filter(plan.recompute.wraps, plan.placement.layers):
+        yield Edit(layer, "forward", "recompute", why[plan.recompute.of(layer)])

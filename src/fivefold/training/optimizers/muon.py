@@ -4,7 +4,7 @@ The momentum of a matrix is orthogonalised as a whole by five steps of a Newton-
 https://kellerjordan.github.io/posts/muon), and scaled so that the update has the size of AdamW's (0.2 times the root of
 the longer side: "Muon is Scalable for LLM Training", arXiv:2502.16982): one learning rate and one weight decay serve
 both. The matrix is the Hugging Face parameter, whatever the layout; momentum lies as the parameter lies, and is put
-together for the iteration on one rank (`parallel/full_matrix.py`). The formulas are those of `torch.optim.Muon`,
+together for the iteration on one rank (`parallel/matrices/runtime.py`). The formulas are those of `torch.optim.Muon`,
 which the tests compare with; its iteration is always in bf16, this one in the type the model computes in.
 """
 

@@ -1,0 +1,45 @@
+"""What routers send of what they count. No torch."""
+
+from collections.abc import Iterator
+
+from fivefold.models.facts import Experts
+from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import tokens_by_rank
+from fivefold.parallel.step import Step
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """One all-reduce a step sums the counts of all routers. If the tokens of a row lie on several ranks (sequence or
+    context parallelism), a loss for uneven load or a capacity also needs a collective for each router."""
+    plan, shape = step.plan, step.shape
+    if not plan.watches_routers:
+        return
+    numbers = sum(router_numbers(each) for each in plan.facts.experts)
+    yield Call(axis="world", kind="all_reduce", bytes=8 * numbers, phase="step")
+    axes = [*([("tp", plan.layout.tp)] if plan.splits_sequence else []), ("cp", plan.layout.cp)]
+    for each in plan.experts:
+        for axis, _ in axes if shape.balances_load else ():
+            yield from step.forwards(axis, "all_reduce", 8 * shape.rows * each.experts, each.name)
+        size = 8 * shape.rows * each.experts * _slots(plan, shape)
+        for axis, ranks in axes if shape.has_capacity else ():
+            size *= ranks
+            yield from step.forwards(axis, "all_gather", size, each.name)
+
+
+def router_numbers(experts: Experts) -> int:
+    """Numbers counted for one router: tokens of each expert, two losses, dropped picks."""
+    return experts.experts + 3
+
+
+def _slots(plan: ParallelPlan, shape: StepShape) -> int:
+    """The most blocks of a row that a rank has."""
+    cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
+    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Routers are watched."""
+    for each in plan.facts.experts if plan.watches_routers else ():
+        yield Edit(each.router, "hook", "balance", "what experts get is counted, and held even")

@@ -1,0 +1,57 @@
+"""Context parallelism: what is done to modules, and what ranks send. No torch."""
+
+from collections.abc import Iterator
+
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import Tokens, ring_hops
+from fivefold.parallel.step import Step
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses exchanges heads for tokens.
+    `RxU` does both."""
+    plan, shape = step.plan, step.shape
+    u, rings = plan.cp_method.ulysses, plan.rings(shape.tokens)
+    ring_axis, ulysses_axis = ("cp" if u == 1 else "cp_ring"), ("cp" if len(rings) == 1 else "cp_ulysses")
+    exchange = _gathered if plan.cp_method.gathers else _ring
+    token = shape.rows * shape.compute_bytes  # bytes of one feature of one token of every row
+    for name, heads in plan.attends.items():
+        layer = step.layer_of(name)
+        kv = max(heads.kv, u)  # key/value heads that a rank sends
+        size = 2 * kv // u * heads.size * token  # keys and values of one token
+        yield from exchange(step, ring_axis, name, size, rings, plan.placement.coords.cp // u)
+        for features in ((heads.query + 2 * kv) * heads.size, heads.query * heads.size):
+            size = features * shape.tokens * token
+            yield from step.forwards(ulysses_axis, "all_to_all", size, name, is_kept=True)
+            yield step.call(ulysses_axis, "all_to_all", size, "backward", layer)
+
+
+def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
+    """Keys and values go round the ring in forward, and once more in backward, when their gradients go straight to the
+    owners. `size`: bytes of the keys and values of one token."""
+    for keys, gradients in ring_hops(tokens, rank):
+        for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
+            yield from step.forwards(axis, kind, of_keys * size, site, is_kept=True, overlaps=True)
+            yield step.call(axis, kind, of_keys * size, "backward", step.layer_of(site), overlaps=True)
+            yield step.call(axis, kind, of_gradients * size, "backward", step.layer_of(site), overlaps=True)
+
+
+def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
+    """Every rank gathers the keys and values of whole rows. One all-to-all sends their gradients to the owners."""
+    whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
+    yield from step.forwards(axis, "all_gather", whole, site, is_kept=True, overlaps=True)
+    yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
+    yield step.call(axis, "all_to_all", whole, "backward", step.layer_of(site), overlaps=True)
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Rows are dealt, and attention sends."""
+    if plan.layout.cp == 1:
+        return
+    anatomy = plan.anatomy
+    yield Edit(anatomy.base, "pre-hook", "cp", "whole rows become this rank's tokens")
+    yield Edit(anatomy.head, "hook", "cp", "logits of whole rows leave it")
+    for module in plan.facts.attends:
+        yield Edit(module, "attribute", "cp", "attention exchanges keys and values, or heads")

@@ -1,0 +1,68 @@
+"""Expert parallelism: what is done to modules, and what ranks send. No torch."""
+
+from collections.abc import Iterator
+
+from fivefold.models.facts import Experts
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.step import Step
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """Tokens go to the ranks of their experts, and the results come back.
+
+    The bytes of the all-to-alls assume balanced routing. They are exact only when summed over ranks.
+    """
+    plan, shape = step.plan, step.shape
+    layout = plan.layout
+    for each in plan.experts:
+        layer = step.layer_of(each.name)
+        tokens = shape.rows * shape.tokens // (1 if layout.expert_tp else layout.tp)
+        rows = tokens * each.top_k * shape.hidden * shape.compute_bytes
+        yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name, is_kept=True)  # how many rows come
+        for _ in ("there", "back"):
+            yield from step.forwards("ep", "all_to_all", rows, each.name, is_kept=True)
+            yield step.call("ep", "all_to_all", rows, "backward", layer)
+        if layout.expert_tp:
+            yield from _summed_over_tp(step, each, layer)
+        elif not plan.splits_sequence:
+            yield from _shared_over_tp(step, each, layer)
+
+
+def _summed_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
+    """With `expert_tp`: the tokens that enter, their gradients, and the sum over tp. A recomputed forward stops before
+    the sum if nothing follows it in the layer."""
+    shape, site = step.shape, experts.name
+    tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
+    weights = tokens * experts.top_k * max(4, shape.compute_bytes)
+    if not step.plan.splits_sequence:
+        yield from step.forwards("tp", "all_reduce", hidden, site, is_last=experts.is_last, is_kept=True)
+        yield step.call("tp", "all_reduce", hidden, "backward", layer)
+        yield step.call("tp", "all_reduce", weights, "backward", layer)
+        return
+    for size in (hidden, weights, tokens * experts.top_k * 8):  # the last: which experts, int64
+        yield from step.forwards("tp", "all_gather", size, site)
+    yield step.call("tp", "all_gather", hidden, "backward", layer)
+    yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last, is_kept=True)
+    yield step.call("tp", "reduce_scatter", hidden, "backward", layer)
+    yield step.call("tp", "reduce_scatter", weights, "backward", layer)
+
+
+def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
+    """With `+nosp` all tp ranks have the same tokens. Each sends its share of them, and the results are gathered,
+    padded to the longest share."""
+    shape, tp = step.shape, step.plan.layout.tp
+    longest = -(-shape.rows * shape.tokens // tp) * tp
+    rows = longest * shape.hidden * shape.compute_bytes
+    yield from step.forwards("tp", "all_gather", rows, experts.name, is_last=experts.is_last, is_kept=True)
+    yield step.call("tp", "all_gather", rows, "backward", layer)
+    yield step.call("tp", "all_gather", longest * experts.top_k * max(4, shape.compute_bytes), "backward", layer)
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Rows go to the ranks of their experts, and routers compute in fp32."""
+    for each in plan.facts.experts:
+        yield Edit(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
+    for router in plan.fp32_routers:
+        yield Edit(router, "forward", "router", "scores are computed in fp32")

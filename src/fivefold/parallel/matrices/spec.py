@@ -1,0 +1,17 @@
+"""Matrices that are seen whole, by Muon: what ranks send. No torch."""
+
+from collections.abc import Iterator
+
+from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.matrices.rounds import matrix_rounds
+from fivefold.parallel.step import Step
+
+
+def calls(step: Step) -> Iterator[Call]:
+    """Muon: all-to-alls put each matrix together on one rank, and send the shards of its update back."""
+    placement, optimizer = step.plan.placement, OPTIMIZERS[step.shape.optimizer]
+    for each in matrix_rounds(placement, placement.block_matrices if optimizer.of_matrices is not None else ()):
+        for numbers in each.numbers:
+            size = numbers * step.shape.compute_bytes
+            yield Call(axis="world", kind="all_to_all", bytes=size, phase="step")
