@@ -11,8 +11,8 @@ from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.core.state_dtypes import block_length
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel.chunks import spec as chunk_plan
-from fivefold.parallel.fp8 import spec as fp8_plan
+from fivefold.parallel.chunks import spec as chunks
+from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.placement import Placement
@@ -46,7 +46,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     in_copies = computes_in_copies(facts, layout)
     plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies)
     legality.refuse([
-        *fp8_plan.violations(plan), *_of_states(plan), *chunk_plan.violations(plan), *_of_adapters(plan), *_of_nf4(plan)
+        *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *_of_adapters(plan), *_of_nf4(plan)
     ])  # fmt: skip
     return plan
 

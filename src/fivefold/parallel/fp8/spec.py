@@ -34,7 +34,7 @@ class Fp8Plan:
     """Which linears and experts of a rank multiply in fp8, and what ranks agree on for it."""
 
     def __init__(self, plan: ParallelPlan) -> None:
-        self._plan = plan
+        self._plan, self._placement = plan, plan.placement
 
     def covers(self, module: str) -> bool:
         """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
@@ -70,9 +70,9 @@ class Fp8Plan:
         gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
         """
         found = []
-        for name, matmul in self.matmuls(self._plan.placement.layers):
-            shape, kind = self._plan.placement.gathered_shape(name), self._plan.facts.partition.roles[name].kind
-            is_transposed = self._plan.placement.shards[name].shape != (matmul.outputs, matmul.inputs)
+        for name, matmul in self.matmuls(self._placement.layers):
+            shape, kind = self._placement.gathered_shape(name), self._plan.facts.partition.roles[name].kind
+            is_transposed = self._placement.shards[name].shape != (matmul.outputs, matmul.inputs)
             outputs, inputs = reversed(shape) if is_transposed else shape
             found.append(Fp8Linear(name, inputs, outputs, _SPLIT_OVER[kind]))
         return tuple(found)

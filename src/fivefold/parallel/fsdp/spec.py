@@ -51,7 +51,7 @@ class FsdpPlan:
     """The units of a rank, how large they are, and how often each is gathered and reduced."""
 
     def __init__(self, plan: ParallelPlan) -> None:
-        self._plan = plan
+        self._plan, self._placement = plan, plan.placement
 
     @cached_property
     def is_used(self) -> bool:
@@ -59,7 +59,7 @@ class FsdpPlan:
         sharded, or parameters are computed with in another type, or from another place, than they rest in, and are not
         copied as a whole (`copies.py`)."""
         layout = self._plan.layout
-        is_shared = layout.world > layout.tp or self._plan.placement.grid.fsdp_shards("ep") > 1
+        is_shared = layout.world > layout.tp or self._placement.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self._plan.in_copies
         moves = layout.offload_parameters or bool(self._plan.feature(Fp8Plan).gathers)
         in_nf4 = any(each.in_nf4 for each in self._plan.facts.parameters.values())
@@ -71,7 +71,7 @@ class FsdpPlan:
         it."""
         if self.is_used or not self._plan.in_copies:
             return ()
-        return tuple(name for name in self._plan.placement.shards if not self._plan.placement.rests_as_computed(name))
+        return tuple(name for name in self._placement.shards if not self._placement.rests_as_computed(name))
 
     @property
     def rests_in_dtensors(self) -> bool:
@@ -81,7 +81,7 @@ class FsdpPlan:
     @property
     def stood_in_for(self) -> tuple[str, ...]:
         """The parameters for which other tensors stand in while they are computed with (`copies.py`), without FSDP."""
-        return tuple(self._plan.placement.shards) if self.rests_in_dtensors and not self.is_used else self.copied
+        return tuple(self._placement.shards) if self.rests_in_dtensors and not self.is_used else self.copied
 
     @property
     def sharded(self) -> tuple[Unit, ...]:
@@ -93,13 +93,11 @@ class FsdpPlan:
         """The parameters of this rank by what is gathered at once, inner before outer: the experts of each layer; the
         embedding; each layer; last the rest, which is the final norm and the head. An embedding that is tied, or whose
         weight the model reads outside of the module (Gemma 4), is gathered with the rest."""
-        names, anatomy = (
-            [name for name in self._plan.placement.shards if self._plan.placement.holds(name)],
-            self._plan.anatomy,
-        )
+        placement, anatomy = self._placement, self._plan.anatomy
+        names = [name for name in placement.shards if placement.holds(name)]
         frozen = frozenset(name for name in names if not self._plan.facts.parameters[name].is_trained)
         is_apart = not anatomy.tied and anatomy.embedding not in self._plan.facts.looked_into
-        separate = (anatomy.embedding, *self._plan.placement.layers) if is_apart else self._plan.placement.layers
+        separate = (anatomy.embedding, *placement.layers) if is_apart else placement.layers
         found = [Unit(each.name, _inside(each.name, names), "ep") for each in self._plan.experts]
         inner = {name for unit in found for name in unit.parameters}
         found += [Unit(module, tuple(n for n in _inside(module, names) if n not in inner)) for module in separate]
@@ -115,26 +113,23 @@ class FsdpPlan:
         7 rows over 4 shards count as 8. None without FSDP: parameters and gradients are used where they are."""
         if not self.is_used:
             return 0, 0
-        shards = self._plan.placement.grid.fsdp_shards(unit.over)
-        sizes = {name: _padded(self._plan.placement.gathered_shape(name), shards) for name in unit.parameters}
+        shards = self._placement.grid.fsdp_shards(unit.over)
+        sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
     def gathered_bytes(self, unit: Unit) -> int:
         """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
         copies."""
         if not self.is_used:
-            numbers = sum(
-                prod(self._plan.placement.gathered_shape(name))
-                for name in set(unit.parameters).intersection(self.copied)
-            )
-            return numbers * self._plan.layout.compute_bytes
-        shards = self._plan.placement.grid.fsdp_shards(unit.over)
-        shapes = {name: self._plan.placement.gathered_shape(name) for name in unit.parameters}
+            own = set(unit.parameters).intersection(self.copied)
+            return sum(prod(self._placement.gathered_shape(name)) for name in own) * self._plan.layout.compute_bytes
+        shards = self._placement.grid.fsdp_shards(unit.over)
+        shapes = {name: self._placement.gathered_shape(name) for name in unit.parameters}
         return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
 
     def _sent_in(self, name: str) -> float:
         """Bytes of a number of a parameter that FSDP gathers."""
-        return 1 if name in self._in_fp8 else self._plan.placement.rests_in(name, self._plan.layout.compute_bytes)
+        return 1 if name in self._in_fp8 else self._placement.rests_in(name, self._plan.layout.compute_bytes)
 
     @cached_property
     def _in_fp8(self) -> frozenset[str]:
@@ -142,19 +137,18 @@ class FsdpPlan:
 
     def largest(self, unit: Unit) -> int:
         """Numbers of the largest parameter that a unit gathers."""
-        return max((prod(self._plan.placement.gathered_shape(name)) for name in unit.parameters), default=0)
+        return max((prod(self._placement.gathered_shape(name)) for name in unit.parameters), default=0)
 
     def users(self, unit: Unit) -> frozenset[int]:
         """The stages of this rank in which a unit's parameters get a gradient."""
-        return frozenset(stage for name in unit.parameters for stage in self._plan.placement.stages.users(name)) & {
-            *self._plan.placement.own_stages
-        }
+        users = {stage for name in unit.parameters for stage in self._placement.stages.users(name)}
+        return frozenset(users.intersection(self._placement.own_stages))
 
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
         """How often FSDP gathers and reduces each unit of this rank in a step."""
         users = {unit.name: self.users(unit) for unit in self.units}
-        order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._plan.placement.coords.pp]
-        return of_slots(order, users, micro_batches, self._plan.placement.own_stages, self._plan.layout.zero)
+        order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._placement.coords.pp]
+        return of_slots(order, users, micro_batches, self._placement.own_stages, self._plan.layout.zero)
 
 
 def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -169,14 +163,14 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 def calls(step: Step) -> Iterator[Call]:
     """FSDP gathers a unit before it is used and reduce-scatters its gradients. Replicas all-reduce their shards once a
     step."""
-    plan, shape = step.plan, step.shape
-    counts = plan.feature(FsdpPlan).unshards(shape.micro_batches)
-    for unit in filter(lambda unit: unit.parameters, plan.feature(FsdpPlan).units):
-        shards, axis = plan.placement.grid.fsdp_shards(unit.over), plan.placement.grid.fsdp_axis(unit.over)
-        _, reduced = plan.feature(FsdpPlan).padded_sizes(unit)
+    fsdp, grid, shape = step.plan.feature(FsdpPlan), step.plan.placement.grid, step.shape
+    counts = fsdp.unshards(shape.micro_batches)
+    for unit in filter(lambda unit: unit.parameters, fsdp.units):
+        shards, axis = grid.fsdp_shards(unit.over), grid.fsdp_axis(unit.over)
+        _, reduced = fsdp.padded_sizes(unit)
         count, layer = counts[unit.name], unit.name
         both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
-        size = plan.feature(FsdpPlan).gathered_bytes(unit)
+        size = fsdp.gathered_bytes(unit)
         for phase, times in both:
             if times:
                 yield Call(

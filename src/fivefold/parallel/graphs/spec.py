@@ -18,11 +18,8 @@ class GraphPlan:
     def is_one_graph(self, layer: str) -> bool:
         """Whether a compiled layer is one graph. Attention that sends, experts, MLPs in pieces, and gradients of
         weights that are put off run outside of graphs; fp8 agrees on scales outside of its kernels."""
-        parts = (
-            self._plan.layout.schedule.splits_backward
-            or self._plan.layout.fp8 != "none"
-            or self._plan.placement.grid.size("cp") > 1
-        )
+        layout, grid = self._plan.layout, self._plan.placement.grid
+        parts = layout.schedule.splits_backward or layout.fp8 != "none" or grid.size("cp") > 1
         outside = (*(each.name for each in self._plan.facts.experts), *self._plan.feature(ChunkPlan).mlps)
         return not (parts or any(is_within(name, [layer]) for name in outside))
 
