@@ -21,7 +21,7 @@ from fivefold.launch.memory import room
 from fivefold.launch.world import World, multiplies_bf16
 from fivefold.parallel import shared_memory
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
-from fivefold.training.metrics import resident
+from fivefold.training.peak_memory import resident
 
 BLOCKS = 5  # of repeats
 CHAIN = 64  # operations of one autograd graph

@@ -22,16 +22,16 @@ from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight, schedule
+from fivefold.training.job import Job
 
 if TYPE_CHECKING:
     from fivefold.training.checkpoints import Resumed
-    from fivefold.training.run import Trainer
 
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "checkpoints/", "hf/", "tensorboard/", "logs/", "run.yaml")
 
 
-def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
+def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, str]]:
     """(label, text) rows of the header."""
     state, config, world = state_of(job.model), job.config, job.world
     layout = state.plan.layout
@@ -76,13 +76,13 @@ def lines(job: "Trainer", *, compiled: bool, resumed: "Resumed") -> list[tuple[s
     return rows
 
 
-def _attention(job: "Trainer") -> str:
+def _attention(job: Job) -> str:
     """By which kernels, where there is a choice."""
     by = {"fa3": "FlashAttention 3", "fa2": "FlashAttention 2", "compiled": "a kernel for this CPU"}
     return f", attention by {by[job.attention]}{_not_flash(job)}" if job.attention in by else ""
 
 
-def _not_flash(job: "Trainer") -> str:
+def _not_flash(job: Job) -> str:
     """How attention runs on a GPU that FlashAttention does not have."""
     state, device, config = state_of(job.model), torch.device(job.world.device), job.model.config.get_text_config()
     is_capped, window = hf_internals.has_softcap(config), getattr(config, "sliding_window", None)
@@ -98,7 +98,7 @@ def _not_flash(job: "Trainer") -> str:
     return f", of {of} block by block ({why})" if why else f", of {of} by Triton kernels"
 
 
-def _tokenizer_lines(job: "Trainer") -> list[tuple[str, str]]:
+def _tokenizer_lines(job: Job) -> list[tuple[str, str]]:
     """What is said where `AutoTokenizer` will read the tokenizer otherwise in the folder of this model."""
     kind = job.model.config.get_text_config().model_type
     taken = hf_internals.forced_tokenizer_class(kind)
@@ -109,7 +109,7 @@ def _tokenizer_lines(job: "Trainer") -> list[tuple[str, str]]:
     ]
 
 
-def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
+def _adapter_lines(job: Job) -> Iterator[tuple[str, str]]:
     """What is trained beside a frozen model."""
     lora, parameters = job.config.adapter.lora, state_of(job.model).plan.facts.parameters
     if lora is None:
@@ -128,7 +128,7 @@ def _adapter_lines(job: "Trainer") -> Iterator[tuple[str, str]]:
     )
 
 
-def memory_line(job: "Trainer", peaks: Mapping[str, float | None]) -> str:
+def memory_line(job: Job, peaks: Mapping[str, float | None]) -> str:
     """What the trial before the first step took on the fullest rank, beside what there is and what was planned."""
     taken, reserved = peaks["memory/peak_gib"], peaks.get("memory/peak_reserved_gib")
     if taken is None:
@@ -157,7 +157,7 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     return [("changed", "; ".join(found))] if found else []
 
 
-def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
+def _fp8_lines(job: Job) -> list[tuple[str, str]]:
     """What multiplies in fp8, and whether that is faster here."""
     plan = state_of(job.model).plan
     recipe = plan.layout.fp8
@@ -186,7 +186,7 @@ def _fp8_lines(job: "Trainer") -> list[tuple[str, str]]:
     return rows
 
 
-def _offload_lines(job: "Trainer") -> list[tuple[str, str]]:
+def _offload_lines(job: Job) -> list[tuple[str, str]]:
     """What of this rank lies in host memory, or in a file."""
     state, place = state_of(job.model), job.config.memory.offload_to
     if state.offload.memory is None:
@@ -199,7 +199,7 @@ def _offload_lines(job: "Trainer") -> list[tuple[str, str]]:
     return rows
 
 
-def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
+def _states_lines(job: Job) -> list[tuple[str, str]]:
     """In what the optimizer keeps its state, where that is not the type of the weights."""
     placement, kinds = state_of(job.model).placement, OPTIMIZERS[job.config.optimizer.name].state.values()
     if placement.layout.state_dtype == "fp32":
@@ -211,7 +211,7 @@ def _states_lines(job: "Trainer") -> list[tuple[str, str]]:
     return [("states", f"{placement.layout.state_dtype} {what}")]
 
 
-def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:
+def _mfu_lines(job: Job) -> list[tuple[str, str]]:
     """What MFU is measured against; nothing on a CPU, which has none."""
     if job.world.device == "cpu":
         return []
@@ -221,7 +221,7 @@ def _mfu_lines(job: "Trainer") -> list[tuple[str, str]]:
     return [("mfu", f"of {job.peak_tflops:g} TFLOP/s; counted: {counted}")]
 
 
-def closing_lines(job: "Trainer", why: str | None) -> list[tuple[str, str]]:
+def closing_lines(job: Job, why: str | None) -> list[tuple[str, str]]:
     """(label, text) rows of the end: results, files, and what to type next."""
     run = job.config.run_dir
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""

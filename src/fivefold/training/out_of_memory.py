@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,11 +31,9 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.relief import Relief, relief
 from fivefold.planner.report import seconds_text
-from fivefold.training.metrics import resident
+from fivefold.training.job import Job
 from fivefold.training.model import build_model
-
-if TYPE_CHECKING:
-    from fivefold.training.run import Trainer
+from fivefold.training.peak_memory import resident
 
 TRIAL = "training/trial.py"
 STATE = ("parameters", "gradients", "optimizer state")
@@ -68,7 +66,7 @@ _OF_STEP = ("forward", "backward", "the optimizer")
 
 
 @contextmanager
-def advised(config: RunConfig, world: World, data: PreparedData, job: "Trainer | None" = None) -> Iterator[None]:
+def advised(config: RunConfig, world: World, data: PreparedData, job: Job | None = None) -> Iterator[None]:
     """Inside, an error for want of memory becomes a `RunFailed` with advice; as it was where the planner has none to
     give. `job`: None while it is built."""
     try:
@@ -90,9 +88,7 @@ def advise(death: WorkerDied, config: RunConfig, ranks: int) -> None:
         death.fix = "\n".join([death.fix or "", *_table({}, told), *_changes(told)]).strip()
 
 
-def _advice(
-    error: Exception, config: RunConfig, world: World, data: PreparedData, job: "Trainer | None"
-) -> RunFailed | None:
+def _advice(error: Exception, config: RunConfig, world: World, data: PreparedData, job: Job | None) -> RunFailed | None:
     """What is said on the rank that met `error`; None where the planner cannot be asked, or memory is too scarce to."""
     with suppress(Exception):
         what, phase = str(error), phase_of(error.__traceback__)
@@ -111,7 +107,7 @@ def _advice(
     return None
 
 
-def _when(error: Exception, phase: str, job: "Trainer | None") -> str:
+def _when(error: Exception, phase: str, job: Job | None) -> str:
     if job is None:
         return "before the first step"
     is_trial = any(frame.filename.endswith(TRIAL) for frame in traceback.extract_tb(error.__traceback__))
@@ -151,7 +147,7 @@ class Held:
     left: str
 
 
-def held(message: str, device: str, job: "Trainer | None") -> Held:
+def held(message: str, device: str, job: Job | None) -> Held:
     """By the words of torch's error, which tell of the moment at which it failed, and the tensors of the run."""
     own = _states(job) if job else dict.fromkeys(STATE, 0)
     said = {name: _bytes(found[1]) for name, each in _THERE.items() if (found := re.search(each, message))}
@@ -166,7 +162,7 @@ def held(message: str, device: str, job: "Trainer | None") -> Held:
     return Held(items, sum(items.values()) + asked_bytes(message), left)
 
 
-def _states(job: "Trainer") -> dict[str, float]:
+def _states(job: Job) -> dict[str, float]:
     """Bytes of what a rank keeps from step to step on its device, and of gradients."""
     device = torch.device(job.world.device).type
 

@@ -9,9 +9,9 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported, parse_config
 from fivefold.core import history, legality
 from fivefold.core.errors import RunFailed
-from fivefold.core.interrupts import Stopped, StopRequest
+from fivefold.core.interrupts import Stopped
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
@@ -38,13 +38,14 @@ from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import configure
 from fivefold.parallel.state import state_of
-from fivefold.training import checks, flops, header, metrics, preflight, record, reference, schedule, trial
+from fivefold.training import checks, header, metrics, preflight, record, reference, schedule, trial
 from fivefold.training.checkpoints import CheckpointManager, Resumed
-from fivefold.training.distillation import Teacher, teacher_of
-from fivefold.training.metrics import PeakMemory
+from fivefold.training.distillation import teacher_of
+from fivefold.training.job import Job
 from fivefold.training.model import balance_options, build_model, compile_pays, load_source
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.out_of_memory import advised
+from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.preference import mean_over_pairs
 from fivefold.training.run_log import RunLog
 from fivefold.training.step import StepResult, mean_loss, train_step
@@ -81,33 +82,8 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
             job.run()
 
 
-@dataclass
-class Trainer:
-    """One training run on one rank."""
-
-    config: RunConfig
-    world: World
-    data: PreparedData
-    model: Any
-    optimizer: torch.optim.Optimizer
-    keeper: CheckpointManager
-    log: RunLog
-    memory: PeakMemory
-    costs: Costs
-    total_steps: int
-    goals: reference.Goals = field(default_factory=reference.Goals)
-    teacher: Teacher | None = None
-    attention: str = ""  # see `kernels.choose`
-    step: int = 0  # steps done
-    start: int = 0  # of them, before this start
-    tokens_seen: int = 0
-    skipped: int = 0
-    in_a_row: int = 0
-    last_eval: float | None = None
-    checked: int | None = None  # the last step of this start whose standing checks passed
-    began: float = field(default_factory=time.monotonic)  # this start
-    stop: StopRequest = field(default_factory=StopRequest)
-    prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+class Trainer(Job):
+    """One training run on one rank: what it has, and what it does with it."""
 
     # ---- before the first step --------------------------------------------------------------------------------------
 
@@ -270,32 +246,12 @@ class Trainer:
                 ahead = self.prefetch.submit(self.batch, step + 1)
             yield batch, waited
 
-    def batch(self, step: int) -> list[MicroBatch]:
-        """This rank's micro batches of a step, from 0."""
-        rows = self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
-        return rows if self.teacher is None else [self.teacher.beside(each) for each in rows]
-
-    @property
-    def _share(self) -> dict[str, Any]:
-        """Which of the rows are this rank's, as `PackedRows` is asked for them."""
-        placement = state_of(self.model).placement
-        return {
-            "data_rank": placement.data_rank,
-            "data_ranks": placement.layout.data_ranks,
-            "micro_batch_size": placement.layout.micro_batch_size,
-            "row_multiple": placement.layout.row_multiple,
-        }
-
     def _evaluate(self, rows: PackedRows) -> float:
         """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`, or of an objective
         over the pairs there; equal on all ranks."""
         if self.goals.validation:
             return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)[0]
         return mean_loss(self.model, self.evaluation(rows))
-
-    def evaluation(self, rows: PackedRows) -> Iterator[MicroBatch]:
-        """This rank's micro batches of an evaluation."""
-        return rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share)
 
     def _learning_rate(self, step: int) -> float:
         return schedule.learning_rate(step, **self.schedule)
@@ -363,10 +319,6 @@ class Trainer:
         self.checked = self.step
 
     # ---- what is written ---------------------------------------------------------------------------------------------
-
-    @cached_property
-    def peak_tflops(self) -> float | None:
-        return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
 
     def _write(self, row: dict[str, Any]) -> None:
         if not self._due(self.config.log.every) and "eval/loss" not in row:

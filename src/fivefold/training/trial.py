@@ -8,7 +8,7 @@ random numbers, buffers, what routers have counted. No parameter changes, and no
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,10 +16,8 @@ from fivefold.config import RunConfig
 from fivefold.launch.world import World
 from fivefold.parallel.state import state_of
 from fivefold.training import preflight
+from fivefold.training.job import Job
 from fivefold.training.step import all_reduce_sum, gradients, mean_loss, squared_norm
-
-if TYPE_CHECKING:
-    from fivefold.training.run import Trainer
 
 ROUNDS = 2  # micro batches of a step without a pipeline: the second one meets the gradients of the first
 
@@ -29,7 +27,7 @@ def pays(config: RunConfig, world: World) -> bool:
     return world.device != "cpu" if config.memory.trial == "auto" else config.memory.trial
 
 
-def run(job: "Trainer") -> None:
+def run(job: Job) -> None:
     """On every rank, of a run that is about to begin its first step."""
     with _put_back(job.model), ExitStack() as until_then:
         until_then.callback(job.optimizer.zero_grad, set_to_none=True)
@@ -46,7 +44,7 @@ def run(job: "Trainer") -> None:
         torch.cuda.empty_cache()  # the memory of the trial's sizes: the run's are asked for anew
 
 
-def _step(job: "Trainer") -> None:
+def _step(job: Job) -> None:
     """Forward and backward of the first step to come, and the norm: all but the update."""
     state, batch = state_of(job.model), job.batch(job.step)
     rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # several stages have many under way

@@ -1,0 +1,77 @@
+"""A training run on one rank: all that it has, and its rows."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fivefold.config import RunConfig
+from fivefold.core.interrupts import StopRequest
+from fivefold.data.batch import MicroBatch
+from fivefold.data.prepare import PreparedData
+from fivefold.data.rows import PackedRows
+from fivefold.launch.world import World
+from fivefold.models.flops import Costs
+from fivefold.parallel.state import state_of
+from fivefold.training import flops, reference
+from fivefold.training.checkpoints import CheckpointManager
+from fivefold.training.distillation import Teacher
+from fivefold.training.peak_memory import PeakMemory
+from fivefold.training.run_log import RunLog
+
+
+@dataclass
+class Job:
+    """One training run on one rank, as what describes, measures or tries it is given it."""
+
+    config: RunConfig
+    world: World
+    data: PreparedData
+    model: Any
+    optimizer: torch.optim.Optimizer
+    keeper: CheckpointManager
+    log: RunLog
+    memory: PeakMemory
+    costs: Costs
+    total_steps: int
+    goals: reference.Goals = field(default_factory=reference.Goals)
+    teacher: Teacher | None = None
+    attention: str = ""  # see `kernels.choose`
+    step: int = 0  # steps done
+    start: int = 0  # of them, before this start
+    tokens_seen: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+    last_eval: float | None = None
+    checked: int | None = None  # the last step of this start whose standing checks passed
+    began: float = field(default_factory=time.monotonic)  # this start
+    stop: StopRequest = field(default_factory=StopRequest)
+    prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def batch(self, step: int) -> list[MicroBatch]:
+        """This rank's micro batches of a step, from 0."""
+        rows = self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
+        return rows if self.teacher is None else [self.teacher.beside(each) for each in rows]
+
+    @property
+    def _share(self) -> dict[str, Any]:
+        """Which of the rows are this rank's, as `PackedRows` is asked for them."""
+        placement = state_of(self.model).placement
+        return {
+            "data_rank": placement.data_rank,
+            "data_ranks": placement.layout.data_ranks,
+            "micro_batch_size": placement.layout.micro_batch_size,
+            "row_multiple": placement.layout.row_multiple,
+        }
+
+    def evaluation(self, rows: PackedRows) -> Iterator[MicroBatch]:
+        """This rank's micro batches of an evaluation."""
+        return rows.sequential(max_tokens=self.config.eval.max_tokens, **self._share)
+
+    @cached_property
+    def peak_tflops(self) -> float | None:
+        return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
