@@ -30,7 +30,8 @@ from typing import Any
 from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import keys
 from fivefold.core.layout import Layout
-from fivefold.core.legality import Violation, violations
+from fivefold.core.legality import violations
+from fivefold.core.violation import Violation
 from fivefold.parallel.calls import calls
 from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower

@@ -12,7 +12,8 @@ from torch import Tensor
 from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod, context_method
 from fivefold.core.layout import Layout
-from fivefold.core.legality import ModelLimits, refuse, violations
+from fivefold.core.legality import ModelLimits, violations
+from fivefold.core.violation import refuse
 from fivefold.models import offdiagonal
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import SchedulePlan, Slot
+from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import (
@@ -58,7 +58,7 @@ def test_gradients_come_with_the_first_backward() -> None:
     """gpipe has all micro batches under way without gradients, and all but one with them; its losses come before. 1F1B
     has as many under way with gradients as without, where there are enough."""
     gpipe, few, many = (
-        SchedulePlan.of(Layout.parse(text), count).orders for text, count in (("pp2+gpipe", 4), ("pp2", 2), ("pp2", 4))
+        Layout.parse(text).schedule_plan(count).orders for text, count in (("pp2+gpipe", 4), ("pp2", 2), ("pp2", 4))
     )
     last = under_way(gpipe[1], (1, 1))
     assert (last.most, last.at_loss, last.later, last.later_at_loss) == ({1: 4}, {1: 4}, {1: 3}, {1: 0})

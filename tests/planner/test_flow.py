@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.core import legality
 from fivefold.core.layout import Layout
-from fivefold.core.schedule import Kind, SchedulePlan
+from fivefold.core.schedule import Kind
 from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.memory import under_way
 from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
@@ -44,7 +44,7 @@ def test_a_span_is_that_of_all_slots(subtests: pytest.Subtests) -> None:
                 together = span(layout, counts, seconds, transfer)
                 for number in range(0, 5, 2):
                     alone = {kind: each[:, [number]] for kind, each in seconds.items()}
-                    whole = SchedulePlan.of(layout, int(counts[number])).simulate(
+                    whole = layout.schedule_plan(int(counts[number])).simulate(
                         lambda slot, alone=alone: float(alone[slot.kind][slot.stage, 0]), transfer=transfer[number]
                     )
                     found = span(layout, counts[[number]], alone, transfer[[number]])
@@ -58,7 +58,7 @@ def test_many_micro_batches_are_counted_like_a_few(subtests: pytest.Subtests) ->
         with subtests.test(msg=text):
             for zero, (layout, count) in product((1, 2, 3), legal(text)):
                 layers = (2,) * layout.stages
-                plan, held = SchedulePlan.of(layout, count), in_flight(layout, count, layers)
+                plan, held = layout.schedule_plan(count), in_flight(layout, count, layers)
                 own = gathers(layout, count, zero)
                 for rank, order in enumerate(plan.orders):
                     stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)

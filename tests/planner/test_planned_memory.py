@@ -8,7 +8,6 @@ from benchmarks.planned_memory import Planned, cells, plan
 
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
-from fivefold.core.schedule import SchedulePlan
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import (
@@ -151,7 +150,7 @@ def test_routers_keep_their_buffers_in_fp32() -> None:
 def test_micro_batches_in_flight_are_those_of_one_moment() -> None:
     """Interleaved 1F1B on 2 ranks: the first has at once at most 3 of stage 0 and 2 of stage 2, or 2 and 3; the most of
     each add up to more."""
-    plan = SchedulePlan.of(Layout.parse("pp2+interleaved+v2"), 8)
+    plan = Layout.parse("pp2+interleaved+v2").schedule_plan(8)
     order = plan.orders[0]
     now, most, of_each = dict.fromkeys((0, 2), 0), 0, dict.fromkeys((0, 2), 0)
     for slot in order:

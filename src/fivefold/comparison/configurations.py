@@ -12,6 +12,7 @@ from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.config.runfile import READ_MORE
 from fivefold.core import legality
 from fivefold.core.errors import UserError
+from fivefold.core.violation import refuse
 from fivefold.launch.model import check_model
 from fivefold.launch.workers import gpus, worker_count
 from fivefold.launch.world import device_kind
@@ -143,7 +144,7 @@ def devices_of(configuration: Configuration, asked: int | None) -> int:
         check_model(config, layout=None)
         return workers
     resolved = layout.resolve(workers)
-    legality.refuse(legality.violations(resolved, batch=config.train.global_batch_size))
+    refuse(legality.violations(resolved, batch=config.train.global_batch_size))
     check_model(config, layout=resolved)
     return workers
 

@@ -37,6 +37,7 @@ from fivefold.core.recompute import BUDGET
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
+from fivefold.core.violation import refuse
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
@@ -716,9 +717,9 @@ def check_supported(config: RunConfig) -> None:
     """
     layout = config.written_layout
     # What the planner chooses is legal; the part of it that is written need not be.
-    legality.refuse(() if config.is_automatic else legality.violations(layout))
+    refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
-        legality.refuse(legality.of_experts(layout, _limits(config.model)))
+        refuse(legality.of_experts(layout, _limits(config.model)))
     for package in config.log.to:  # each is called as its package
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(

@@ -17,12 +17,13 @@ from difflib import get_close_matches
 from math import lcm, prod
 from typing import Any, Literal, get_args
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES
 from fivefold.core.recompute import BUDGET, MODES
-from fivefold.core.schedule import SCHEDULES, Schedule
+from fivefold.core.schedule import SCHEDULES, Schedule, SchedulePlan
 from fivefold.core.state_dtypes import StateDtype
+from fivefold.core.units import many
+from fivefold.core.violation import Violation, refuse
 
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
@@ -281,6 +282,10 @@ class Layout:
         """What is known of the pipeline's schedule. The passes of one stage have one order, that of 1F1B."""
         return SCHEDULES[self.pp_schedule if self.pp > 1 else "1f1b"]
 
+    def schedule_plan(self, micro_batches: int) -> SchedulePlan:
+        """The schedule over its ranks, of a layout that is legal for so many micro batches (`legality.violations`)."""
+        return SchedulePlan(self.schedule.name, self.pp, self.stages_per_rank, micro_batches)
+
     @property
     def stages_per_rank(self) -> int:
         """Stages of a pipeline rank: 2 where the schedule is a V, else `pp_virtual`."""
@@ -304,7 +309,7 @@ class Layout:
         fixed = prod(size for axis, size in self.degrees.items() if axis != "dp_shard")
         if self.dp_shard == -1 and world % fixed == 0:
             return replace(self, dp_shard=world // fixed).resolve(world)
-        legality.refuse(legality.of_world(self, world))
+        refuse(self.against_world(world))
         return self
 
     def accumulation(self, global_batch_size: int) -> int:
@@ -312,8 +317,62 @@ class Layout:
 
         Raises `UserError` with the nearest batch sizes that divide.
         """
-        legality.refuse(legality.of_batch(self, global_batch_size))
+        refuse(self.against_batch(global_batch_size))
         return global_batch_size // (self.micro_batch_size * self.data_ranks)
+
+    def against_world(self, world: int, place: str | None = None) -> Iterator[Violation]:
+        """The degrees multiply to `world`, and `ep` divides the ranks that it is taken from. `place`: the cluster,
+        where no workers are started."""
+        fixed = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
+        fits = (world // fixed,) if world % fixed == 0 else ()
+        if self.dp_shard == -1 and fits:
+            return
+        if self.dp_shard != -1 and self.world == world:
+            yield from self._against_expert_ranks()
+            return
+        product = f"{self.product or 'single'}{'' if self.dp_shard == -1 else f' = {self.world}'}"
+        nearest = (
+            f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}{self._nearest_degree(world)}"
+        )
+        has = f"{place} has {many(world, 'device')}" if place else f"{many(world, 'worker')} started"
+        change = "the cluster" if place else "the number of workers: --nproc"
+        fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
+        if self.ep > 1 and not self.degrees:
+            ep = max(each for each in range(1, self.ep + 1) if world % each == 0)
+            fits_too = f"shard{world}{f'.ep{ep}' * (ep > 1)}"
+            fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: {fits_too}"
+        yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
+
+    def _nearest_degree(self, world: int) -> str:
+        """Of a layout with one degree beside `dp_shard`, the nearest values of it that divide `world`, in words."""
+        others = [(axis, degree) for axis, degree in self.degrees.items() if axis != "dp_shard"]
+        if len(others) != 1:
+            return ""
+        (axis, degree), divisors = others[0], [each for each in range(1, world + 1) if world % each == 0]
+        near = [*[each for each in divisors if each < degree][-1:], *[each for each in divisors if each > degree][:1]]
+        return f", {axis} {' or '.join(map(str, near))} does"
+
+    def _against_expert_ranks(self) -> Iterator[Violation]:
+        ep, ranks = self.ep, self.expert_ranks
+        if ranks % ep:
+            fits = tuple(n for n in range(1, ranks + 1) if ranks % n == 0)
+            product = f"dp_shard {self.dp_shard} x cp {self.cp}{'' if self.expert_tp else f' x tp {self.tp}'}"
+            where = f"the ranks that experts are dealt to{' with expert_tp' if self.expert_tp else ''}"
+            what = f"ep {ep} does not divide {product} = {ranks}, {where}"
+            yield Violation("ep", what, f"try ep {', '.join(map(str, fits))}", fits)
+
+    def against_batch(self, batch: int) -> Iterator[Violation]:
+        """A step's rows are dealt evenly to the data ranks, in whole micro batches."""
+        per_pass = self.micro_batch_size * self.data_ranks
+        if batch <= 0 or batch % per_pass:
+            below = batch // per_pass * per_pass
+            near = tuple(n for n in (below, below + per_pass) if n > 0)
+            yield Violation(
+                "global_batch_size",
+                f"global_batch_size {batch} is not a multiple of micro_batch_size {self.micro_batch_size} "
+                f"x dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} = {per_pass}",
+                f"set train.global_batch_size to {' or '.join(map(str, near))}", near,
+            )  # fmt: skip
 
 
 # How each field is said, and its default.

@@ -5,40 +5,16 @@ can ask for each candidate. Every rule is a generator of `Violation`s; `violatio
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fivefold.core.errors import UserError
 from fivefold.core.heads import context_method, legal_degrees
-from fivefold.core.units import many
-
-if TYPE_CHECKING:
-    from fivefold.core.layout import Layout
+from fivefold.core.layout import Layout
+from fivefold.core.violation import Violation
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what a config.json may call the number of layers
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One reason why a layout cannot run.
-
-    `about`: the field of the layout, or `global_batch_size`, that has to change. `legal`: its values that fit, of those
-    that are near; empty where it is no number.
-    """
-
-    about: str
-    what: str
-    fix: str
-    legal: tuple[int, ...] = ()
-    more: str = "docs/layouts.md"
-
-    @property
-    def error(self) -> UserError:
-        """For the user."""
-        return UserError(self.what, fix=self.fix, more=self.more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +55,7 @@ UNKNOWN = ModelLimits()
 
 
 def violations(
-    layout: "Layout", limits: ModelLimits = UNKNOWN, *, world: int | None = None, batch: int | None = None,
+    layout: Layout, limits: ModelLimits = UNKNOWN, *, world: int | None = None, batch: int | None = None,
     micro_batches: int | None = None,
 ) -> list[Violation]:  # fmt: skip
     """All that keeps `layout` from running a model, the most basic first; none where it can run.
@@ -89,9 +65,9 @@ def violations(
     """
     found = [*of_cp_method(layout), *of_pipeline(layout), *of_fp8(layout), *of_mlp_chunks(layout)]
     if world is not None:
-        found += of_world(layout, world)
+        found += layout.against_world(world)
     if batch is not None and layout.dp_shard != -1:
-        uneven = list(of_batch(layout, batch))
+        uneven = list(layout.against_batch(batch))
         found += uneven
         micro_batches = None if uneven else batch // (layout.micro_batch_size * layout.data_ranks)
     if micro_batches is not None:
@@ -99,71 +75,10 @@ def violations(
     return [*found, *of_heads(layout, limits, world), *of_layers(layout, limits), *of_experts(layout, limits)]
 
 
-def refuse(found: Iterable[Violation]) -> None:
-    """Raise the first of `found`, if there is any, as a `UserError`."""
-    for each in found:
-        raise each.error
-
-
 # ---- the layout by itself --------------------------------------------------------------------------------------------
 
 
-def of_world(layout: "Layout", world: int, place: str | None = None) -> Iterator[Violation]:
-    """The degrees multiply to `world`, and `ep` divides the ranks that it is taken from. `place`: the cluster, where
-    no workers are started."""
-    fixed = prod(degree for axis, degree in layout.degrees.items() if axis != "dp_shard")
-    fits = (world // fixed,) if world % fixed == 0 else ()
-    if layout.dp_shard == -1 and fits:
-        return
-    if layout.dp_shard != -1 and layout.world == world:
-        yield from _of_expert_ranks(layout)
-        return
-    product = f"{layout.product or 'single'}{'' if layout.dp_shard == -1 else f' = {layout.world}'}"
-    nearest = f"dp_shard {fits[0]} fits" if fits else f"{fixed} does not divide {world}{_nearest_degree(layout, world)}"
-    has = f"{place} has {many(world, 'device')}" if place else f"{many(world, 'worker')} started"
-    change = "the cluster" if place else "the number of workers: --nproc"
-    fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
-    if layout.ep > 1 and not layout.degrees:
-        ep = max(each for each in range(1, layout.ep + 1) if world % each == 0)
-        fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: shard{world}{f'.ep{ep}' * (ep > 1)}"
-    yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
-
-
-def _nearest_degree(layout: "Layout", world: int) -> str:
-    """Of a layout with one degree beside `dp_shard`, the nearest values of it that divide `world`, in words."""
-    others = [(axis, degree) for axis, degree in layout.degrees.items() if axis != "dp_shard"]
-    if len(others) != 1:
-        return ""
-    (axis, degree), divisors = others[0], [each for each in range(1, world + 1) if world % each == 0]
-    near = [*[each for each in divisors if each < degree][-1:], *[each for each in divisors if each > degree][:1]]
-    return f", {axis} {' or '.join(map(str, near))} does"
-
-
-def _of_expert_ranks(layout: "Layout") -> Iterator[Violation]:
-    ep, ranks = layout.ep, layout.expert_ranks
-    if ranks % ep:
-        fits = tuple(n for n in range(1, ranks + 1) if ranks % n == 0)
-        product = f"dp_shard {layout.dp_shard} x cp {layout.cp}{'' if layout.expert_tp else f' x tp {layout.tp}'}"
-        where = f"the ranks that experts are dealt to{' with expert_tp' if layout.expert_tp else ''}"
-        what = f"ep {ep} does not divide {product} = {ranks}, {where}"
-        yield Violation("ep", what, f"try ep {', '.join(map(str, fits))}", fits)
-
-
-def of_batch(layout: "Layout", batch: int) -> Iterator[Violation]:
-    """A step's rows are dealt evenly to the data ranks, in whole micro batches."""
-    per_pass = layout.micro_batch_size * layout.data_ranks
-    if batch <= 0 or batch % per_pass:
-        below = batch // per_pass * per_pass
-        near = tuple(n for n in (below, below + per_pass) if n > 0)
-        yield Violation(
-            "global_batch_size",
-            f"global_batch_size {batch} is not a multiple of micro_batch_size {layout.micro_batch_size} "
-            f"x dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard} = {per_pass}",
-            f"set train.global_batch_size to {' or '.join(map(str, near))}", near,
-        )  # fmt: skip
-
-
-def of_cp_method(layout: "Layout") -> Iterator[Violation]:
+def of_cp_method(layout: Layout) -> Iterator[Violation]:
     """A method RxU is one of `cp` ranks."""
     cp, sizes = layout.cp, re.fullmatch(r"(\d+)x(\d+)", layout.cp_method)
     if sizes and int(sizes[1]) * int(sizes[2]) != cp:
@@ -173,7 +88,7 @@ def of_cp_method(layout: "Layout") -> Iterator[Violation]:
         yield Violation("cp_method", what, f"use auto, or {fits}", more="docs/context.md")
 
 
-def of_pipeline(layout: "Layout") -> Iterator[Violation]:
+def of_pipeline(layout: Layout) -> Iterator[Violation]:
     """A schedule has its stages a rank, and a split names every stage."""
     text, virtual = layout.pp_split, layout.pp_virtual
     if layout.pp == 1:
@@ -188,7 +103,7 @@ def of_pipeline(layout: "Layout") -> Iterator[Violation]:
         yield Violation("pp_split", what, f"write {layout.stages} numbers of 1 or more, or auto")
 
 
-def _of_virtual(layout: "Layout") -> Iterator[Violation]:
+def _of_virtual(layout: Layout) -> Iterator[Violation]:
     virtual, name, (fewest, most) = layout.pp_virtual, f"pp_schedule {layout.pp_schedule}", layout.schedule.stages
     if most == 1 and virtual > 1:
         what, fix = f"has one stage a rank, so pp_virtual is 1, not {virtual}", "use interleaved or zb, or leave"
@@ -200,14 +115,14 @@ def _of_virtual(layout: "Layout") -> Iterator[Violation]:
         yield Violation("pp_virtual", what, fix, (fewest,))
 
 
-def of_fp8(layout: "Layout") -> Iterator[Violation]:
+def of_fp8(layout: Layout) -> Iterator[Violation]:
     """Layers are left out of something."""
     if layout.fp8_high_layers and layout.fp8 == "none":
         what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
         yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
 
 
-def of_mlp_chunks(layout: "Layout") -> Iterator[Violation]:
+def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
     """What goes over all tokens of an MLP at once, or says itself what of it is computed again."""
     if layout.mlp_chunks == 1:
         return
@@ -219,7 +134,7 @@ def of_mlp_chunks(layout: "Layout") -> Iterator[Violation]:
         yield Violation("mlp_chunks", what, "set memory.recompute: full, or none", (1,), more="docs/memory.md")
 
 
-def of_micro_batches(layout: "Layout", count: int) -> Iterator[Violation]:
+def of_micro_batches(layout: Layout, count: int) -> Iterator[Violation]:
     """A schedule takes so many micro batches."""
     name, pp, schedule = f"pp_schedule {layout.pp_schedule}", layout.pp, layout.schedule
     fewest = schedule.fewest(pp)
@@ -236,7 +151,7 @@ def of_micro_batches(layout: "Layout", count: int) -> Iterator[Violation]:
 # ---- the layout and a model ------------------------------------------------------------------------------------------
 
 
-def of_heads(layout: "Layout", limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
+def of_heads(layout: Layout, limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
     """Every tp rank gets the same number of whole query heads, and the key/value heads that these attend to. The same
     holds for every Ulysses rank of context parallelism. `world`: devices, of which tp is a divisor."""
     tp, query, kv = layout.tp, limits.query, limits.kv
@@ -261,7 +176,7 @@ def of_heads(layout: "Layout", limits: ModelLimits, world: int | None = None) ->
         yield from _of_ulysses(layout, attended[0] // tp, max(1, attended[1] // tp))
 
 
-def _of_ulysses(layout: "Layout", query: int, kv: int) -> Iterator[Violation]:
+def _of_ulysses(layout: Layout, query: int, kv: int) -> Iterator[Violation]:
     """`query`, `kv`: heads of a tp rank."""
     cp, u = layout.cp, context_method(layout.cp_method, layout.cp, query, kv).ulysses
     if query % u or (kv % u and u % kv):
@@ -271,7 +186,7 @@ def _of_ulysses(layout: "Layout", query: int, kv: int) -> Iterator[Violation]:
         yield Violation("cp_method", f"{what}: {rule}", f"use auto, ring, or {fits}", more="docs/context.md")
 
 
-def of_layers(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
+def of_layers(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
     """Every stage has a layer, and a split has them all."""
     pp, each, layers = layout.pp, layout.stages_per_rank, limits.layers
     if pp > 1 and (refusal := limits.refusals.get("pp")):
@@ -286,7 +201,7 @@ def of_layers(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
         yield Violation("pp_split", what, f"numbers that add up to {layers}, or auto")
 
 
-def of_experts(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
+def of_experts(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
     """`ep` needs a model with experts, and one or more for each rank. `expert_tp` needs a feature of every expert for
     each tp rank."""
     ep, etp, experts, features = layout.ep, layout.etp, limits.experts, limits.expert_features
@@ -308,11 +223,11 @@ def of_experts(layout: "Layout", limits: ModelLimits) -> Iterator[Violation]:
 # ---- what a proof needs ----------------------------------------------------------------------------------------------
 
 
-def micro_batches_for(layout: "Layout") -> tuple[int, int]:
+def micro_batches_for(layout: Layout) -> tuple[int, int]:
     """(the fewest micro batches, what they must be a multiple of) that the schedule of a layout surely takes."""
     return layout.schedule.fewest(layout.pp), layout.schedule.multiple(layout.pp)
 
 
-def layers_for(layout: "Layout") -> int:
+def layers_for(layout: Layout) -> int:
     """The fewest layers, and at least 2, that a model is cut to where the pipeline of a layout is proved."""
     return max(2, layout.stages if layout.pp == 1 or layout.split is None else sum(layout.split))

@@ -11,10 +11,7 @@ record; a new schedule is a function that yields slots, and a record.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from fivefold.core.layout import Layout
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
@@ -93,11 +90,6 @@ class SchedulePlan:
     ranks: int
     virtual: int
     micro_batches: int
-
-    @staticmethod
-    def of(layout: "Layout", micro_batches: int) -> "SchedulePlan":
-        """The plan of a layout that is legal for `micro_batches` (`legality.violations`)."""
-        return SchedulePlan(layout.schedule.name, layout.pp, layout.stages_per_rank, micro_batches)
 
     @property
     def record(self) -> "Schedule":

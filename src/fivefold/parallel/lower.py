@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from fivefold.core import heads, legality
 from fivefold.core.heads import CPMethod
 from fivefold.core.layout import Layout
-from fivefold.core.legality import Violation
 from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.core.state_dtypes import block_length
+from fivefold.core.violation import Violation, refuse
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.chunks import spec as chunks
@@ -27,7 +27,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
 
     Raises `UserError`, with the arithmetic, where the layout does not fit the model.
     """
-    legality.refuse(legality.violations(layout, limits_of(facts)))
+    refuse(legality.violations(layout, limits_of(facts)))
     partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
     stages = stage_plan(facts, layout)
     pp_ranks = {name: stages.holders(name) for name in (*shards, *facts.router_buffers)}
@@ -45,7 +45,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     own = {name: axis for name, axis in sums.items() if placement.holds(name)}
     in_copies = computes_in_copies(facts, layout)
     plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies)
-    legality.refuse([
+    refuse([
         *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *_of_adapters(plan), *_of_nf4(plan)
     ])  # fmt: skip
     return plan

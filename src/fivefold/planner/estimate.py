@@ -19,6 +19,7 @@ from fivefold.core.recompute import budget_bytes
 from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
+from fivefold.core.violation import refuse
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
@@ -159,10 +160,10 @@ class Estimate:
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
-    legality.refuse(legality.of_experts(layout, limits))  # first: where shards go does not help a model without experts
-    legality.refuse(legality.of_world(layout, world, prices.cluster.text))
+    refuse(legality.of_experts(layout, limits))  # first: where shards go does not help a model without experts
+    refuse(layout.against_world(world, prices.cluster.text))
     layout = layout.resolve(world)
-    legality.refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
+    refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
     return Step(prices, prices.engine.laid(layout), workload).estimate()
 
 

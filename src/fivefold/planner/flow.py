@@ -31,7 +31,7 @@ STEADY = 1e-13  # of the time so far, by which what is equal may differ
 @lru_cache(maxsize=256)
 def schedule_plan(pipeline: Layout, micro_batches: int) -> SchedulePlan:
     """Of a layout that says its pipeline alone. It keeps what it has computed."""
-    return SchedulePlan.of(pipeline, micro_batches)
+    return pipeline.schedule_plan(micro_batches)
 
 
 def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:

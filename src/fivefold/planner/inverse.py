@@ -10,6 +10,7 @@ from itertools import product
 from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RING, Layout
+from fivefold.core.violation import refuse
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Step, Workload
@@ -52,9 +53,9 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
 
 def _legal(prices: PriceList, layout: Layout) -> Layout:
     """A layout with its shards known. Raises `UserError` where it cannot run the model."""
-    legality.refuse(legality.of_world(layout, prices.cluster.world, prices.cluster.text))
+    refuse(layout.against_world(prices.cluster.world, prices.cluster.text))
     layout = layout.resolve(prices.cluster.world)
-    legality.refuse(legality.violations(layout, limits_of(prices.facts), world=prices.cluster.world))
+    refuse(legality.violations(layout, limits_of(prices.facts), world=prices.cluster.world))
     return layout
 
 

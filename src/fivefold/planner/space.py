@@ -166,7 +166,7 @@ class Space:
                 sizes = self._sizes(place.data_ranks)
                 laid = self.prices.engine.laid
                 is_own = laid(place).dp_shard == shards  # a trainer that shares states over all data ranks has no other
-                if not len(sizes) or not is_own or any(legality.of_world(place, world)):
+                if not len(sizes) or not is_own or any(place.against_world(world)):
                     continue
                 works = self._works(shared) if works is None else works
                 own, rows = works[np.isin(works[:, 1], sizes)].T
@@ -249,4 +249,4 @@ def divisors(number: int) -> tuple[int, ...]:
 def _sizes(data_ranks: int, batch: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Those of `sizes` that deal out the batch."""
     layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in sizes)
-    return tuple(each.micro_batch_size for each in layouts if not any(legality.of_batch(each, batch)))
+    return tuple(each.micro_batch_size for each in layouts if not any(each.against_batch(batch)))

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fivefold.config import RunConfig, check_supported, load_config
-from fivefold.core import interrupts, legality
+from fivefold.core import interrupts
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
+from fivefold.core.violation import refuse
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder
 from fivefold.launch.world import LAUNCHER
@@ -118,7 +119,7 @@ def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
 
 
 def _resolved(config: RunConfig, place: Cluster) -> Layout:
-    legality.refuse(legality.of_world(config.layout, place.world, place.text))
+    refuse(config.layout.against_world(place.world, place.text))
     return config.layout.resolve(place.world)
 
 

@@ -24,6 +24,7 @@ from fivefold.config import RunConfig, check_supported, parse_config
 from fivefold.core import history, legality
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
+from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
@@ -93,7 +94,7 @@ class Trainer(Job):
         preflight.check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
-        legality.refuse(legality.violations(layout, batch=config.train.global_batch_size))
+        refuse(legality.violations(layout, batch=config.train.global_batch_size))
         model = build_model(config, data)
         lora = config.adapter.lora
         facts = adapted(facts_of(model), lora)

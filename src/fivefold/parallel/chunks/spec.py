@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from fivefold.core.legality import Violation
+from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts, TPBlock
 from fivefold.parallel.collectives import Call

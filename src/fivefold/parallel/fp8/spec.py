@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim, agreements
-from fivefold.core.legality import Violation
 from fivefold.core.units import many
+from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call

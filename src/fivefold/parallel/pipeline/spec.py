@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from fivefold.core import legality
 from fivefold.core.layout import Layout
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot, Transfer
+from fivefold.core.violation import refuse
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
@@ -37,8 +38,8 @@ class PipelinePlan:
 
 @lru_cache(maxsize=16)
 def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
-    legality.refuse(legality.of_micro_batches(layout, micro_batches))
-    return SchedulePlan.of(layout, micro_batches)
+    refuse(legality.of_micro_batches(layout, micro_batches))
+    return layout.schedule_plan(micro_batches)
 
 
 def calls(step: Step) -> Iterator[Call]:
