@@ -31,8 +31,8 @@ from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.training.flops import squared_lengths
-from fivefold.training.metrics import PeakMemory
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step
 
 CPU = torch.device("cpu")

@@ -36,9 +36,9 @@ from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
-from fivefold.training.metrics import PeakMemory
 from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.preference import Goal
 from fivefold.training.step import train_step
 from pages import put_between

@@ -45,8 +45,8 @@ from fivefold.rehearsal.counts import Driver
 from fivefold.rehearsal.request import Phase, Request
 from fivefold.rehearsal.stage import world_of
 from fivefold.training import flops
-from fivefold.training.metrics import PeakMemory
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import StepResult, train_step
 from gpu_expected import beside, layout_of, meta_model, of_estimate, planned, planned_on, show_expected
 from overlap import profile_step

@@ -47,8 +47,8 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.plan import estimate
-from fivefold.training.metrics import PeakMemory
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step
 from pages import put_between
 

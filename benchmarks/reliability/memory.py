@@ -26,8 +26,8 @@ from fivefold.launch.world import alone, find_world, join
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
-from fivefold.training.metrics import PeakMemory
 from fivefold.training.optimizers import build_optimizer
+from fivefold.training.peak_memory import PeakMemory
 
 FILES = 8
 SCRIPT = Path(__file__)
