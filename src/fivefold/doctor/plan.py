@@ -16,6 +16,7 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
@@ -86,12 +87,13 @@ def examine(
     plan = within_budget(plan, tokens, micro_batches, compiled=True)
     shape = replace(plan.step_shape(parsed.micro_batch_size, tokens, micro_batches), compiled=True)
     sent, needs = calls(plan, shape), step_bytes(plan, shape)
-    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(plan), *_sent(sent)]
+    edits = interventions(plan)
+    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(edits), *_sent(sent)]
     rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]
     details = {
         "bytes": {**needs.by_kind, "saved by layer": dict(needs.saved)},
         "calls": [asdict(each) for each in sent],
-        "interventions": [asdict(each) for each in interventions(plan)],
+        "interventions": [asdict(each) for each in edits],
     }
     closing = (
         f"sum {human_bytes(needs.total)}; a step of {micro_batches} micro batches of {parsed.micro_batch_size} x "
@@ -150,9 +152,9 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
     return [PlanRow("parameters", name, says, _times(count)) for (name, says), count in found.items()]
 
 
-def _done(plan: ParallelPlan) -> list[PlanRow]:
+def _done(edits: Iterable[Edit]) -> list[PlanRow]:
     """What is done to which modules, those of several layers as one."""
-    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in interventions(plan))
+    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in edits)
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
         for (name, kind, by, why), count in found.items()
