@@ -38,7 +38,7 @@ def unit_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
     return _calls(plan, shape, fsdp.calls)
 
 
-def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[["Step"], Iterator[Call]]) -> Iterator[Call]:
+def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[[Step], Iterator[Call]]) -> Iterator[Call]:
     step = Step(plan, shape)
     for part in parts:
         yield from (call for call in part(step) if plan.placement.grid.size(call.axis) > 1)
