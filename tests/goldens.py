@@ -33,9 +33,9 @@ from fivefold.core.layout import Layout
 from fivefold.core.legality import violations
 from fivefold.core.violation import Violation
 from fivefold.parallel.calls import calls
-from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.planned_edits import edits
 from fivefold.planner.estimate import Step
 from fivefold.planner.price import PriceList
 from tests.planner.test_search import WORKLOAD, sample
@@ -117,7 +117,7 @@ def plan_text(prices: PriceList, step: Step, layout: Layout, pp_rank: int) -> st
         *map(str, calls(plan, shape)),
         str(step_bytes(plan, shape)),
         *map(str, regions),
-        *map(str, interventions(plan)),
+        *map(str, edits(plan)),
     ]
     return "\n".join(parts)
 

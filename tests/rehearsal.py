@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from fivefold.parallel.fsdp.spec import FsdpPlan
-from fivefold.parallel.interventions import interventions
 from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.planned_edits import edits
 from tests.pool import collect_what_is_new, forks
 
 TIMEOUT = 600.0  # seconds of one rehearsal
@@ -165,7 +165,7 @@ def _unlike_plan(model: Any) -> list[str]:
         ),
         "forwards": (
             {name for name, module in modules.items() if "forward" in vars(module)},
-            {each.path for each in interventions(plan) if each.kind == "forward" and _is_here(modules, each.path)},
+            {each.path for each in edits(plan) if each.kind == "forward" and _is_here(modules, each.path)},
         ),
         "hooks": (
             {
@@ -173,14 +173,14 @@ def _unlike_plan(model: Any) -> list[str]:
                 if (module._forward_hooks or module._forward_pre_hooks) and not isinstance(module, FSDPModule)
             },
             {
-                each.path for each in interventions(plan)
+                each.path for each in edits(plan)
                 if each.kind in ("hook", "pre-hook") and _is_here(modules, each.path)
                 and not isinstance(modules[each.path], FSDPModule)
             },
         ),
         "stubs": (
             {name for name, module in modules.items() if type(module).__name__ in ("StageStub", "_Zeros", "_Slot")},
-            {each.path for each in interventions(plan) if each.kind == "stub"},
+            {each.path for each in edits(plan) if each.kind == "stub"},
         ),
     }  # fmt: skip
     return [f"{what}: {sorted(found ^ plan)}" for what, (found, plan) in ways.items() if found != plan]

@@ -141,7 +141,7 @@ class Taking(nn.Module):
 def test_all_inputs_of_a_layer_are_cast() -> None:
     """Those by name as well, and within tuples, lists and dicts, as FSDP does; whole numbers stay as they are."""
     model, x, ids = nn.Sequential(nn.Linear(2, 2), Taking()), torch.ones(2), torch.arange(2)
-    Copies(model, ["0.weight", "0.bias"], torch.bfloat16).install(model, ["1"], [])
+    Copies(model, ["0.weight", "0.bias"], torch.bfloat16).before_layer(model[1])
     model[1](x, (x, [x]), named=x, pair=(x, x), more={"inner": [x], "ids": ids})
     assert model[1].types == [torch.bfloat16] * 7 + [torch.int64]
 
@@ -150,7 +150,8 @@ def test_held_copies_stay_until_they_are_put_back() -> None:
     """Also over a backward: micro batches of a step share them."""
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     own = Copies(model, ["0.weight", "0.bias"], torch.bfloat16)
-    own.install(model, ["0"], [])
+    own.around_model(model, [])
+    own.before_layer(model[0])
     own.hold()
     for put_back, dtype in ((False, torch.bfloat16), (True, torch.float32)):
         if put_back:

@@ -28,8 +28,8 @@ from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.spec import Fp8Plan
-from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
+from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
@@ -288,7 +288,7 @@ def test_a_rounding_leaves_what_three_bits_leave(size: float) -> None:
 def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None:
     facts = facts_of(reference_model(Case("single", "deepseek_v3", kv_heads=4)))
     plan = lower(facts, Layout.parse("tp2+fp8"), 0)
-    cast = {each.path.rpartition(".")[2] for each in interventions(plan) if each.by == "fp8"}
+    cast = {each.path.rpartition(".")[2] for each in edits(plan) if "fp8" in each.by}
     assert cast == {"q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     layers = {each.name.split(".")[2] for each in plan.feature(Fp8Plan).linears}
     assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).feature(Fp8Plan).linears

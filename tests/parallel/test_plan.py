@@ -6,11 +6,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -27,15 +27,17 @@ from fivefold.models.discover import cut_of, facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
+from fivefold.parallel.apply import LiveParts
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.fp8.spec import Fp8Plan
-from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.planned_edits import edits
 from tests.parity import Case, hf_config, reference_model
 
 GIB = 2**30
@@ -342,7 +344,7 @@ start = time.process_time()
 from fivefold.doctor.plan import examine
 from fivefold.parallel.calls import calls
 from fivefold.parallel.memory import step_bytes
-from fivefold.parallel.interventions import interventions
+from fivefold.parallel.planned_edits import edits
 report = examine({folder!r}, layout={layout!r}, rank={rank})
 took = time.process_time() - start  # and memory: of this program alone, where `ru_maxrss` starts with its parent's
 kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -375,10 +377,20 @@ def test_a_rank_of_16384_is_planned_in_two_seconds_and_a_gibibyte(layout: str, l
 
 
 def test_the_plan_is_plain_data() -> None:
-    """Calls and interventions have nothing that JSON does not."""
+    """Calls have nothing that JSON does not; edits are values, of values."""
     plan = lower(facts("mixtral"), Layout.parse("shard2.tp2.ep2"), 3)
-    for each in (*calls(plan, plan.step_shape(1, 64, 2)), *interventions(plan)):
-        assert json.loads(json.dumps(vars(each))) == vars(each)
+    for call in calls(plan, plan.step_shape(1, 64, 2)):
+        assert json.loads(json.dumps(vars(call))) == vars(call)
+    for edit in edits(plan):
+        assert json.dumps(asdict(edit), default=sorted) and {edit: 1}
+
+
+def test_every_edit_that_a_plan_may_list_has_one_builder() -> None:
+    def below(kind: type[Edit]) -> set[type[Edit]]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    of_features = {each for each in below(Edit) - {Edit} if each.__module__.startswith("fivefold.")}
+    assert of_features == set(LiveParts.builders(MagicMock(_model=torch.nn.Module())))
 
 
 def test_what_computes_in_which_type_is_told_by_role() -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +17,10 @@ from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.interventions import interventions
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.report.table import Report
 
@@ -42,7 +42,7 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[PlanRow]):
-    """The plan in lines that layers share; as JSON also every call and every intervention, one by one."""
+    """The plan in lines that layers share; as JSON also every call and every edit, one by one."""
 
     def show(self, console: "Console") -> None:
         """A table for each part of the plan."""
@@ -76,7 +76,7 @@ def examine(
     parsed = parsed.resolve(parsed.world)
     if not 0 <= rank < parsed.world:
         raise UserError(f"rank {rank} is not of {parsed}", fix=f"a rank of 0 to {parsed.world - 1}")
-    plan = lower(facts_of_config(model), parsed, rank)
+    plan = lower(facts_of_config(model), parsed, rank, compiled=True)
     micro_batches = parsed.accumulation(global_batch_size) if global_batch_size else _fewest(parsed)
     tokens = parsed.padded(seq_length)
     if tokens * parsed.micro_batch_size > MOST_TOKENS:
@@ -84,16 +84,16 @@ def examine(
         raise UserError(
             f"a micro batch of {rows_of} is more than {MOST_TOKENS:,} tokens", fix="lower --seq-length, or write +mb1"
         )
-    plan = within_budget(plan, tokens, micro_batches, compiled=True)
-    shape = replace(plan.step_shape(parsed.micro_batch_size, tokens, micro_batches), compiled=True)
+    plan = within_budget(plan, tokens, micro_batches)
+    shape = plan.step_shape(parsed.micro_batch_size, tokens, micro_batches)
     sent, needs = calls(plan, shape), step_bytes(plan, shape)
-    edits = interventions(plan)
-    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(edits), *_sent(sent)]
+    todo = edits(plan)
+    rows = [*_place(plan), *_computed(plan), *_shards(plan), *_done(todo), *_sent(sent)]
     rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]
     details = {
         "bytes": {**needs.by_kind, "saved by layer": dict(needs.saved)},
         "calls": [asdict(each) for each in sent],
-        "interventions": [asdict(each) for each in edits],
+        "edits": [{"path": each.path, "kind": each.kind, "by": each.by, "why": each.why} for each in todo],
     }
     closing = (
         f"sum {human_bytes(needs.total)}; a step of {micro_batches} micro batches of {parsed.micro_batch_size} x "

@@ -22,8 +22,8 @@ from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of
 from fivefold.parallel.stage_plan import stage_plan
 
 
-def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
-    """The plan of `layout` for `rank`; `layout` is resolved: it says its world.
+def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = False) -> ParallelPlan:
+    """The plan of `layout` for `rank`; `layout` is resolved: it says its world. `compiled`: layers are.
 
     Raises `UserError`, with the arithmetic, where the layout does not fit the model.
     """
@@ -44,7 +44,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int) -> ParallelPlan:
     # Those that are frozen too: a loop of one's own may train them later.
     own = {name: axis for name, axis in sums.items() if placement.holds(name)}
     in_copies = computes_in_copies(facts, layout)
-    plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies)
+    plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies, compiled)
     refuse([
         *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *_of_adapters(plan), *_of_nf4(plan)
     ])  # fmt: skip

@@ -36,6 +36,7 @@ class ParallelPlan:
     cp_method: CPMethod
     recompute: Recompute
     in_copies: bool = False  # see `computes_in_copies`
+    compiled: bool = False  # layers are
     _features: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def feature(self, kind: Callable[["ParallelPlan"], Decided]) -> Decided:
@@ -122,8 +123,6 @@ class ParallelPlan:
                 sums[self.gradient_sums[name]] += self.placement.held_bytes(name, itemsize)
         return sums
 
-    # ---- FSDP --------------------------------------------------------------------------------------------------------
-
     # ---- the passes --------------------------------------------------------------------------------------------------
 
     def rings(self, tokens: int) -> tuple[Blocks, ...]:
@@ -155,6 +154,7 @@ class ParallelPlan:
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
             recompute=self.recompute,
+            compiled=self.compiled,
             gathers_again=not layout.schedule.splits_backward,
         )
 

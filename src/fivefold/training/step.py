@@ -228,7 +228,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     options = state.balance.options
     return replace(
         shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None,
-        has_amax=not state.amax.is_first, compiled=state.compiled is not None,
+        has_amax=not state.amax.is_first,
     )  # fmt: skip
 
 

@@ -26,9 +26,10 @@ from fivefold.core.errors import UserError
 from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
-from fivefold.parallel.balance.spec import router_numbers
+from fivefold.parallel.balance.spec import WatchRouter, router_numbers
 from fivefold.parallel.collectives import Collective, StepShape
 from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import capacity
 from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.plan import ParallelPlan
@@ -259,15 +260,16 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
     return floats[0], floats[1], index
 
 
-def watch_routers(
-    model: nn.Module, plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, device: torch.device
-) -> Balance:
-    """Watch every router of `model`, if all of them say what a router says."""
+def balance_of(plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, device: torch.device) -> Balance:
+    """The balance of a plan, which has every router if all of them say what a router says. Nothing is done to a module
+    yet."""
     modules = plan.facts.experts if plan.watches_routers else ()
-    watched = Balance(modules, plan.layout.etp, tensor, context, device)
-    for each in watched.modules:
-        watched.watch(model, each)
-    return watched
+    return Balance(modules, plan.layout.etp, tensor, context, device)
+
+
+def builders(model: nn.Module, balance: Balance) -> Builders:
+    """What watches routers."""
+    return {WatchRouter: lambda edit: balance.watch(model, edit.experts)}
 
 
 def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffers: Collection[str]) -> None:

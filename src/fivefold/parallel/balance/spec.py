@@ -1,6 +1,7 @@
 """What routers send of what they count. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fivefold.models.facts import Experts
 from fivefold.parallel.collectives import Call, StepShape
@@ -39,7 +40,15 @@ def _slots(plan: ParallelPlan, shape: StepShape) -> int:
     return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
 
 
+@dataclass(frozen=True)
+class WatchRouter(Edit):
+    """What experts get is counted, and held even."""
+
+    kind = "hook"
+    experts: Experts
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Routers are watched."""
     for each in plan.facts.experts if plan.watches_routers else ():
-        yield Edit(each.router, "hook", "balance", "what experts get is counted, and held even")
+        yield WatchRouter(each.router, "balance", "what experts get is counted, and held even", each)

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fivefold.parallel.chunks.spec import ChunkPlan
-from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.chunks.spec import InPieces
+from fivefold.parallel.edits import Builders
 
 
-def chunk_mlps(model: nn.Module, plan: ParallelPlan, enter: Callable[[Tensor], Tensor]) -> None:
-    """Let the MLPs of this rank run in pieces. `enter`: what their hidden states pass through on their way in."""
-    for name in plan.feature(ChunkPlan).mlps:
-        mlp = model.get_submodule(name)
-        forward = partial(_in_pieces, mlp.forward, enter, plan.layout.mlp_chunks)
+def builders(model: nn.Module, enter: Callable[[Tensor], Tensor]) -> Builders:
+    """`enter`: what the hidden states of an MLP pass through on their way in."""
+
+    def in_pieces(edit: InPieces) -> None:
+        mlp = model.get_submodule(edit.path)
+        forward = partial(_in_pieces, mlp.forward, enter, edit.pieces)
         mlp.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+
+    return {InPieces: in_pieces}
 
 
 def _in_pieces(

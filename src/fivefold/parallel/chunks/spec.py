@@ -1,6 +1,7 @@
 """MLPs that run in pieces of the sequence (`memory.mlp_chunks`). No torch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.core.violation import Violation
@@ -81,7 +82,16 @@ def calls(step: Step, block: TPBlock) -> Iterator[Call]:
         yield step.call("tp", back, size, "backward", layer)  # of the gradients of what enters
 
 
+@dataclass(frozen=True)
+class InPieces(Edit):
+    """An MLP runs `pieces` of the sequence in turn."""
+
+    kind = "forward"
+    pieces: int
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """MLPs run in pieces."""
     for mlp in plan.feature(ChunkPlan).mlps:
-        yield Edit(mlp, "forward", "chunks", f"runs {plan.layout.mlp_chunks} pieces of the sequence in turn")
+        pieces = plan.layout.mlp_chunks
+        yield InPieces(mlp, "chunks", f"runs {pieces} pieces of the sequence in turn", pieces)

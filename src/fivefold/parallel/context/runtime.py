@@ -32,6 +32,7 @@ from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import Blocks
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
 from fivefold.ops.keep import kept
+from fivefold.parallel.context import spec
 from fivefold.parallel.context.kv_exchange import (
     AllGatherKV,
     Exchange,
@@ -41,6 +42,7 @@ from fivefold.parallel.context.kv_exchange import (
     tokens_for_heads,
     ulysses_all_to_all,
 )
+from fivefold.parallel.edits import Builders
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
@@ -245,21 +247,32 @@ def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
 # ---- placing it in a model -------------------------------------------------------------------------------------------
 
 
-def apply_context_parallel(model: nn.Module, plan: ParallelPlan, mesh: Mesh) -> ContextParallel:
-    """Hook the base, the head and the attention modules of `model`."""
-    anatomy, group = plan.anatomy, mesh.groups.get("cp")
+def context_parallel(plan: ParallelPlan, mesh: Mesh, combine: offdiagonal.Combine) -> ContextParallel:
+    """The fold of a plan. `combine`: see `models/offdiagonal.py`. Nothing is done to a module yet."""
+    group = mesh.groups.get("cp")
     if group is None:
-        return ContextParallel(None, 0, 1, plan.cp_method, None, None, is_on=False)
+        return ContextParallel(None, 0, 1, plan.cp_method, None, None, is_on=False, combine=combine)
+    exchange, ulysses = _groups(mesh, plan.cp_method)
     rank, ranks = plan.placement.coords.cp, plan.layout.cp
-    fold = ContextParallel(group, rank, ranks, plan.cp_method, *_groups(mesh, plan.cp_method))
-    for name in plan.facts.attends:
-        setattr(model.get_submodule(name), CONTEXT, fold)
-    base, head = model.get_submodule(anatomy.base), model.get_submodule(anatomy.head)
-    base.register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)  # before anything counts tokens
-    head.register_forward_hook(
-        lambda _, args, out: _gather_rows(out, fold) if fold.is_on and not fold.head_in_chunks else out
-    )
-    return fold
+    return ContextParallel(group, rank, ranks, plan.cp_method, exchange, ulysses, combine=combine)
+
+
+def builders(model: nn.Module, fold: ContextParallel) -> Builders:
+    """What hooks the base, the head and the attention modules of `model`."""
+
+    def cut_rows(edit: spec.CutRows) -> None:  # before anything counts tokens
+        model.get_submodule(edit.path).register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)
+
+    def whole_rows(edit: spec.WholeRows) -> None:
+        model.get_submodule(edit.path).register_forward_hook(
+            lambda _, args, out: _gather_rows(out, fold) if fold.is_on and not fold.head_in_chunks else out
+        )
+
+    return {
+        spec.CutRows: cut_rows,
+        spec.WholeRows: whole_rows,
+        spec.Exchange: lambda edit: setattr(model.get_submodule(edit.path), CONTEXT, fold),
+    }
 
 
 def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None]:

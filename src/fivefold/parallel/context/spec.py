@@ -1,6 +1,7 @@
 """Context parallelism: what is done to modules, and what ranks send. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
@@ -46,12 +47,33 @@ def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank:
     yield step.call(axis, "all_to_all", whole, "backward", step.layer_of(site), overlaps=True)
 
 
+@dataclass(frozen=True)
+class CutRows(Edit):
+    """Whole rows become this rank's tokens."""
+
+    kind = "pre-hook"
+
+
+@dataclass(frozen=True)
+class WholeRows(Edit):
+    """Logits of whole rows leave the head."""
+
+    kind = "hook"
+
+
+@dataclass(frozen=True)
+class Exchange(Edit):
+    """An attention module exchanges keys and values, or heads, with other ranks."""
+
+    kind = "attribute"
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Rows are dealt, and attention sends."""
     if plan.layout.cp == 1:
         return
     anatomy = plan.anatomy
-    yield Edit(anatomy.base, "pre-hook", "cp", "whole rows become this rank's tokens")
-    yield Edit(anatomy.head, "hook", "cp", "logits of whole rows leave it")
+    yield CutRows(anatomy.base, "cp", "whole rows become this rank's tokens")
+    yield WholeRows(anatomy.head, "cp", "logits of whole rows leave it")
     for module in plan.facts.attends:
-        yield Edit(module, "attribute", "cp", "attention exchanges keys and values, or heads")
+        yield Exchange(module, "cp", "attention exchanges keys and values, or heads")

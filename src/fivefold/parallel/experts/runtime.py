@@ -31,6 +31,8 @@ from fivefold.models.experts import EAGER, Permute, RowKernels, expert_mlp, inve
 from fivefold.models.facts import Experts
 from fivefold.ops.keep import kept
 from fivefold.ops.linear import PLAIN, Linears
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.experts import spec
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor.mappings import exchange, gather, mapping
@@ -112,8 +114,7 @@ class ExpertParallel:
         return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears.of(self.names[module]))
 
 
-def apply_expert_parallel(
-    model: nn.Module,
+def expert_parallel(
     plan: ParallelPlan,
     tensor: TensorParallel,
     group: dist.ProcessGroup | None,
@@ -121,24 +122,35 @@ def apply_expert_parallel(
     linears: Linears = PLAIN,
     kernels: RowKernels = EAGER,
 ) -> ExpertParallel:
-    """Cut the experts of `model` (in place) to this rank's, and take over their modules' forward.
+    """The fold of a plan. Nothing is done to a module yet.
 
-    `group`: the ranks that they are dealt to. `drops`: whether routers may drop picks now. `linears`: how experts
+    `group`: the ranks that experts are dealt to. `drops`: whether routers may drop picks now. `linears`: how experts
     multiply. `kernels`: what is computed of their rows.
     """
     cut, parts = plan.placement.grid.shard_index(plan.placement.rank, "ep").part, plan.layout.etp
-    fold = ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
-    for each in plan.facts.experts:
-        module = model.get_submodule(each.name)
-        fold.names[module] = each.name
-        experts = 0
-        for leaf, parameter in list(module.named_parameters()):
-            experts = parameter.shape[0]
-            owner, _, attribute = leaf.rpartition(".")
-            empty = parameter.new_empty(plan.placement.shards[f"{each.name}.{leaf}"].local_shape(cut))
-            setattr(module.get_submodule(owner), attribute, nn.Parameter(empty, parameter.requires_grad))
-        module.forward = torch.compiler.disable(partial(fold.forward, module, experts))  # type: ignore[no-untyped-call]
-    return fold
+    return ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
+
+
+def builders(model: nn.Module, fold: ExpertParallel) -> Builders:
+    """What cuts the experts of `model` to this rank's, and takes over their modules' forward."""
+
+    def cut(edit: spec.CutExperts) -> None:
+        owner, _, leaf = edit.name.rpartition(".")
+        whole = model.get_parameter(edit.name)
+        own = nn.Parameter(whole.new_empty(edit.shape), requires_grad=whole.requires_grad)
+        setattr(model.get_submodule(owner), leaf, own)
+
+    def send_rows(edit: spec.SendRows) -> None:
+        module = model.get_submodule(edit.path)
+        fold.names[module] = edit.path
+        forward = partial(fold.forward, module, edit.experts.experts)
+        module.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+
+    return {
+        spec.CutExperts: cut,
+        spec.SendRows: send_rows,
+        spec.RouteInFp32: lambda edit: route_in_fp32(model.get_submodule(edit.path)),
+    }
 
 
 def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,15 +216,14 @@ join_shares = mapping(_joined, _share, is_kept=True)
 # ---- routers in fp32 -------------------------------------------------------------------------------------------------
 
 
-def route_in_fp32(model: nn.Module, routers: Sequence[str]) -> None:
-    """Let these routers compute in fp32, where the model computes in a type of 16 bits.
+def route_in_fp32(router: nn.Module) -> None:
+    """Let a router compute in fp32, where the model computes in a type of 16 bits.
 
     A router says where tokens go, and with which weights. Its gathered parameters and its input are 16-bit; both are
     cast to fp32. So different logits are not rounded to a tie, and the weights reach the experts in fp32. (Megatron:
     `moe_router_dtype`.) The router keeps its class and its forward; only the arguments of the forward change.
     """
-    for router in map(model.get_submodule, routers):
-        router.forward = torch.compiler.disable(partial(_forward, _Own(router)))  # type: ignore[no-untyped-call]
+    router.forward = torch.compiler.disable(partial(_forward, _Own(router)))  # type: ignore[no-untyped-call]
 
 
 class _Own(nn.Module):

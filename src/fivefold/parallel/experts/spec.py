@@ -1,7 +1,9 @@
 """Expert parallelism: what is done to modules, and what ranks send. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
@@ -60,9 +62,39 @@ def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
     yield step.call("tp", "all_gather", longest * experts.top_k * max(4, shape.compute_bytes), "backward", layer)
 
 
+@dataclass(frozen=True)
+class CutExperts(Edit):
+    """A parameter of experts is cut to those of this rank, or to its features of them: to `shape`."""
+
+    kind = "cut"
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SendRows(Edit):
+    """Rows of tokens go to the ranks of their experts."""
+
+    kind = "forward"
+    experts: Experts
+
+
+@dataclass(frozen=True)
+class RouteInFp32(Edit):
+    """A router of a model that computes in 16 bits computes in fp32."""
+
+    kind = "forward"
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Rows go to the ranks of their experts, and routers compute in fp32."""
+    placement = plan.placement
+    part = placement.grid.shard_index(placement.rank, "ep").part
     for each in plan.facts.experts:
-        yield Edit(each.name, "forward", "ep", "rows of tokens go to the ranks of their experts")
+        for name, spec in placement.shards.items():
+            if spec.over == "ep" and is_within(name, [each.name]) and spec.local_shape(part) != spec.shape:
+                leaf, shape = name.removeprefix(f"{each.name}."), spec.local_shape(part)
+                yield CutExperts(each.name, "ep", f"{leaf}: {shape} of {spec.shape}", name, shape)
+        yield SendRows(each.name, "ep", "rows of tokens go to the ranks of their experts", each)
     for router in plan.fp32_routers:
-        yield Edit(router, "forward", "router", "scores are computed in fp32")
+        yield RouteInFp32(router, "router", "scores are computed in fp32")

@@ -10,7 +10,6 @@ from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.step import Step
@@ -162,9 +161,3 @@ def calls(step: Step) -> Iterator[Call]:
                     )
                 else:
                     yield step.call(axis, "all_reduce", size, "backward", step.layer_of(first.name))
-
-
-def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Linears multiply in fp8."""
-    for linear in plan.feature(Fp8Plan).linears:
-        yield Edit(linear.name.removesuffix(".weight"), "forward", "fp8", "its products are those of eight bits")

@@ -92,17 +92,18 @@ class Copies:
 
     # ---- hooks of the model ------------------------------------------------------------------------------------------
 
-    def install(self, model: nn.Module, layers: Sequence[str], methods: Sequence[str]) -> None:
-        """Around calls of the model and of its `methods`; before it and each layer, whose inputs are cast if parameters
-        are."""
+    def around_model(self, model: nn.Module, methods: Sequence[str]) -> None:
+        """Around calls of the model and of its `methods`."""
         model.register_forward_pre_hook(lambda *_: self.put_in())
         if self._copied:
             model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         model.register_forward_hook(lambda module, inputs, out: self._after(out))
-        for name in layers if self._copied else ():
-            model.get_submodule(name).register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         for name in methods:
             setattr(model, name, self._around(getattr(model, name)))
+
+    def before_layer(self, layer: nn.Module) -> None:
+        """What enters a layer is cast."""
+        layer.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

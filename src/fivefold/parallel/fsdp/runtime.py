@@ -5,16 +5,29 @@ ranks, accumulation and later folds agree by construction (and gloo, which has n
 stage gathers and reduces, and when, is the table of `unshards.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import tensor as dtensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.core.lora import nf4_bytes
-from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, keeps_gathered
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.fsdp.copies import Copies
+from fivefold.parallel.fsdp.spec import (
+    CastInputs,
+    FsdpPlan,
+    PrefetchWithinStages,
+    RestAsDTensors,
+    RestFrozen,
+    Shard,
+    StandIn,
+    Unit,
+    keeps_gathered,
+)
 from fivefold.parallel.mesh import Mesh
 from fivefold.torch_internals import fsdp_forget
 
@@ -26,6 +39,21 @@ PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()} | {torch.
 def master_dtype(precision: str) -> torch.dtype:
     """What parameters and optimizer state are kept in: fp32, or fp64 when that is what a proof computes in."""
     return torch.float64 if precision == "fp64" else torch.float32
+
+
+def builders(
+    model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype, stand_ins: Callable[[], Copies], methods: Sequence[str]
+) -> Builders:
+    """What shards a model in place with FSDP2. `reduce_dtype`: in which gradients are summed. `stand_ins`: see
+    `copies.py`. `methods`: that run the model, beside its forward."""
+    return {
+        RestFrozen: lambda edit: rest_frozen(model, COMPUTE_DTYPES[mesh.layout.precision]),
+        Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, reduce_dtype),
+        PrefetchWithinStages: lambda edit: _prefetch_within(model, edit.stages),
+        RestAsDTensors: lambda edit: rest_in_dtensors(model, mesh),
+        StandIn: lambda edit: stand_ins().around_model(model, methods),
+        CastInputs: lambda edit: stand_ins().before_layer(model.get_submodule(edit.path)),
+    }
 
 
 def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
@@ -44,23 +72,27 @@ def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             module._parameters[name] = resting[parameter]
 
 
-def apply_data_parallel(
-    model: nn.Module, model_units: Sequence[Unit], mesh: Mesh, *, reduce_dtype: torch.dtype
-) -> None:
-    """Shard `model` in place with FSDP2, one group per unit."""
-    layout = mesh.layout
-    for unit in model_units:
-        policy = MixedPrecisionPolicy(
-            param_dtype=COMPUTE_DTYPES[layout.precision],
-            reduce_dtype=reduce_dtype,
-            cast_forward_inputs=unit.over != "ep",  # the router's weights stay in its type
-        )
-        module, fsdp = model.get_submodule(unit.name), mesh.fsdp_mesh(unit.over)
-        drop = not keeps_gathered(layout, unit.name)
-        sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
-        if fsdp.size() > 1:
-            sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_gradient_divide_factor(1.0)
+def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPES[mesh.layout.precision],
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=unit.over != "ep",  # the router's weights stay in its type
+    )
+    fsdp, drop = mesh.fsdp_mesh(unit.over), not keeps_gathered(mesh.layout, unit.name)
+    sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
+    if fsdp.size() > 1:
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+
+
+def _prefetch_within(model: Any, stages: Sequence[Sequence[str]]) -> None:
+    """By default FSDP would follow the order of the last forward, which may have been that of another stage."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
+    for names in stages:
+        for before, layer in pairwise(map(model.get_submodule, names)):
+            layer.set_modules_to_backward_prefetch([before])
 
 
 def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
@@ -72,7 +104,8 @@ def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
             if parameter is None:
                 continue
             if parameter not in resting:
-                whole = DTensor.from_local(parameter.detach(), mesh.fsdp, [Shard(0)] * mesh.fsdp.ndim, run_check=False)
+                placements = [dtensor.Shard(0)] * mesh.fsdp.ndim
+                whole = dtensor.DTensor.from_local(parameter.detach(), mesh.fsdp, placements, run_check=False)
                 resting[parameter] = nn.Parameter(whole, parameter.requires_grad)
             module._parameters[name] = resting[parameter]
 

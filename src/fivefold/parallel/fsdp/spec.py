@@ -186,15 +186,69 @@ def calls(step: Step) -> Iterator[Call]:
             yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
 
 
+# ---- what is done to modules ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RestFrozen(Edit):
+    """Frozen parameters rest in the type that they are computed with, or in four bits."""
+
+    kind = "rest"
+
+
+@dataclass(frozen=True)
+class Shard(Edit):
+    """The parameters of a unit are gathered and reduced as one."""
+
+    kind = "shard"
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class PrefetchWithinStages(Edit):
+    """In backward a unit prefetches the layer before, if that is of the same stage. `stages`: the layers of each of
+    this rank."""
+
+    kind = "attribute"
+    stages: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class RestAsDTensors(Edit):
+    """Parameters rest as DTensors where there is nothing to shard."""
+
+    kind, needs_memory = "rest", True
+
+
+@dataclass(frozen=True)
+class StandIn(Edit):
+    """Other tensors stand in for parameters while they are computed with."""
+
+    kind, needs_memory = "hook", True
+
+
+@dataclass(frozen=True)
+class CastInputs(Edit):
+    """What enters a layer is cast to the type that it computes in."""
+
+    kind, needs_memory = "pre-hook", True
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Units are sharded; without FSDP other tensors stand in for parameters."""
-    fsdp = plan.feature(FsdpPlan)
-    if fsdp.stood_in_for and fsdp.rests_in_dtensors:
-        yield Edit("", "hook", "tp", "parameters, which rest as DTensors, give way to plain tensors")
-    if fsdp.copied:
-        yield Edit("", "hook", "bf16", "parameters give way to copies in bf16 until backward is done")
-        for layer in plan.placement.layers:
-            yield Edit(layer, "pre-hook", "bf16", "what enters it is cast to bf16")
+    fsdp, placement = plan.feature(FsdpPlan), plan.placement
+    if placement.has_adapter:
+        yield RestFrozen("", "adapter", "what is frozen rests in the type that it is computed with, or in four bits")
     for unit in fsdp.sharded:
-        axis = plan.placement.grid.fsdp_axis(unit.over)
-        yield Edit(unit.name, "shard", axis, "parameters gathered and reduced as one")
+        axis = placement.grid.fsdp_axis(unit.over)
+        yield Shard(unit.name, axis, "parameters gathered and reduced as one", unit)
+    if placement.stages.count > 1:
+        stages = tuple(placement.stages.layers[slice(*placement.stages.splits[each])] for each in placement.own_stages)
+        yield PrefetchWithinStages("", "pp", "backward gathers ahead within a stage", stages)
+    if fsdp.rests_in_dtensors and not fsdp.is_used:
+        yield RestAsDTensors("", "tp", "parameters rest as DTensors, which refuse to be taken for whole ones")
+    if fsdp.stood_in_for:
+        which = "copies in bf16" if fsdp.copied else "plain tensors"
+        yield StandIn("", "bf16" if fsdp.copied else "tp", f"parameters give way to {which} until backward is done")
+    for layer in placement.layers if fsdp.copied else ():
+        yield CastInputs(layer, "bf16", "what enters it is cast to bf16")

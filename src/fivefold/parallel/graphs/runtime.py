@@ -11,7 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.graphs.spec import Compile, Outside
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
@@ -59,3 +62,17 @@ def said(name: str, reason: str) -> str:
         f"torch.compile gave up at {name} after {compiled_versions()} versions of it: from here on it runs uncompiled, "
         f"and slower; train.compile: false does without compiling (Dynamo's reason: {reason})"
     )
+
+
+def builders(model: nn.Module, compiled: Compiled) -> Builders:
+    """What compiles layers."""
+
+    def outside(edit: Outside) -> None:
+        row = model.get_submodule(edit.path)
+        row.forward = torch.compiler.disable(row.forward)  # type: ignore[no-untyped-call]
+
+    def compile_layer(edit: Compile) -> None:
+        layer = model.get_submodule(edit.path)
+        layer.forward = compiled.block(edit.path, layer.forward)
+
+    return {Outside: outside, Compile: compile_layer}

@@ -1,11 +1,14 @@
 """What `torch.compile` makes of the layers of a plan. No torch."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import TPInput
 from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 
 
@@ -37,3 +40,29 @@ class GraphPlan:
         """The modules that have a trained parameter, or one below them."""
         trained = (name.split(".") for name, each in self._plan.facts.parameters.items() if each.is_trained)
         return frozenset(".".join(parts[:size]) for parts in trained for size in range(1, len(parts)))
+
+
+@dataclass(frozen=True)
+class Outside(Edit):
+    """A row runs outside of graphs. A graph saves its tensors when all of it has run; a second forward stops at the
+    last saved tensor, which is the input of this row. So its product and its collective come once."""
+
+    kind = "forward"
+
+
+@dataclass(frozen=True)
+class Compile(Edit):
+    """A layer is compiled."""
+
+    kind = "forward"
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Layers are compiled."""
+    graphs, again = plan.feature(GraphPlan), plan.recompute
+    for block in plan.partition.of_layers(plan.placement.layers).tp_blocks if plan.compiled else ():
+        layer = next(name for name in plan.placement.layers if is_within(block.row, [name]))
+        if block.is_last and again.of(layer) == "full" and plan.reduces_rows and not graphs.is_one_graph(layer):
+            yield Outside(block.row, "compile", "runs outside of graphs: a second forward stops before it")
+    for layer in plan.placement.layers if plan.compiled else ():
+        yield Compile(layer, "compile", "one graph" if graphs.is_one_graph(layer) else "several graphs")

@@ -20,15 +20,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.parallel.dtensor import local, put_local, with_local
+from fivefold.parallel.edits import Builders
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.memory import part_bytes
 from fivefold.parallel.offload.activations import HostActivations
 from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
+from fivefold.parallel.offload.spec import OffloadActivations
 from fivefold.torch_internals import step_hooks
 
 WEIGHT = ""  # the kind of a parameter itself, beside those of its state
@@ -50,6 +52,17 @@ def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
     memory = HostMemory(place, locks=device.type == "cuda") if is_on else None
     states = OptimizerStates(memory, device, is_on=layout.offload_optimizer)
     return Offload(memory, states, HostActivations(memory, device) if memory and layout.offload_activations else None)
+
+
+def builders(model: nn.Module, offload: Offload) -> Builders:
+    """What lets layers save in host memory."""
+
+    def offload_activations(edit: OffloadActivations) -> None:
+        assert offload.activations is not None, "the layout offloads them"
+        layer = model.get_submodule(edit.path)
+        layer.forward = offload.activations.layer(layer, layer.forward, is_first=edit.is_first, is_last=edit.is_last)
+
+    return {OffloadActivations: offload_activations}
 
 
 class OptimizerStates:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -299,23 +298,6 @@ class _Flags:
                 module.set_requires_gradient_sync(True, recurse=False)
                 module.set_requires_all_reduce(self._progress.is_last(users), recurse=False)
                 fsdp_reduce_now(module)
-
-
-def prefetch_within_stages(model: Any, plan: ParallelPlan) -> None:
-    """In backward, FSDP prefetches the layer before, if it belongs to the same stage. By default FSDP would follow the
-    order of the last forward, which may have been that of another stage."""
-    if plan.placement.stages.count == 1:
-        return
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
-    for stage in plan.placement.own_stages:
-        layers = [
-            model.get_submodule(name)
-            for name in plan.placement.stages.layers[slice(*plan.placement.stages.splits[stage])]
-        ]
-        for before, layer in pairwise(layers):
-            layer.set_modules_to_backward_prefetch([before])
 
 
 # ---- forward only ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The order of the passes of a plan. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from fivefold.core import legality
@@ -60,22 +61,31 @@ def calls(step: Step) -> Iterator[Call]:
         yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
 
 
+# ---- what is done to modules ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stages(Edit):
+    """The model runs one stage at a time."""
+
+    kind = "attribute"
+
+
+@dataclass(frozen=True)
+class Stub(Edit):
+    """A module of another stage gives way to a stub."""
+
+    kind = "stub"
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Modules of other stages give way to stubs."""
-    own = set(plan.placement.own_stages)
-    for module, stages in plan.placement.stages.stages_of_module.items():
-        if not own & set(stages):
-            yield Edit(module, "stub", "pp", f"it runs in stage {', '.join(map(str, stages))}")
-
-
-def edits_of_linears(plan: ParallelPlan) -> Iterator[Edit]:
-    """Linears inside layers, whose weight gradients a schedule that splits backward computes later."""
-    if not plan.layout.schedule.splits_backward:
+    stages, own = plan.placement.stages, set(plan.placement.own_stages)
+    if stages.count == 1:
         return
-    routers = {each.router for each in plan.facts.experts}
-    rows = {block.row for block in plan.partition.tp_blocks}
-    for layer, cost in zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True):
-        for matmul in cost.matmuls:
-            module = f"{layer}.{matmul.name.removesuffix('.weight')}"
-            if matmul.times == 1 and module not in routers | rows and module != layer:
-                yield Edit(module, "forward", "pp", "gradients of its weight are put off")
+    yield Stages("", "pp", f"runs one stage at a time, of {', '.join(map(str, sorted(own)))}")
+    for module, where in stages.stages_of_module.items():
+        if not own & set(where):
+            yield Stub(module, "pp", f"it runs in stage {', '.join(map(str, where))}")
+        elif module == plan.anatomy.embedding and 0 not in own:
+            yield Stub(module, "pp", "it runs in stage 0, and the head has its weight here")

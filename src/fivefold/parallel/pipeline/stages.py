@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.pipeline.spec import Stages, Stub
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.tensor.runtime import TensorParallel
 
@@ -100,8 +102,8 @@ class _Zeros(StageStub):
 
 @dataclass
 class StageModules:
-    """The stages of this rank in its model, and what is put into the model while one runs: `views`, and of them `slots`
-    before its first layer and after its last."""
+    """The stages of this rank in its model. What is put into the model while one runs: `views`, and of them `slots`
+    before its first layer and after its last. `stubs`: of every module that has a stage."""
 
     plan: ParallelPlan
     model: nn.Module
@@ -110,6 +112,7 @@ class StageModules:
     context: ContextParallel
     views: dict[int, dict[str, nn.Module]] = field(default_factory=dict)
     slots: dict[int, tuple[_Slot | None, _Slot | None]] = field(default_factory=dict)
+    stubs: dict[str, nn.Module] = field(default_factory=dict)
 
     def is_last(self, stage: int) -> bool:
         """Whether the loss is computed there."""
@@ -137,11 +140,12 @@ class StageModules:
     @contextmanager
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[Callable[[], Tensor]]:
         """Inside, the model's forward runs `stage` alone on `hidden`. The yielded function returns its output."""
-        taken, given = self.slots[stage]
+        taken, given = self.slots.get(stage, (None, None))  # one stage has neither
         if taken:
             taken.value = hidden
-        before = {path: self.model.get_submodule(path) for path in self.views[stage]}
-        _place(self.model, self.views[stage])
+        view = self.views.get(stage, {})
+        before = {path: self.model.get_submodule(path) for path in view}
+        _place(self.model, view)
         try:
             yield lambda: _given_out(given)
         finally:
@@ -156,13 +160,19 @@ def _given_out(slot: _Slot | None) -> Tensor:
     return slot.value
 
 
-def install(
-    model: nn.Module, plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, *, dtype: torch.dtype
-) -> StageModules:
-    """Put stand-ins into `model`, in place, where other ranks have the modules."""
+def builders(staged: StageModules) -> Builders:
+    """What puts stubs into a model, in place, where other ranks have the modules."""
+    return {
+        Stages: lambda edit: _find_views(staged),
+        Stub: lambda edit: _place(staged.model, {edit.path: staged.stubs[edit.path]}),
+    }
+
+
+def _find_views(staged: StageModules) -> None:
+    """Find what is put into the model while each of its stages runs."""
+    model, plan, tensor = staged.model, staged.plan, staged.tensor
     stages, own = plan.placement.stages, set(plan.placement.own_stages)
     anatomy, in_tuples = plan.anatomy, plan.facts.in_tuples
-    staged = StageModules(plan, model, dtype, tensor, context)
     originals = {path: model.get_submodule(path) for path in stages.stages_of_module}
     is_here = {path: not own.isdisjoint(where) for path, where in stages.stages_of_module.items()}
 
@@ -170,27 +180,27 @@ def install(
         path = anatomy.layers[layer]
         return _Slot(originals[path], in_tuple=path in in_tuples, takes_in=takes_in)
 
-    def stand_in(path: str) -> nn.Module:
+    def stub(path: str) -> nn.Module:
         original: Any = originals[path]
         if isinstance(original, nn.Embedding):
             share = tensor.share if path == anatomy.embedding else (lambda length: length)
             # Where only the head of a tied embedding is, its weight keeps the embedding's name in the stand-in.
             weight = original.weight if is_here[path] and 0 not in own else None
             return _Zeros(
-                original, lambda x: (*x.shape[:-1], share(x.shape[-1]), original.embedding_dim), dtype, weight
+                original, lambda x: (*x.shape[:-1], share(x.shape[-1]), original.embedding_dim), staged.dtype, weight
             )
         if path not in stages.layers and (dims := hf_internals.linear_dims(original)) is not None:
             features = original.weight.shape[dims[0]]
-            return _Zeros(original, lambda x: (*x.shape[:-1], features), dtype)
+            return _Zeros(original, lambda x: (*x.shape[:-1], features), staged.dtype)
         return StageStub(original, in_tuple=path in in_tuples)
 
-    stand_ins = {path: stand_in(path) for path in originals}
+    staged.stubs.update({path: stub(path) for path in originals})
     for stage in plan.placement.own_stages:
         # A tied embedding is at work in the first stage only; in the last one the head has its weight.
         view = {
             path: originals[path]
             if stage == (where[0] if path == anatomy.embedding else where[-1])
-            else stand_ins[path]
+            else staged.stubs[path]
             for path, where in stages.stages_of_module.items()
         }
         first, last = stages.splits[stage]
@@ -200,11 +210,6 @@ def install(
             if each:
                 view[anatomy.layers[layer]] = each
         staged.views[stage], staged.slots[stage] = view, (taken, given)
-    at_rest = {path: original if is_here[path] else stand_ins[path] for path, original in originals.items()}
-    if 0 not in own and is_here.get(anatomy.embedding):
-        at_rest[anatomy.embedding] = stand_ins[anatomy.embedding]
-    _place(model, at_rest)
-    return staged
 
 
 def _place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:

@@ -7,10 +7,10 @@ from fivefold.parallel.memory import layer_choices
 from fivefold.parallel.plan import ParallelPlan
 
 
-def within_budget(plan: ParallelPlan, tokens: int, micro_batches: int, *, compiled: bool) -> ParallelPlan:
+def within_budget(plan: ParallelPlan, tokens: int, micro_batches: int) -> ParallelPlan:
     """The same plan with a budget of recompute spent: for rows of `tokens` tokens, padded, and so many micro batches in
     a step. Raises `UserError` where full recompute of all layers keeps more."""
     if budget_bytes(plan.layout.recompute) is None:
         return plan
-    shape = replace(plan.step_shape(plan.layout.micro_batch_size, tokens, micro_batches), compiled=compiled)
+    shape = plan.step_shape(plan.layout.micro_batch_size, tokens, micro_batches)
     return replace(plan, recompute=spent(plan.layout.recompute, layer_choices(plan, shape)))

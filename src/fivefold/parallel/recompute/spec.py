@@ -1,10 +1,13 @@
-"""What selective recompute keeps. No torch."""
+"""Layers that run again in backward, and what selective recompute keeps of them. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from fivefold.models.anatomy import is_within
 from fivefold.parallel.edits import Edit
+from fivefold.parallel.graphs.spec import GraphPlan
 from fivefold.parallel.plan import ParallelPlan
 
 
@@ -32,11 +35,74 @@ class RecomputePlan:
         return weight.removesuffix(".weight") in self.linears
 
 
+# ---- what is done to modules ---------------------------------------------------------------------------------------
+
+Saves = Literal["output", "sum", "nothing"]
+
+
+@dataclass(frozen=True)
+class SaveAttention(Edit):
+    """An attention module keeps what it gives for the second forward."""
+
+    kind = "attribute"
+
+
+@dataclass(frozen=True)
+class SaveLinear(Edit):
+    """A linear keeps its `output` for the second forward; the `sum` over tp of its outputs; or `nothing`."""
+
+    kind = "forward"
+    saves: Saves
+
+
+@dataclass(frozen=True)
+class Recompute(Edit):
+    """A layer runs again in backward. `in_graph`: its graph does. `is_selective`: what is dear is kept."""
+
+    kind = "forward"
+    in_graph: bool
+    is_selective: bool
+
+
+def edits_of_modules(plan: ParallelPlan) -> Iterator[Edit]:
+    """What modules of selectively recomputed layers keep. A graph cannot keep anything: it ends before, and another
+    begins behind. (A layer that is one graph keeps by `torch.compile`'s own means.)"""
+    rows = {block.row: block.is_last for block in plan.partition.tp_blocks} if plan.reduces_rows else {}
+    linears, why = plan.feature(RecomputePlan).linears, "what it gives is kept for the second forward"
+    costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
+    for layer in filter(plan.recompute.keeps, plan.placement.layers):
+        if plan.compiled and plan.feature(GraphPlan).is_one_graph(layer):
+            continue
+        for module in (name for name in plan.facts.attends if is_within(name, [layer])):
+            yield SaveAttention(module, "recompute", why)
+        for module, is_last in rows.items():
+            if is_within(module, [layer]):
+                saves: Saves = "nothing" if is_last else "sum"
+                kept = "nothing is kept: the second forward ends before it" if is_last else "the sum over tp is kept"
+                yield SaveLinear(module, "recompute", kept, saves)
+        for weight in (f"{layer}.{matmul.name}" for matmul in costs[layer].matmuls if matmul.name.endswith(".weight")):
+            module = weight.removesuffix(".weight")
+            if module in linears and module not in rows:
+                yield SaveLinear(module, "recompute", why, "output")
+
+
+def edits_in_graphs(plan: ParallelPlan) -> Iterator[Edit]:
+    """Layers of which one graph runs again: what runs again joins the kernels of the backward, and what nothing there
+    reads is left out."""
+    return (edit for edit in _edits_of_layers(plan) if edit.in_graph)
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Layers are computed again in backward."""
+    """The other layers that run again: all of their graphs do."""
+    return (edit for edit in _edits_of_layers(plan) if not edit.in_graph)
+
+
+def _edits_of_layers(plan: ParallelPlan) -> Iterator[Recompute]:
     why = {
         "selective": "all but products and attention is computed again in backward",
         "full": "its activations are computed again in backward",
     }
     for layer in filter(plan.recompute.wraps, plan.placement.layers):
-        yield Edit(layer, "forward", "recompute", why[plan.recompute.of(layer)])
+        in_graph = plan.compiled and plan.feature(GraphPlan).is_one_graph(layer)
+        mode = plan.recompute.of(layer)
+        yield Recompute(layer, "recompute", why[mode], in_graph, mode == "selective")

@@ -13,9 +13,9 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
-from fivefold.models.anatomy import is_within
-from fivefold.models.facts import TPInput
-from fivefold.ops.linear import PLAIN, Linears, Multiply, Role
-from fivefold.parallel.chunks.spec import ChunkPlan
+from fivefold.models.facts import TPBlock, TPInput
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.graphs.spec import GraphPlan
+from fivefold.parallel.edits import Builders
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.shard_rules import feature_blocks
-from fivefold.parallel.sharding import Block, ShardSpec
+from fivefold.parallel.sharding import Block
 from fivefold.parallel.tensor.mappings import (
     copy_to_tensor_parallel,
     feature_indices,
@@ -42,6 +38,16 @@ from fivefold.parallel.tensor.mappings import (
     gather_vocabulary,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence,
+)
+from fivefold.parallel.tensor.spec import (
+    AllFeatures,
+    CountHeads,
+    Cut,
+    Enter,
+    EnterHead,
+    Lookup,
+    Positions,
+    WholeVocabulary,
 )
 
 # ---- placing them in a model ---------------------------------------------------------------------------------------
@@ -110,73 +116,70 @@ class TensorParallel:
         return torch.cat(found, -1)
 
 
-def apply_tensor_parallel(
-    model: nn.Module, plan: ParallelPlan, group: dist.ProcessGroup | None, linears: Linears = PLAIN,
-    *, compiled: bool = False,
-) -> TensorParallel:  # fmt: skip
-    """Cut the parameters of `model` (in place) to this rank's slices and hook the modules around them. `linears`: how
-    rows multiply. `compiled`: whether layers are."""
-    rank, size, anatomy, partition = plan.placement.coords.tp, plan.layout.tp, plan.anatomy, plan.partition
+def tensor_parallel(plan: ParallelPlan, group: dist.ProcessGroup | None) -> TensorParallel:
+    """The fold of a plan. Nothing is done to a module yet."""
     vocabulary = tuple(rows[0] for rows, *_ in plan.placement.shards[plan.head_weight].held)
-    fold = TensorParallel(group, rank, size, plan.splits_sequence, vocabulary)
-    if group is None:
-        return fold
-    _cut_parameters(model, plan.placement.shards, rank)
-    embedding: Any = model.get_submodule(anatomy.embedding)
-    own_rows = plan.placement.shards[anatomy.embedding_weight].held[rank][0][0]
-    embedding.forward = _vocabulary_lookup(embedding, own_rows, fold)
-    head = model.get_submodule(anatomy.head)
-    first = model.get_submodule(partition.to_logits)  # the head, or what changes hidden states for it
-    first.register_forward_pre_hook(lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:]))
-    head.register_forward_hook(
-        lambda _, args, logits: logits if fold.head_in_chunks else gather_vocabulary(logits, group, vocabulary)
-    )
-    model.get_submodule(anatomy.base).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
-    shape = replace(plan.step_shape(1, plan.layout.cp, 1), compiled=compiled)  # its sizes are not asked for
-    for region in partition.tp_blocks:
-        for entry in (
-            region.entries if region.owner not in plan.feature(ChunkPlan).mlps else ()
-        ):  # these enter piece by piece
-            layer = next((name for name in plan.placement.layers if is_within(region.row, [name])), None)
-            again = layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)
-            _place_entry(model, entry, partial(_again, fold.enter) if again else fold.enter)
-        row = model.get_submodule(region.row)
-        place(row, "row", linears.of(region.row), reduce=fold.leave)
-        if region.heads:
-            _count_own_heads(model.get_submodule(region.owner), row, region.heads, size)
-    for name, groups in partition.across.items():
-        module = model.get_submodule(name)
-        module.forward = _over_all_features(module.forward, feature_blocks(groups, size), fold)
-    return fold
+    return TensorParallel(group, plan.placement.coords.tp, plan.layout.tp, plan.splits_sequence, vocabulary)
 
 
-def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
-    """Let a linear of any registered class multiply as `linears` say. `reduce`: sums up the partial products of a
-    row."""
-    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
-    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
+def builders(model: nn.Module, fold: TensorParallel) -> Builders:
+    """What cuts the parameters of `model` and hooks the modules around them."""
+    places, entries = parameter_places(model), dict[TPInput, list[Tensor]]()
+
+    def lookup(edit: Lookup) -> None:
+        embedding: Any = model.get_submodule(edit.path)
+        embedding.forward = _vocabulary_lookup(embedding, edit.rows, fold)
+
+    def enter_head(edit: EnterHead) -> None:
+        model.get_submodule(edit.path).register_forward_pre_hook(
+            lambda _, args: args if fold.head_in_chunks else (fold.enter(args[0]), *args[1:])
+        )
+
+    def whole_vocabulary(edit: WholeVocabulary) -> None:
+        model.get_submodule(edit.path).register_forward_hook(
+            lambda _, args, logits: (
+                logits if fold.head_in_chunks else gather_vocabulary(logits, fold.group, fold.vocabulary)
+            )
+        )
+
+    def positions(edit: Positions) -> None:
+        model.get_submodule(edit.path).register_forward_pre_hook(_with_positions(fold), with_kwargs=True)
+
+    def all_features(edit: AllFeatures) -> None:
+        module = model.get_submodule(edit.path)
+        module.forward = _over_all_features(module.forward, edit.blocks, fold)
+
+    return {
+        Cut: lambda edit: _cut(places[edit.name], edit.shape),
+        Lookup: lookup,
+        EnterHead: enter_head,
+        WholeVocabulary: whole_vocabulary,
+        Positions: positions,
+        Enter: lambda edit: _place_entry(model.get_submodule(edit.path), edit, fold.enter, entries),
+        CountHeads: lambda edit: _count_own_heads(model, edit.block, fold.size),
+        AllFeatures: all_features,
+    }
 
 
-def place_together(linears: Sequence[nn.Module], role: Role, how: Linears) -> None:
-    """Let linears that are given the same input multiply as one, as `how` says."""
-    dims = {hf_internals.linear_dims(each) for each in linears}
-    assert len(dims) == 1, "linears that share their input are of one kind"
-    if all(map(hf_internals.is_plain_linear, linears)):
-        how.place_together(linears, role, is_transposed=dims == {(1, 0)})
+Place = tuple[nn.Module, str]  # a module, and what it calls a parameter
 
 
-def _cut_parameters(model: nn.Module, specs: Mapping[str, ShardSpec], rank: int) -> None:
-    """Replace each parameter by an empty one of its local shape, on the same device; ties stay ties."""
-    cut: dict[nn.Parameter, nn.Parameter] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def parameter_places(model: nn.Module) -> dict[str, list[Place]]:
+    """Name -> the modules that hold the parameter, and what they call it; several where it is tied."""
+    found = dict[nn.Parameter, list[Place]]()
     for module in model.modules():
-        for attribute, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if specs[names[parameter]].over != "tp":  # another fold's
-                continue
-            if parameter not in cut:
-                shape = specs[names[parameter]].local_shape(rank)
-                cut[parameter] = nn.Parameter(parameter.new_empty(shape), requires_grad=parameter.requires_grad)
-            setattr(module, attribute, cut[parameter])
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((module, leaf))
+    return {name: found[parameter] for name, parameter in model.named_parameters()}
+
+
+def _cut(places: Sequence[Place], shape: Sequence[int]) -> None:
+    """Replace a parameter by an empty one of `shape`, on the same device, wherever it is held."""
+    module, leaf = places[0]
+    whole = module.get_parameter(leaf)
+    own = nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad)
+    for module, leaf in places:
+        setattr(module, leaf, own)
         if hf_internals.linear_dims(module) is not None:
             hf_internals.set_linear_sizes(module)
 
@@ -186,28 +189,30 @@ def _again(enter: Callable[[Tensor], Tensor], x_BTD: Tensor) -> Tensor:
     return checkpoint(enter, x_BTD, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def _place_entry(model: nn.Module, entry: TPInput, enter: Callable[[Tensor], Tensor]) -> None:
-    """Gather the hidden states for the modules of an entry, such as `q_proj`, `k_proj` and `v_proj`, by `enter`. The
-    first one gathers; the others get the same tensor.
+def _place_entry(
+    module: nn.Module, edit: Enter, enter: Callable[[Tensor], Tensor], entries: dict[TPInput, list[Tensor]]
+) -> None:
+    """Gather the hidden states for a module of an entry, such as `q_proj`, `k_proj` and `v_proj`. The first one
+    gathers; the others get the same tensor. `entries`: of each, what is there for the others.
 
     Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and compile
     every layer anew.
     """
-    shared: list[Tensor] = []
-    others = len(entry.modules) - 1
+    first, *others = edit.entry.modules
+    shared = entries.setdefault(edit.entry, [])
+    entering = partial(_again, enter) if edit.gathers_again else enter
 
-    def first(given: Tensor) -> Tensor:
-        entered = enter(given)
+    def gather(given: Tensor) -> Tensor:
+        entered = entering(given)
         shared.clear()
-        shared.extend([entered] * others)
+        shared.extend([entered] * len(others))
         return entered
 
-    def other(_: Tensor) -> Tensor:
+    def take(_: Tensor) -> Tensor:
         return shared.pop()
 
-    for at, name in enumerate(entry.modules):
-        hook = _replaces_argument(entry.argument, other if at else first)
-        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+    hook = _replaces_argument(edit.entry.argument, gather if edit.path == first else take)
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any, Any]]:
@@ -222,9 +227,10 @@ def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor])
     return hook
 
 
-def _count_own_heads(module: nn.Module, row: Any, of_layer: tuple[int, int], size: int) -> None:
+def _count_own_heads(model: nn.Module, block: TPBlock, size: int) -> None:
     """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
-    counts = dict(zip(("query", "kv"), of_layer, strict=True))
+    module, row = model.get_submodule(block.owner), cast(nn.Linear, model.get_submodule(block.row))
+    counts = dict(zip(("query", "kv"), block.heads or (), strict=True))
     own = {which: max(1, number // size) for which, number in counts.items()}
     features = row.weight.shape[(hf_internals.linear_dims(row) or (0, 1))[1]]
     config = copy.copy(module.config) if hasattr(module, "config") else None

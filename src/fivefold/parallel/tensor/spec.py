@@ -1,8 +1,10 @@
 """Tensor parallelism: what is done to modules, and what ranks send. No torch."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from fivefold.models.facts import FeatureGroups
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import FeatureGroups, TPBlock, TPInput
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import Call
@@ -10,6 +12,7 @@ from fivefold.parallel.edits import Edit
 from fivefold.parallel.graphs.spec import GraphPlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.shard_rules import feature_blocks
+from fivefold.parallel.sharding import Block
 from fivefold.parallel.step import Step
 
 
@@ -73,25 +76,100 @@ def _across(step: Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
 
+# ---- what is done to modules ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut(Edit):
+    """A parameter is cut to this rank's slice, of `shape`."""
+
+    kind = "cut"
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lookup(Edit):
+    """The embedding looks up the ids of its own `rows`; partial sums are added up."""
+
+    kind = "forward"
+    rows: Block
+
+
+@dataclass(frozen=True)
+class EnterHead(Edit):
+    """All tokens enter the head, or what changes hidden states for it."""
+
+    kind = "pre-hook"
+
+
+@dataclass(frozen=True)
+class WholeVocabulary(Edit):
+    """Logits of the whole vocabulary leave the head."""
+
+    kind = "hook"
+
+
+@dataclass(frozen=True)
+class Positions(Edit):
+    """The base is given positions of the whole sequence."""
+
+    kind = "pre-hook"
+
+
+@dataclass(frozen=True)
+class Enter(Edit):
+    """All tokens enter a module. Those of one `entry` are given the same. `gathers_again`: in backward, so that forward
+    keeps none of what entered."""
+
+    kind = "pre-hook"
+    entry: TPInput
+    gathers_again: bool
+
+
+@dataclass(frozen=True)
+class CountHeads(Edit):
+    """An attention module counts this rank's heads."""
+
+    kind = "attribute"
+    block: TPBlock
+
+
+@dataclass(frozen=True)
+class AllFeatures(Edit):
+    """All features of a split projection are gathered for a module, such as a norm over all heads."""
+
+    kind = "forward"
+    blocks: tuple[tuple[Block, ...], ...]
+
+
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Parameters are cut, and tokens or partial sums pass between ranks."""
     if plan.layout.tp == 1:
         return
-    anatomy, partition = plan.anatomy, plan.partition
+    anatomy, partition, rank = plan.anatomy, plan.partition, plan.placement.coords.tp
     for name, spec in plan.placement.shards.items():
         if spec.splits and spec.over == "tp":
             module, _, leaf = name.rpartition(".")
-            yield Edit(module, "cut", "tp", f"{leaf}: {partition.roles[name].reason}")
-    yield Edit(anatomy.embedding, "forward", "tp", "looks up the ids of its own rows; partial sums added")
-    yield Edit(partition.to_logits, "pre-hook", "tp", "all tokens enter it")
-    yield Edit(anatomy.head, "hook", "tp", "logits of the whole vocabulary leave it")
-    yield Edit(anatomy.base, "pre-hook", "tp", "positions are those of the whole sequence")
+            yield Cut(module, "tp", f"{leaf}: {partition.roles[name].reason}", name, spec.local_shape(rank))
+    rows = plan.placement.shards[anatomy.embedding_weight].held[rank][0][0]
+    yield Lookup(anatomy.embedding, "tp", "looks up the ids of its own rows; partial sums added", rows)
+    yield EnterHead(partition.to_logits, "tp", "all tokens enter it")
+    yield WholeVocabulary(anatomy.head, "tp", "logits of the whole vocabulary leave it")
+    yield Positions(anatomy.base, "tp", "positions are those of the whole sequence")
     for block in partition.tp_blocks:
         for entry in block.entries if block.owner not in plan.feature(ChunkPlan).mlps else ():
+            again = _gathers_again(plan, block, entry)
             for module in entry.modules:
-                yield Edit(module, "pre-hook", "tp", "all tokens enter it")
-        yield Edit(block.row, "forward", "tp", "partial sums are added up, then the bias")
+                yield Enter(module, "tp", "all tokens enter it", entry, again)
         if block.heads:
-            yield Edit(block.owner, "attribute", "tp", "counts this rank's heads")
-    for module in partition.across:
-        yield Edit(module, "forward", "tp", "all features are gathered for it")
+            yield CountHeads(block.owner, "tp", "counts this rank's heads", block)
+    for module, groups in partition.across.items():
+        blocks = feature_blocks(groups, plan.layout.tp)
+        yield AllFeatures(module, "tp", "all features are gathered for it", blocks)
+
+
+def _gathers_again(plan: ParallelPlan, block: TPBlock, entry: TPInput) -> bool:
+    layer = next((name for name in plan.placement.layers if is_within(block.row, [name])), None)
+    shape = plan.step_shape(1, plan.layout.cp, 1)  # its sizes are not asked for
+    return layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)

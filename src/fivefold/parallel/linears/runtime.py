@@ -1,0 +1,41 @@
+"""Linears of any registered class that multiply as `ops/linear.py` says."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fivefold.models import hf_internals
+from fivefold.ops.linear import Linears, Multiply, Role
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.linears import spec
+
+
+def builders(model: nn.Module, linears: Linears, reduce: Multiply) -> Builders:
+    """`linears`: how they multiply. `reduce`: sums up the partial products of a row."""
+
+    def multiply(edit: spec.Multiply) -> None:
+        place(
+            model.get_submodule(edit.path),
+            edit.role,
+            linears.of(edit.path),
+            reduce=reduce if edit.role == "row" else None,
+        )
+
+    def multiply_together(edit: spec.MultiplyTogether) -> None:
+        place_together([model.get_submodule(name) for name in edit.modules], "column", linears)
+
+    return {spec.Multiply: multiply, spec.MultiplyTogether: multiply_together}
+
+
+def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
+    """Let a linear multiply as `linears` say. `reduce`: sums up the partial products of a row."""
+    is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
+    linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
+
+
+def place_together(linears: Sequence[nn.Module], role: Role, how: Linears) -> None:
+    """Let linears that are given the same input multiply as one, as `how` says."""
+    dims = {hf_internals.linear_dims(each) for each in linears}
+    assert len(dims) == 1, "linears that share their input are of one kind"
+    if all(map(hf_internals.is_plain_linear, linears)):
+        how.place_together(linears, role, is_transposed=dims == {(1, 0)})

@@ -1,0 +1,90 @@
+"""How linears multiply: which get a forward of fivefold's, and why. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from fivefold.models.anatomy import is_within
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.plan import ParallelPlan
+
+Role = Literal["column", "row", "dense", "latent"]  # see `ops/linear.py`
+
+
+@dataclass(frozen=True)
+class Multiply(Edit):
+    """A linear multiplies as its role asks."""
+
+    kind = "forward"
+    role: Role
+
+
+@dataclass(frozen=True)
+class MultiplyTogether(Edit):
+    """Linears that are given the same input multiply as one: the first for all."""
+
+    kind = "forward"
+    modules: tuple[str, ...]
+
+
+class LinearPlan:
+    """The linears of this rank's layers whose forwards are replaced."""
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """Of every linear that can have one. Routers and the head keep their own forwards."""
+        plan, kinds = self._plan, self._plan.facts.partition.roles
+        apart = [*(each.router for each in plan.facts.experts), *(each.name for each in plan.facts.experts)]
+        names = [name for name in self._weights() if not is_within(name, apart)]
+        found: dict[str, Role] = {
+            name.removesuffix(".weight"): "latent" if name in kinds and kinds[name].kind == "latent" else "dense"
+            for name in names
+        }
+        for block in plan.partition.tp_blocks:
+            own: dict[str, Role] = {block.row: "row", **dict.fromkeys(block.columns, "column")}
+            found |= {name: role for name, role in own.items() if name in found}
+        return found
+
+    def _weights(self) -> Iterator[str]:
+        layers, parameters = set(self._plan.placement.layers), self._plan.facts.parameters
+        for layer, cost in zip(self._plan.anatomy.layers, self._plan.facts.layer_costs, strict=True):
+            for name in (f"{layer}.{matmul.name}" for matmul in cost.matmuls if layer in layers):
+                if name.endswith(".weight"):
+                    yield name
+                    stem = name.removesuffix("weight")
+                    yield from (each for each in (f"{stem}lora_A.weight", f"{stem}lora_B.weight") if each in parameters)
+
+    def reasons(self, module: str, role: Role) -> Iterator[tuple[str, str]]:
+        """(what asks, why) of each reason for which a linear multiplies otherwise than by itself."""
+        parameters, weight = self._plan.facts.parameters, f"{module}.weight"
+        if role == "row":
+            yield "tp", "partial sums are added up, then the bias"
+        if weight in self._in_fp8:
+            yield "fp8", "its products are those of eight bits"
+        if self._plan.layout.schedule.splits_backward:
+            yield "pp", "gradients of its weight are put off"
+        if f"{module}.lora_A.weight" in parameters:
+            yield "adapter", "what its adapter makes is added"
+        if parameters[weight].in_nf4:
+            yield "adapter", "its weight rests in four bits"
+
+    @cached_property
+    def _in_fp8(self) -> frozenset[str]:
+        return frozenset(linear.name for linear in self._plan.feature(Fp8Plan).linears)
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Linears that multiply otherwise than by themselves; those that share their input in fp8 together."""
+    linears = plan.feature(LinearPlan)
+    for module, role in linears.roles.items():
+        if reasons := dict(linears.reasons(module, role)):
+            yield Multiply(module, ", ".join(reasons), "; ".join(reasons.values()), role)
+    for group in plan.feature(Fp8Plan).inputs:
+        modules = tuple(linear.name.removesuffix(".weight") for linear in group)
+        if len(modules) > 1:
+            yield MultiplyTogether(modules[0], "fp8", f"multiplies for {' and '.join(modules[1:])} too", modules)

@@ -1,0 +1,40 @@
+"""What is done to a model's modules, of all features, in the order in which `parallelize` does it. No torch."""
+
+from fivefold.parallel.balance import spec as balance
+from fivefold.parallel.chunks import spec as chunks
+from fivefold.parallel.context import spec as context
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.experts import spec as experts
+from fivefold.parallel.fsdp import spec as fsdp
+from fivefold.parallel.graphs import spec as graphs
+from fivefold.parallel.linears import spec as linears
+from fivefold.parallel.offload import spec as offload
+from fivefold.parallel.pipeline import spec as pipeline
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute import spec as recompute
+from fivefold.parallel.rows import spec as rows
+from fivefold.parallel.tensor import spec as tensor
+
+
+def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
+    """All of them, on this rank."""
+    return tuple(edit for of_feature in EDITS for edit in of_feature(plan))
+
+
+# The order is the one in which forwards and hooks lie around each other: what comes later lies outside.
+EDITS = (
+    tensor.edits,  # first: what others ask the sizes of is cut
+    linears.edits,
+    chunks.edits,
+    context.edits,  # before `rows`: whole rows are counted
+    balance.edits,
+    experts.edits,
+    rows.edits,
+    pipeline.edits,
+    recompute.edits_of_modules,
+    recompute.edits_in_graphs,
+    graphs.edits,
+    recompute.edits,
+    offload.edits,
+    fsdp.edits,
+)

@@ -1,0 +1,41 @@
+"""Layers that run again in backward."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fivefold.models.attention import KEEPS
+from fivefold.ops.keep import Forward, computing_again, contexts, graph_contexts, handing_on, keeping
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.recompute.spec import Recompute, SaveAttention, SaveLinear, Saves
+
+_SAVING: dict[Saves, Callable[[Forward], Forward]] = {
+    "output": keeping, "sum": handing_on, "nothing": computing_again
+}  # fmt: skip
+
+
+def builders(model: nn.Module, *, is_compiled: bool) -> Builders:
+    """`is_compiled`: layers are. What keeps runs outside of their graphs."""
+    outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
+
+    def save_linear(edit: SaveLinear) -> None:
+        linear = model.get_submodule(edit.path)
+        linear.forward = outside(_SAVING[edit.saves](linear.forward))
+
+    def recompute(edit: Recompute) -> None:
+        around = graph_contexts if edit.in_graph else contexts
+        more: dict[str, Any] = {"context_fn": around} if edit.is_selective else {}
+        layer = model.get_submodule(edit.path)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **more)
+
+    return {
+        SaveAttention: lambda edit: setattr(
+            model.get_submodule(edit.path), KEEPS, lambda forward: outside(keeping(forward))
+        ),
+        SaveLinear: save_linear,
+        Recompute: recompute,
+    }

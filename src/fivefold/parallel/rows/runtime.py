@@ -1,0 +1,23 @@
+"""Rows of packed documents: what `models/forwards.py` does, put into a model."""
+
+from functools import partial
+
+from torch import nn
+
+from fivefold.models.forwards import check_rows, count_behind_padding, hand_on_cu_seqlens
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.rows.spec import CountBehindPadding, HandOnBounds, RefuseLongRows
+
+
+def builders(model: nn.Module, cp: int) -> Builders:
+    """`cp`: ranks that share a row."""
+
+    def refuse_long_rows(edit: RefuseLongRows) -> None:
+        check = partial(check_rows, edit.counted.name, edit.counted.most, cp)
+        model.get_submodule(edit.path).register_forward_pre_hook(check, with_kwargs=True)
+
+    return {
+        RefuseLongRows: refuse_long_rows,
+        HandOnBounds: lambda edit: hand_on_cu_seqlens(model, [(edit.path, name) for name in edit.attention]),
+        CountBehindPadding: lambda edit: count_behind_padding(model.get_submodule(edit.path), edit.padding),
+    }

@@ -1,0 +1,45 @@
+"""Rows of packed documents, for models that count or forget something of a row. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from fivefold.models.facts import Counted
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class RefuseLongRows(Edit):
+    """Rows in which `counted` would let documents change each other are refused."""
+
+    kind = "pre-hook"
+    counted: Counted
+
+
+@dataclass(frozen=True)
+class HandOnBounds(Edit):
+    """A layer gives its `attention` modules the bounds of documents."""
+
+    kind = "forward"
+    attention: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CountBehindPadding(Edit):
+    """The base is given positions that count from behind token `padding`."""
+
+    kind = "pre-hook"
+    padding: int
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """What a model needs to see documents, not rows."""
+    facts, base = plan.facts, plan.anatomy.base
+    if facts.counted:
+        yield RefuseLongRows(base, "rows", f"{facts.counted.name} counts the tokens of a row", facts.counted)
+    for layer, pairs in groupby(facts.forgetful, key=lambda pair: pair[0]):
+        attention = tuple(dict.fromkeys(name for _, name in pairs))
+        yield HandOnBounds(layer, "rows", "its attention is given the bounds of packed documents", attention)
+    if facts.padding is not None:
+        yield CountBehindPadding(base, "rows", "positions count from behind the padding token", facts.padding)
