@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from fivefold.core.lora import Lora
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.planned_edits import edits
@@ -25,7 +26,7 @@ TIMEOUT = 600.0  # seconds of one rehearsal
 class Rehearsal:
     """`layout`: a text; `rank`: of its world, negative from the end. `family`, `overrides`: of the tiny model.
     `compiled`: blocks go through Dynamo, and run as they are then, without Inductor. `aot`: their backward is made
-    beforehand as well, as Inductor's is."""
+    beforehand as well, as Inductor's is. `adapter`: what is trained beside the frozen model."""
 
     layout: str
     rank: int = 0
@@ -34,6 +35,7 @@ class Rehearsal:
     compiled: bool = False
     steps: int = 2
     aot: bool = False
+    adapter: Lora | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def _steps(case: Rehearsal) -> Seen:
         patch.object(WeightGradStore, "compute", lambda self, slot: put_off.add(compute(self, slot))),
         _without_values(),
     ):
-        model = apply.parallelize(build_meta(parity.hf_config(parity_case)), layout, compile_blocks=case.compiled)
+        model = build_meta(parity.hf_config(parity_case))
+        model = apply.parallelize(model, layout, compile_blocks=case.compiled, adapter=case.adapter)
         optimizer = build_optimizer(model, parity_case.options)
         for number in range(case.steps):
             rows = parity.documents(parity_case, number)

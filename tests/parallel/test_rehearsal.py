@@ -4,8 +4,11 @@ One process stands for a world: see `tests/rehearsal.py`. What layouts compute i
 errors of one dtype, of one rank, or of compiled blocks show here.
 """
 
+from dataclasses import replace
+
 import pytest
 
+from fivefold.core.lora import Lora
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from tests.rehearsal import Rehearsal, rehearse
 from tests.tiers import every, put_off
@@ -57,6 +60,28 @@ def name(case: Rehearsal) -> str:
 @pytest.mark.parametrize("case", [*CASES, *OTHERS, UNEVEN], ids=name)
 def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
     assert not rehearse(case).unlike
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Rehearsal("pp2.tp2+zb", -1, "qwen3", adapter=Lora(rank=4)),
+        put_off(Rehearsal("shard2+selective", 0, "gpt2")),
+        put_off(Rehearsal("tp2+fp8_delayed", 0, adapter=Lora(rank=4))),
+        put_off(Rehearsal("shard2.tp2+fp8_rowwise+selective", -1)),
+        put_off(
+            Rehearsal(
+                "shard2", 0, adapter=Lora(rank=4, targets=("q_proj",), quantize="nf4"), overrides=(("hidden_size", 64),)
+            )
+        ),
+        put_off(Rehearsal("tp2.ep2+selective", 0, "mixtral")),
+    ],
+    ids=name,
+)
+def test_what_is_done_to_modules_is_what_the_plan_lists(case: Rehearsal, compiled: bool) -> None:
+    """Also where several features replace one forward: an adapter, put off gradients, kept products, graphs."""
+    assert not rehearse(replace(case, compiled=compiled)).unlike
 
 
 @pytest.mark.parametrize("layout", [put_off("shard2"), put_off("tp2"), "shard2+full", "pp2.shard2.tp2+zero1"])

@@ -1,8 +1,7 @@
 """LoRA in a model, and where its matrices come from; `adapter_facts.py` has the formula and what is split."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,6 @@ def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
             linear.add_module(A, nn.Linear(target.inputs, lora.rank, bias=False, dtype=dtype))
             linear.add_module(B, nn.Linear(lora.rank, target.outputs, bias=False, dtype=dtype))
         linear.in_nf4 = lora.quantize == "nf4"  # type: ignore[assignment]
-    embedding = model.get_submodule(facts.anatomy.embedding)
-    embedding.forward = _with_gradient(embedding.forward)
 
 
 def _attach_to_experts(module: nn.Module, target: Target, rank: int) -> None:
@@ -50,17 +47,6 @@ def _attach_to_experts(module: nn.Module, target: Target, rank: int) -> None:
         module.get_submodule(leaf).register_parameter(
             target.parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
         )
-
-
-def _with_gradient(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a frozen embedding, whose result is sent a gradient all the same. So a backward goes through the
-    first layer as through the others, and makes the same collectives, whatever is trained in it."""
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        out = plain(*args, **kwargs)
-        return out.requires_grad_() if torch.is_grad_enabled() and out.is_leaf else out
-
-    return forward
 
 
 class WithAdapters(TensorSource):

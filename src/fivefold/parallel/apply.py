@@ -31,6 +31,7 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.linear import Linears, WeightGradStore
 from fivefold.parallel import passes, probe
+from fivefold.parallel.adapters import runtime as adapters
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context
@@ -175,6 +176,7 @@ class LiveParts:
         """What builds each edit, of all features."""
         model = self._model
         return {
+            **adapters.builders(model, self._dtype),
             **tensor.builders(model, self.tensor),
             **linears.builders(model, self.linears, self.tensor.leave),
             **chunks.builders(model, self.tensor.enter),

@@ -1,5 +1,6 @@
 """What is done to a model's modules, of all features, in the order in which `parallelize` does it. No torch."""
 
+from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.balance import spec as balance
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.context import spec as context
@@ -23,7 +24,8 @@ def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
 
 # The order is the one in which forwards and hooks lie around each other: what comes later lies outside.
 EDITS = (
-    tensor.edits,  # first: what others ask the sizes of is cut
+    adapters.edits_of_embedding,
+    tensor.edits,  # before the others: what they ask the sizes of is cut
     linears.edits,
     chunks.edits,
     context.edits,  # before `rows`: whole rows are counted
@@ -36,5 +38,6 @@ EDITS = (
     graphs.edits,
     recompute.edits,
     offload.edits,
+    adapters.edits_at_rest,
     fsdp.edits,
 )

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed import tensor as dtensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from fivefold.core.lora import nf4_bytes
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.spec import (
@@ -22,7 +21,6 @@ from fivefold.parallel.fsdp.spec import (
     FsdpPlan,
     PrefetchWithinStages,
     RestAsDTensors,
-    RestFrozen,
     Shard,
     StandIn,
     Unit,
@@ -47,29 +45,12 @@ def builders(
     """What shards a model in place with FSDP2. `reduce_dtype`: in which gradients are summed. `stand_ins`: see
     `copies.py`. `methods`: that run the model, beside its forward."""
     return {
-        RestFrozen: lambda edit: rest_frozen(model, COMPUTE_DTYPES[mesh.layout.precision]),
         Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, reduce_dtype),
         PrefetchWithinStages: lambda edit: _prefetch_within(model, edit.stages),
         RestAsDTensors: lambda edit: rest_in_dtensors(model, mesh),
         StandIn: lambda edit: stand_ins().around_model(model, methods),
         CastInputs: lambda edit: stand_ins().before_layer(model.get_submodule(edit.path)),
     }
-
-
-def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep what is not trained in the type that it computes in, or as bytes of NF4."""
-    resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter.requires_grad:
-                continue
-            if parameter not in resting:
-                values = parameter.to(dtype)
-                if name == "weight" and getattr(module, "in_nf4", False):
-                    rows, numbers = parameter.shape
-                    values = torch.empty(rows, nf4_bytes(numbers), dtype=torch.uint8, device=parameter.device)
-                resting[parameter] = nn.Parameter(values, requires_grad=False)
-            module._parameters[name] = resting[parameter]
 
 
 def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype) -> None:

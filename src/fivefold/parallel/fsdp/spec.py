@@ -190,13 +190,6 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 @dataclass(frozen=True)
-class RestFrozen(Edit):
-    """Frozen parameters rest in the type that they are computed with, or in four bits."""
-
-    kind = "rest"
-
-
-@dataclass(frozen=True)
 class Shard(Edit):
     """The parameters of a unit are gathered and reduced as one."""
 
@@ -237,8 +230,6 @@ class CastInputs(Edit):
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Units are sharded; without FSDP other tensors stand in for parameters."""
     fsdp, placement = plan.feature(FsdpPlan), plan.placement
-    if placement.has_adapter:
-        yield RestFrozen("", "adapter", "what is frozen rests in the type that it is computed with, or in four bits")
     for unit in fsdp.sharded:
         axis = placement.grid.fsdp_axis(unit.over)
         yield Shard(unit.name, axis, "parameters gathered and reduced as one", unit)
