@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import fivefold as ff
 from fivefold.parallel import passes
 from fivefold.parallel.fsdp.spec import FsdpPlan
-from fivefold.parallel.passes import LossInputs
+from fivefold.parallel.loss.tasks import CrossEntropy
+from fivefold.parallel.passes import Inputs
 from fivefold.parallel.state import state_of
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
@@ -43,7 +44,7 @@ def loss_on_rank(layout: str, cu_seqlens: list[int]) -> float:
     labels = IDS.roll(-1, 1)
     with torch.no_grad():
         loss = passes.loss(
-            model, LossInputs(IDS, labels, positions, cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32))
+            model, Inputs(IDS, positions, CrossEntropy(labels), cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32))
         )
     return float(loss)
 

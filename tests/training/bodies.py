@@ -23,8 +23,8 @@ from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.launch.world import World
-from fivefold.parallel import passes
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.loss.tasks import CrossEntropy
 from fivefold.training import run as run_module
 from fivefold.training import step as step_module
 from tests.pool import run_ranks
@@ -111,8 +111,8 @@ def on_rank(
 # What a run is at -> the function that cannot have its memory.
 STARVED = {
     "building the model": "fivefold.parallel.apply.fill",
-    "forward": "fivefold.parallel.passes._last_hidden",
-    "backward": "fivefold.parallel.passes._loss_of",
+    "forward": "fivefold.parallel.loss.tasks.CrossEntropy.__call__",
+    "backward": "fivefold.parallel.loss.tasks.CrossEntropy.__call__",
     "the optimizer": "fivefold.training.step.clip_",
     "an evaluation": "fivefold.parallel.passes.loss",
     "a save": "fivefold.checkpoint.save._snapshot",
@@ -127,7 +127,7 @@ TORCH_SAYS = (
 
 def _starved(lacks: str) -> Any:
     """A function that fails as torch does: at once, in backward, or in the fifth forward."""
-    calls, whole = 0, passes._loss_of
+    calls, whole = 0, CrossEntropy.__call__
 
     def starved(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -135,10 +135,9 @@ def _starved(lacks: str) -> Any:
         if lacks == "backward":
             return _Starved.apply(whole(*args, **options))
         if lacks == "forward" and calls < 5:
-            return last_hidden(*args, **options)
+            return whole(*args, **options)
         raise torch.OutOfMemoryError(TORCH_SAYS)
 
-    last_hidden = passes._last_hidden
     return starved
 
 

@@ -24,6 +24,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch, TeacherTargets, assemble
 from fivefold.parallel import passes
+from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.state import state_of
 from fivefold.training import distillation
 from fivefold.training import step as training_step
@@ -86,8 +87,7 @@ def plain_loss(student: nn.Module, teacher: nn.Module, top_k: int, temperature: 
 
 
 def asked(teacher: Any, batch: MicroBatch, top_k: int, vocabulary: int = VOCABULARY) -> tuple[np.ndarray, np.ndarray]:
-    inputs = to_device(batch, torch.device("cpu"))
-    inputs.top_k, inputs.vocabulary = top_k, vocabulary
+    inputs = to_device(batch, torch.device("cpu"), task=TopLogProbs(top_k, vocabulary))
     with evaluating(teacher):
         tokens, log_probs = passes.top_log_probs(teacher, inputs)
     return tokens.numpy(), log_probs.numpy()

@@ -4,62 +4,42 @@ generation call this.
 Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and nothing is sent.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.models.forwards import head_only
-from fivefold.parallel.collectives import chunk_sizes
-from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.fsdp import runtime as data
-from fivefold.parallel.loss import runtime as losses
+from fivefold.parallel.loss.runtime import parameters_after_base
+from fivefold.parallel.loss.tasks import AnswerLogProbs, Head, Task, TopLogProbs
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.state import state_of
 from fivefold.parallel.tensor import runtime as tensor
 
 
-class LossInputs:
-    """One micro batch on this rank's device. Not a tensor container that FSDP knows, so it is passed on untouched.
+class Inputs:
+    """One micro batch on this rank's device, and the task of the head. FSDP passes it on untouched: it is no container
+    of tensors that FSDP knows.
 
-    `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on
-    the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
-    scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
-    all). `weights`: fp64 [B, T], what the cross entropy of each target is multiplied by (None: 1). `answers`: int64
-    [B, T], the number of the answer that a target belongs to, of `of_answers`; -1 for none. `judge`: from the summed
-    log-probabilities of the answers, fp64 [of_answers], to the weights of their targets, fp64 [of_answers]; None: the
-    sums are what is asked for (`answer_log_probs`). `soft`: what a teacher says of every position. `top_k`: how many
-    tokens are asked for, of the first `vocabulary` (`top_log_probs`).
+    `input_ids`, `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on the CPU, cumulative document bounds over B*T
+    tokens, or None when every row is one document. `row_tokens`: int64 [B], tokens of each row without padding (None:
+    all).
     """
 
-    __slots__ = (
-        "answers", "cu_seqlens", "input_ids", "judge", "labels", "of_answers", "position_ids", "row_tokens", "scale",
-        "soft", "top_k", "vocabulary", "weights",
-    )  # fmt: skip
+    __slots__ = "cu_seqlens", "input_ids", "position_ids", "row_tokens", "task"
 
     def __init__(
         self,
         input_ids: Tensor,
-        labels: Tensor,
         position_ids: Tensor,
+        task: Task,
         *,
         cu_seqlens: Tensor | None = None,
-        scale: Tensor | None = None,
         row_tokens: Tensor | None = None,
-        weights: Tensor | None = None,
-        answers: Tensor | None = None,
-        of_answers: int = 0,
-        judge: Callable[[Tensor], Tensor] | None = None,
-        soft: losses.SoftTargets | None = None,
-        top_k: int = 0,
-        vocabulary: int = 0,
     ) -> None:
-        self.input_ids, self.labels, self.position_ids = input_ids, labels, position_ids
-        self.cu_seqlens, self.scale, self.weights = cu_seqlens, scale, weights
-        self.answers, self.of_answers, self.judge = answers, of_answers, judge
-        self.soft, self.top_k, self.vocabulary = soft, top_k, vocabulary
+        self.input_ids, self.position_ids, self.task, self.cu_seqlens = input_ids, position_ids, task, cu_seqlens
         if row_tokens is None:
             row_tokens = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
         self.row_tokens = row_tokens
@@ -68,62 +48,54 @@ class LossInputs:
 # ---- of a step, of a micro batch -------------------------------------------------------------------------------------
 
 
-def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
-    """Forward and backward of the micro batches of a step. Returns the sum of their losses, fp64: 0 on the ranks of a
-    pipeline that do not compute it."""
-    state = state_of(model)
-    with state.guard.library():
-        state.fp8_scales.begin_passes()
-        return pipeline.run(model, state.pipeline, batch)
-
-
-def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
-    """`backward`, with gradients reduced. `rows`: of the global batch, for what balances experts."""
+def gradients(model: Any, batch: Sequence[Inputs], *, rows: int) -> Tensor:
+    """Forward and backward of the micro batches of a step; gradients end up reduced. Returns the sum of their losses,
+    fp64: 0 on the ranks of a pipeline that do not compute it. `rows`: of the global batch, to balance experts."""
     state = state_of(model)
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
-    with state.amax.recording():
-        found = backward(model, batch)
+    with state.amax.recording(), state.guard.library():
+        state.fp8_scales.begin_passes()
+        found = pipeline.run(model, state.pipeline, batch)
     tensor.sum_partial_gradients(state.partial_gradients, state.mesh)
     return found
 
 
-def loss(model: Any, inputs: LossInputs) -> Tensor:
+def loss(model: Any, inputs: Inputs) -> Tensor:
     """The summed loss of a micro batch, forward only: 0 on the ranks of a pipeline that do not compute it."""
-    state = state_of(model)
-    with state.guard.library():
-        state.fp8_scales.begin_passes()
-        found = pipeline.forward_only(
-            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
-        )
+    found = _forward_only(model, inputs)
     return torch.zeros((), dtype=torch.float64, device=inputs.input_ids.device) if found is None else found
 
 
-def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
-    """The summed log-probability of the trained targets of each of `inputs.of_answers` answers, fp64, without gradient:
-    the same on all ranks that share the rows."""
-    state = state_of(model)
-    with torch.no_grad(), state.guard.library():
-        state.fp8_scales.begin_passes()
-        found = pipeline.forward_only(
-            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
-        )
-    shape = (inputs.of_answers,)
-    return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, torch.float64, inputs.input_ids.device)
+def answer_log_probs(model: Any, inputs: Inputs) -> Tensor:
+    """Result of the task `AnswerLogProbs`: the same on all ranks that share the rows."""
+    assert isinstance(inputs.task, AnswerLogProbs)
+    return _everywhere(model, inputs, (inputs.task.count,))
 
 
-def top_log_probs(model: Any, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Of every position the `inputs.top_k` likeliest next tokens, int64 [B, T, K], and their log-probabilities, fp64,
-    without gradient: the same on all ranks that share the rows."""
-    state = state_of(model)
-    with torch.no_grad(), state.guard.library():
-        state.fp8_scales.begin_passes()
-        found = pipeline.forward_only(
-            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
-        )
-    shape, device = (*inputs.input_ids.shape, inputs.top_k, 2), inputs.input_ids.device
-    both = pipeline.broadcast_from_last_stage(state.pipeline, found, shape, torch.float64, device)
+def top_log_probs(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Result of the task `TopLogProbs`, tokens int64 [B, T, K] and log-probabilities fp64 [B, T, K]: the same on all
+    ranks that share the rows."""
+    assert isinstance(inputs.task, TopLogProbs)
+    both = _everywhere(model, inputs, (*inputs.input_ids.shape, inputs.task.top_k, 2))
     return both[..., 0].long(), both[..., 1]
+
+
+def _everywhere(model: Any, inputs: Inputs, shape: Sequence[int]) -> Tensor:
+    """Result of a task, fp64 of `shape`, without gradient, on every rank of the pipeline."""
+    with torch.no_grad():
+        found = _forward_only(model, inputs)
+    device = inputs.input_ids.device
+    return pipeline.broadcast_from_last_stage(state_of(model).pipeline, found, tuple(shape), torch.float64, device)
+
+
+def _forward_only(model: Any, inputs: Inputs) -> Tensor | None:
+    state = state_of(model)
+    with state.guard.library():
+        state.fp8_scales.begin_passes()
+        return pipeline.forward_only(
+            state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
+        )
 
 
 def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: int = 0, **options: Any) -> Tensor:
@@ -147,14 +119,27 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 # ---- of a stage ------------------------------------------------------------------------------------------------------
 
 
-def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
-    """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the summed cross entropy of
-    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers` and no judge of them, their
-    log-probabilities; with `inputs.top_k`, the likeliest tokens."""
-    staged = state_of(model).pipeline.staged
+def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
+    """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the result of the task, equal
+    on all tp ranks."""
+    state = state_of(model)
+    staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
-        out = _last_hidden(model, inputs)
-        return _loss_of(model, out, inputs, loss_chunks) if staged.is_last(stage) else given_out()
+        state.balance.begin_micro_batch(inputs.row_tokens)
+        base = model.get_submodule(anatomy.base)
+        out = base(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
+        )
+        if not staged.is_last(stage):
+            return given_out()
+        entered, parameters = state.tensor.enter(out.last_hidden_state), parameters_after_base(model, anatomy)
+        with state.chunked_head(), head_only(model, anatomy) as logits_of:
+            return inputs.task(
+                Head(
+                    logits_of, entered, parameters, state.plan.vocabulary, loss_chunks, state.tensor, state.context,
+                    state.loss_kernels,
+                )
+            )  # fmt: skip
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
@@ -167,66 +152,3 @@ def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_kee
             return given_out()
         with head_only(model, anatomy) as logits_of:
             return logits_of(out.last_hidden_state[:, -logits_to_keep:])
-
-
-def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
-    """What the base model gives for a micro batch."""
-    state = state_of(model)
-    state.balance.begin_micro_batch(inputs.row_tokens)
-    base = model.get_submodule(state.plan.anatomy.base)
-    out = base(
-        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
-    )
-    return cast(Tensor, out.last_hidden_state)
-
-
-def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | None) -> Tensor:
-    """From the last hidden states to the loss."""
-    state = state_of(model)
-    anatomy, labels, hidden = state.plan.anatomy, state.context.cut(inputs.labels), state.tensor.enter(hidden)
-    sizes = chunk_sizes(labels.numel(), state.plan.vocabulary, hidden.shape[-1], loss_chunks)
-    head_parameters = losses.parameters_after_base(model, anatomy)
-    with state.chunked_head(), head_only(model, anatomy) as logits_of:
-        weights = None if inputs.weights is None else state.context.cut(inputs.weights)
-        if inputs.answers is not None:
-            answers = state.context.cut(inputs.answers)
-            found = losses.target_log_probs(logits_of, hidden, labels, sizes, state.tensor, state.loss_kernels)
-            sums = _of_answers(found, answers, inputs.of_answers, state.context.row_groups)
-            if inputs.judge is None:
-                return sums
-            weights = _of_targets(inputs.judge(sums), answers)
-        if inputs.top_k:
-            tokens, values = losses.top_log_probs(
-                logits_of, hidden, sizes, state.tensor, top_k=inputs.top_k, vocabulary=inputs.vocabulary
-            )
-            return _of_whole_rows(torch.stack([tokens.double(), values.double()], -1), state.context, inputs.input_ids)
-        soft = None if inputs.soft is None else inputs.soft.cut(state.context.cut)
-        return losses.chunked_loss(
-            logits_of, hidden, labels, head_parameters, sizes, state.tensor, inputs.scale, weights, soft,
-            state.loss_kernels,
-        )  # fmt: skip
-
-
-def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Sums over the targets of each answer, fp64 [number]; `groups` hold the rest of its tokens. In a fixed order,
-    which `index_add` on a GPU has not: copies of a parameter must get the same gradient on every rank."""
-    is_of = answers_BT.reshape(1, -1) == torch.arange(number, device=found_N.device).unsqueeze(-1)
-    sums = torch.where(is_of, found_N.double(), 0.0).sum(-1)
-    for group in groups:
-        dist.all_reduce(sums, group=group)
-    return sums
-
-
-def _of_targets(weights_A: Tensor, answers_BT: Tensor) -> Tensor:
-    """Of each target the weight of its answer [B, T], 0 without one."""
-    return torch.where(answers_BT >= 0, weights_A[answers_BT.clamp(min=0)], 0.0)
-
-
-def _of_whole_rows(found_N: Tensor, context: ContextParallel, ids_BT: Tensor) -> Tensor:
-    """[B, T, ...] of what each rank of cp found for its own tokens, [N, ...]."""
-    here = context.cut(torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT))[0]
-    whole = found_N.new_zeros(*ids_BT.shape, *found_N.shape[1:])
-    whole[:, here] = found_N.view(len(ids_BT), -1, *found_N.shape[1:])
-    for group in context.row_groups:
-        dist.all_reduce(whole, group=group)
-    return whole

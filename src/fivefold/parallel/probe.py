@@ -23,6 +23,7 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.loss.tasks import CrossEntropy
 from fivefold.parallel.state import state_of
 
 TOLERANCE = 1e-5
@@ -135,7 +136,7 @@ def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
     labels_BT = nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORE)
     positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
     scale = torch.tensor(1 / (copies * (ids_BT.shape[1] - 1)), dtype=torch.float64, device=ids_BT.device)
-    inputs = passes.LossInputs(ids_BT, labels_BT, positions_BT, scale=scale)
+    inputs = passes.Inputs(ids_BT, positions_BT, CrossEntropy(labels_BT, scale))
     return copies * passes.gradients(model, [inputs], rows=copies)
 
 

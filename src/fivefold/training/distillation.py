@@ -39,6 +39,7 @@ from fivefold.models.forwards import check_lengths
 from fivefold.models.sources import open_weights
 from fivefold.parallel import passes, plain
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.reference import digest_of_weights
@@ -178,8 +179,7 @@ def _ask(
     every_rank = [dealt(data_rank=each) if world.local_rank == 0 else None for each in range(layout.data_ranks)]
     device = next(model.parameters()).device
     for own in dealt(data_rank=placement.data_rank):
-        inputs = to_device(own, device)
-        inputs.top_k, inputs.vocabulary = top_k, vocabulary
+        inputs = to_device(own, device, task=TopLogProbs(top_k, vocabulary))
         with evaluating(model):
             both = torch.stack([each.double() for each in passes.top_log_probs(model, inputs)])
         for data_rank, batches in enumerate(every_rank):

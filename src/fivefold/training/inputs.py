@@ -10,38 +10,48 @@ from torch import Tensor
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.loss.runtime import SoftTargets
-from fivefold.parallel.passes import LossInputs
+from fivefold.parallel.loss.tasks import AnswerLogProbs, CrossEntropy, PreferenceLoss, Task
+from fivefold.parallel.passes import Inputs
 
 
 def to_device(
     batch: MicroBatch, device: torch.device, scale: Tensor | None = None, *, by_answer: bool = False,
-    judge: Callable[[Tensor], Tensor] | None = None,
-) -> LossInputs:  # fmt: skip
-    """A micro batch of numpy arrays as tensors; `cu_seqlens` stays on the CPU, and is left out when rows are
-    documents. `by_answer`: for the log-probabilities of its answers, one at least (of nothing, where it has none); so
-    too where a `judge` weighs them."""
-    ids, labels, positions = (
-        torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (batch.input_ids, batch.labels, batch.position_ids)
-    )
-    rows = batch.input_ids.shape[0]
+    weigh: Callable[[Tensor], Tensor] | None = None, task: Task | None = None,
+) -> Inputs:  # fmt: skip
+    """A micro batch of numpy arrays as tensors; `cu_seqlens` stays on the CPU, and is left out when rows are documents.
+
+    Its task is `task`; without one `PreferenceLoss` where `weigh` weighs its answers, `AnswerLogProbs` with `by_answer`
+    (of one answer at least: of nothing, where it has none), else `CrossEntropy`.
+    """
+
+    def there(array: Any) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    rows, has_rows = batch.input_ids.shape[0], batch.row_tokens is not None
     cu_seqlens = None if len(batch.cu_seqlens) == rows + 1 else torch.from_numpy(batch.cu_seqlens)
-    row_tokens = None if batch.row_tokens is None else torch.from_numpy(batch.row_tokens).to(device, non_blocking=True)
-    weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device, non_blocking=True)
-    answers, of_answers = None, 0
-    if by_answer or judge is not None:
-        pairs = 0 if batch.pairs is None else len(batch.pairs)
-        answers = torch.full_like(labels, -1) if batch.answers is None else torch.from_numpy(batch.answers).to(device)
-        of_answers = max(1, 2 * pairs)
-    soft = None
-    if (teacher := batch.teacher) is not None:
-        both = (torch.from_numpy(array).to(device, non_blocking=True) for array in (teacher.tokens, teacher.log_probs))
-        tokens, log_probs = both
-        soft = SoftTargets(tokens.long(), log_probs, teacher.temperature, teacher.alpha)
-    return LossInputs(
-        ids, labels, positions, cu_seqlens=cu_seqlens, scale=scale, row_tokens=row_tokens, weights=weights,
-        answers=answers, of_answers=of_answers, judge=judge, soft=soft,
+    if task is None:
+        task = _answers(batch, there) if by_answer or weigh is not None else _cross_entropy(batch, there, scale)
+        if weigh is not None and isinstance(task, AnswerLogProbs):
+            task = PreferenceLoss(task, weigh, scale)
+    return Inputs(
+        there(batch.input_ids), there(batch.position_ids), task, cu_seqlens=cu_seqlens,
+        row_tokens=there(batch.row_tokens) if has_rows else None,
     )  # fmt: skip
+
+
+def _cross_entropy(batch: MicroBatch, there: Callable[[Any], Tensor], scale: Tensor | None) -> CrossEntropy:
+    teacher, soft = batch.teacher, None
+    if teacher is not None:
+        tokens, log_probs = there(teacher.tokens).long(), there(teacher.log_probs)
+        soft = SoftTargets(tokens, log_probs, teacher.temperature, teacher.alpha)
+    weights = None if batch.weights is None else there(batch.weights)
+    return CrossEntropy(there(batch.labels), scale, weights, soft)
+
+
+def _answers(batch: MicroBatch, there: Callable[[Any], Tensor]) -> AnswerLogProbs:
+    labels, pairs = there(batch.labels), 0 if batch.pairs is None else len(batch.pairs)
+    answers = torch.full_like(labels, -1) if batch.answers is None else there(batch.answers)
+    return AnswerLogProbs(labels, answers, max(1, 2 * pairs))
 
 
 @contextmanager

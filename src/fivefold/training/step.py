@@ -131,7 +131,7 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, judges: Se
     device = next(model.parameters()).device
     rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
     judge_of = [each.weights for each in judges] if judges else [None] * len(batch)
-    inputs = [to_device(each, device, scale, judge=judge) for each, judge in zip(batch, judge_of, strict=True)]
+    inputs = [to_device(each, device, scale, weigh=judge) for each, judge in zip(batch, judge_of, strict=True)]
     return passes.gradients(model, inputs, rows=rows)
 
 

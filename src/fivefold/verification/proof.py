@@ -28,6 +28,7 @@ from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable
 from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
@@ -200,8 +201,8 @@ class Proof:
         asked, followed = Distance(), []
         numbers = row_numbers(self.layout, self.case.rows, self.state.placement.data_rank)
         for batch, rows in zip(self._batch(0), numbers, strict=True):
-            inputs = training.to_device(batch, self._device)
-            inputs.top_k, inputs.vocabulary = self.case.followed, self.case.vocabulary
+            task = TopLogProbs(self.case.followed, self.case.vocabulary)
+            inputs = training.to_device(batch, self._device, task=task)
             tokens, log_probs = passes.top_log_probs(self.model, inputs)
             for b, row in enumerate(rows):
                 own = slice(0, tokens_of(self.case.documents(0)[row]))

@@ -191,7 +191,7 @@ def _labels(change: Callable[[Tensor], Tensor]) -> Any:
 
     def to_device(*args: Any, **options: Any) -> Any:
         inputs = plain(*args, **options)
-        inputs.labels = change(inputs.labels)
+        inputs.task.labels = change(inputs.task.labels)
         return inputs
 
     return patch.object(step, "to_device", to_device)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fivefold.parallel import apply
 from fivefold.parallel.dtensor import local
-from fivefold.parallel.passes import LossInputs
+from fivefold.parallel.passes import Inputs
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.placement import Placement
@@ -23,23 +24,23 @@ from tests.verification.faults.fault import Model, fault
 TIED, FOUR = Model(tied=True), Model(changes=(("num_hidden_layers", 4),))
 
 
-def _inputs(change: Callable[[Any, list[LossInputs]], Sequence[LossInputs]]) -> Any:
+def _inputs(change: Callable[[Any, list[Inputs]], Sequence[Inputs]]) -> Any:
     """A step runs on `change(pipeline, micro batches)`."""
     plain = pipeline.run
 
-    def run(model: Any, piped: Any, inputs: Sequence[LossInputs]) -> Tensor:
+    def run(model: Any, piped: Any, inputs: Sequence[Inputs]) -> Tensor:
         return plain(model, piped, change(piped, list(inputs)))
 
     return patch.object(pipeline, "run", run)
 
 
-def _with_next(names: Sequence[str], inputs: list[LossInputs]) -> list[LossInputs]:
+def _with_next(names: Sequence[str], inputs: list[Inputs]) -> list[Inputs]:
     """Micro batches with some fields of the one that follows."""
     found = []
     for own, following in zip(inputs, inputs[1:] + inputs[:1], strict=True):
-        fields = {name: getattr(own, name) for name in ("labels", "cu_seqlens", "scale")}
-        fields |= {name: getattr(following, name) for name in names}
-        found.append(LossInputs(own.input_ids, fields.pop("labels"), own.position_ids, **fields))
+        task = replace(own.task, labels=following.task.labels) if "labels" in names else own.task
+        cu_seqlens = (following if "cu_seqlens" in names else own).cu_seqlens
+        found.append(Inputs(own.input_ids, own.position_ids, task, cu_seqlens=cu_seqlens))
     return found
 
 
@@ -172,7 +173,7 @@ def documents_of_the_next_micro_batch() -> Any:
 def gradients_scaled_by_the_schedule() -> Any:
     plain = pipeline.run
 
-    def run(model: Any, piped: Any, inputs: Sequence[LossInputs]) -> Tensor:
+    def run(model: Any, piped: Any, inputs: Sequence[Inputs]) -> Tensor:
         found = plain(model, piped, inputs)
         for parameter in model.parameters():
             parameter.grad.div_(len(inputs))

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import passes
 from fivefold.parallel.loss import runtime as losses
+from fivefold.parallel.loss import tasks
+from fivefold.parallel.loss.tasks import AnswerLogProbs, Head
 from fivefold.parallel.state import state_of
 from fivefold.training import objectives, preference, step
 from tests.verification.faults.fault import Model, fault
@@ -57,7 +58,7 @@ def _of_answers_on_the_device(changed: Callable[[MicroBatch], MicroBatch]) -> An
     plain = preference.to_device
 
     def to_device(batch: MicroBatch, *rest: Any, **options: Any) -> Any:
-        is_judged = options.get("by_answer") or options.get("judge") is not None
+        is_judged = options.get("by_answer") or options.get("weigh") is not None
         return plain(changed(batch) if is_judged and batch.answers is not None else batch, *rest, **options)
 
     patches = ExitStack()
@@ -106,14 +107,19 @@ def preference_is_a_mean_over_tokens() -> Any:
     layout="single", expects=LOG_PROBS, model=DPO,
 )  # fmt: skip
 def log_probabilities_with_dropout() -> Any:
-    plain = passes._last_hidden
+    plain = preference.to_device
 
-    def last_hidden(model: Any, inputs: Any) -> Tensor:
-        hidden = plain(model, inputs)
-        draw = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(3)).to(hidden)
-        return hidden * (draw > 0.1) / 0.9 if inputs.answers is not None and inputs.judge is None else hidden
+    class Dropping(AnswerLogProbs):
+        def __call__(self, head: Head) -> Tensor:
+            draw = torch.rand(head.hidden.shape, generator=torch.Generator().manual_seed(3)).to(head.hidden)
+            return super().__call__(replace(head, hidden=head.hidden * (draw > 0.1) / 0.9))
 
-    return patch.object(passes, "_last_hidden", last_hidden)
+    def to_device(*args: Any, **options: Any) -> Any:
+        inputs = plain(*args, **options)
+        inputs.task = Dropping(**vars(inputs.task))
+        return inputs
+
+    return patch.object(preference, "to_device", to_device)
 
 
 @fault(
@@ -148,8 +154,8 @@ def weights_normalised_per_rank() -> Any:
     layout="cp2", expects=LOG_PROBS, model=DPO,
 )  # fmt: skip
 def answers_not_summed_over_context_ranks() -> Any:
-    plain = passes._of_answers
-    return patch.object(passes, "_of_answers", lambda found, answers, number, _: plain(found, answers, number, []))
+    plain = tasks._of_answers
+    return patch.object(tasks, "_of_answers", lambda found, answers, number, _: plain(found, answers, number, []))
 
 
 @fault(
@@ -158,14 +164,14 @@ def answers_not_summed_over_context_ranks() -> Any:
     layout="tp2", expects=LOG_PROBS, model=DPO,
 )  # fmt: skip
 def answers_summed_over_tensor_ranks() -> Any:
-    plain = passes._of_answers
+    plain = tasks._of_answers
 
     def of_answers(*args: Any) -> Tensor:
         sums = plain(*args)
         dist.all_reduce(sums)
         return sums
 
-    return patch.object(passes, "_of_answers", of_answers)
+    return patch.object(tasks, "_of_answers", of_answers)
 
 
 @fault(
@@ -174,7 +180,7 @@ def answers_summed_over_tensor_ranks() -> Any:
     layout="cp2", expects=GRADIENT, model=DPO,
 )  # fmt: skip
 def weights_of_contiguous_slices() -> Any:
-    plain = passes._of_targets
+    plain = tasks._of_targets
 
     def weights(weights_A: Tensor, answers_BT: Tensor) -> Tensor:
         ranks: list[Any] = [None, None]  # the first has slices 0 and 3 of four, the second 1 and 2
@@ -183,7 +189,7 @@ def weights_of_contiguous_slices() -> Any:
         contiguous = (first, second), (third, last)
         return plain(weights_A, torch.cat(contiguous[dist.get_rank()], 1))
 
-    return patch.object(passes, "_of_targets", weights)
+    return patch.object(tasks, "_of_targets", weights)
 
 
 @fault(

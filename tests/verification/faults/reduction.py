@@ -95,7 +95,7 @@ def mean_of_micro_batches() -> Any:
 
         def to_device(*args: Any, **options: Any) -> Any:
             inputs = device(*args, **options)
-            inputs.scale = torch.tensor(next(shares), dtype=torch.float64)
+            inputs.task.scale = torch.tensor(next(shares), dtype=torch.float64)
             return inputs
 
         with patch.object(step, "to_device", to_device):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.parallel import passes
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.loss import runtime as losses
+from fivefold.parallel.loss import tasks
 from fivefold.verification import proof
 from tests.verification.faults.fault import Model, fault
 
@@ -152,14 +152,14 @@ def normalised_over_a_part() -> Any:
     layout="cp2", expects=ASKED, model=DISTILL,
 )  # fmt: skip
 def positions_of_cp_forgotten() -> Any:
-    plain = passes._of_whole_rows
+    plain = tasks._of_whole_rows
 
-    def in_order(found_N: Tensor, fold: context.ContextParallel, ids_BT: Tensor) -> Tensor:
-        size = ids_BT.shape[1] // fold.size
+    def in_order(found_N: Tensor, fold: context.ContextParallel, rows: int, length: int) -> Tensor:
+        size = length // fold.size
         with patch.object(type(fold), "cut", lambda self, x: x[:, self.rank * size : (self.rank + 1) * size]):
-            return plain(found_N, fold, ids_BT)
+            return plain(found_N, fold, rows, length)
 
-    return patch.object(passes, "_of_whole_rows", in_order)
+    return patch.object(tasks, "_of_whole_rows", in_order)
 
 
 @fault(

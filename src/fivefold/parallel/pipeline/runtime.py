@@ -63,7 +63,7 @@ class Pipeline:
 
 
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
-    """Forward and backward of every micro batch (`LossInputs`); gradients end up reduced. Returns the sum of the
+    """Forward and backward of every micro batch (`passes.Inputs`); gradients end up reduced. Returns the sum of the
     losses, fp64: 0 on ranks without the last stage."""
     plan = pipeline.plan.feature(PipelinePlan).schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
