@@ -44,7 +44,7 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
     return of_round, max(0, (micro_batches - 2 * pipeline.pp) // of_round)
 
 
-# ---- what is counted -------------------------------------------------------------------------------------------------
+# ---- counts ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def _times(pipeline: Layout, micro_batches: int, zero: int) -> Numbers:
     return found
 
 
-# ---- how long all take -----------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,7 +120,7 @@ class Space:
             pp_schedule=rows.schedule, pp_virtual=rows.virtual,
         )  # fmt: skip
 
-    # ---- what shares a micro batch -----------------------------------------------------------------------------------
+    # ---- sharing a micro batch ---------------------------------------------------------------------------------------
 
     def _shared(self) -> Iterator[Layout]:
         """How ranks can share a micro batch: tp, cp and its method, ep and `expert_tp`.
