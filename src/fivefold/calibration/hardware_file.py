@@ -10,8 +10,7 @@ from fivefold.planner.cluster import Cluster
 
 
 def text(tables: Mapping[str, Any], about: str = "") -> str:
-    """Format as TOML: `about` as a comment, the text form of the `cluster`, and the tables `chip` and `node`, if
-    any."""
+    """Format as TOML: `about` as a comment, the text form of the `cluster`, the tables `chip` and `node`, if any."""
     head = [*(f"# {line}".rstrip() for line in about.splitlines()), f"cluster = {json.dumps(tables['cluster'])}"]
     found = ((name, tables[name]) for name in ("chip", "node") if tables.get(name))
     return "\n".join([*head, *(line for name, table in found for line in _lines(name, table)), ""])

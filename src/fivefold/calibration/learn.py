@@ -1,10 +1,9 @@
 """`fivefold calibrate --from RUN`: correct a hardware file by the measured steps of a finished run. No torch.
 
-A run measures one number, the seconds of a step, which is the sum of several of the planner's terms. Each term is known
-up to a factor, with its doubt as uncertainty. The fit takes the likeliest factors that explain the measured step: a
-term takes a part of the correction by its share of the step and the square of its doubt (a Gaussian of their
-logarithms, given their weighted sum). A term that is small in the step, or well known, hardly moves, and its doubt
-stays.
+A run measures one number, the seconds of a step, the sum of several of the planner's terms. Each term is known up to a
+factor, with its doubt as uncertainty. The fit takes the likeliest factors that explain the measured step: a term has a
+part of the correction by its share of the step and the square of its doubt (a Gaussian of their logarithms, given their
+weighted sum). A term that is small in the step, or well known, hardly moves, and its doubt stays.
 """
 
 import tomllib

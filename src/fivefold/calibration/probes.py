@@ -66,7 +66,7 @@ class Timer:
     def seconds(
         self, work: Callable[[], object], *, together: bool = False, pick: Callable[[list[float]], float] | None = None
     ) -> float:
-        """Seconds of one call. `together`: all ranks repeat it equally often. `pick`: chooses from several blocks of
+        """Seconds of one call. `together`: all ranks repeat it equally often. `pick`: selects among blocks of
         repeats."""
         self.block(work, 1)  # warm-up
         repeats = max(1, min(1000, int(self.least / max(self.block(work, 1), 1e-6))))
@@ -153,8 +153,7 @@ def _launch(timer: Timer) -> float:
 
 
 def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterator[Collective]:
-    """Time the collectives of training, over all ranks. Bytes are those of the larger buffer, or of what a rank
-    sends."""
+    """Time training's collectives, over all ranks. Bytes are of the larger buffer, or of what a rank sends."""
     if ranks == 1:
         return
     for size in messages:
@@ -179,9 +178,8 @@ def _issues(device: torch.device, size: int, ranks: int) -> Iterator[tuple[str, 
 
 
 def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
-    """Additional seconds of a collective after a matmul, as training issues it, compared with one after another
-    collective: ranks arrive at different times, and a rank that waits has lost its core. The median over kinds and some
-    sizes."""
+    """Additional seconds of a collective after a matmul, as training issues it, compared with one after another: ranks
+    arrive at different times, and waiting ranks have lost their core. The median over kinds and some sizes."""
     if ranks == 1:
         return 0.0
     width, found = sizes.widths[len(sizes.widths) // 2], []

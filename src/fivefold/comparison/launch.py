@@ -171,8 +171,7 @@ class Comparison:
         self._screen: TextIO | None = None
 
     def run(self) -> None:
-        """Train every run that is not done yet. After a failure, later repeats of the same configuration are
-        skipped."""
+        """Train every run that is not done yet. After a failure, skip later repeats of the same configuration."""
         done = [run for run in self.contest.runs if self._is_done(run)]
         self._tell_beginning(len(done))
         for number, run in enumerate(self.contest.runs, start=1):

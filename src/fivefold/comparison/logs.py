@@ -203,8 +203,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _step(row: Mapping[str, Any], columns: Mapping[str, str], given: Mapping[str, int]) -> Step:
-    """Build a step. `given` fills in what the log lacks: tokens from steps or rows, one device's speed from that of
-    all."""
+    """Build a step. `given` fills in what the log lacks: tokens from steps or rows, one device's speed from all."""
     of = {what: _number(row, name) for what, name in columns.items()}
     step, samples, rows = int(of.get("step") or 0), _number(row, "samples"), _number(row, "rows")
     length, per_step, devices = given.get("seq_length"), given.get("tokens_per_step"), given.get("devices")

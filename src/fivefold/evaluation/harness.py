@@ -57,8 +57,7 @@ def _evaluated(opened: Opened, request: EvaluateRequest, ranks: "_Ranks") -> tup
 
 @contextmanager
 def _words() -> Iterator[None]:
-    """Turn errors of lm-eval about tasks that it does not know or cannot load into `UserError`: the user can fix
-    them."""
+    """Turn lm-eval's errors about tasks that it does not know or cannot load into `UserError`."""
     try:
         yield
     except (KeyError, ValueError, FileNotFoundError) as error:

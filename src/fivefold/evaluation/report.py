@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult:
-    """Loss of a text. `loss`: nats per target token; `targets`: number of predicted tokens; `tokens`: real input
-    tokens; `text_bytes`: of the trained text in UTF-8, None if only a part of the text was read, or no text is at
-    hand."""
+    """Loss of a text. `loss`: nats per target token; `targets`: predicted tokens; `tokens`: real input tokens;
+    `text_bytes`: of the trained text in UTF-8, None if only a part of the text was read, or no text is at hand."""
 
     text: str
     loss_sum: float

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts after others, under any layout: what lm-eval asks for.
+"""Log-probabilities of texts after others, under any layout, as lm-eval requests them.
 
 Legend: B texts, K tokens of the longest continuation, V vocabulary.
 """

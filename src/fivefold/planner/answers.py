@@ -71,8 +71,7 @@ def _to_json(found: Found) -> dict[str, Any]:
 
 
 def _read(file: Path, prices: PriceList, workload: Workload) -> Found:
-    """Read a stored answer. Raises `ValueError`, `TypeError`, `LookupError` or `UserError` if the file does not hold
-    one."""
+    """Read a stored answer. Raises `ValueError`, `TypeError`, `LookupError` or `UserError` if the file has none."""
     tree = read_signed(file)
     if tree["name"] != file.name:
         raise ValueError(f"{file.name} is that of another question")

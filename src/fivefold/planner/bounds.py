@@ -79,8 +79,8 @@ class Bounding:
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
-        """Compute bounds in chunks, to keep arrays small. Layouts that need more than `most` bytes get infinite
-        seconds."""
+        """Compute bounds in chunks, to keep arrays small. Layouts that need more than `most` bytes take infinite
+        time."""
         size = max(1, AT_ONCE // (rows.pipeline.stages))
         stages = self.space.prices.stages(rows.pipeline)
         parts = [self._of(rows.at(slice(start, start + size)), stages, most) for start in range(0, len(rows), size)]
@@ -235,8 +235,7 @@ class Bounding:
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
-        """Seconds of a step, with the pipeline run slot by slot. Numbers of micro batches may differ only by whole
-        rounds."""
+        """Seconds of a step, running the pipeline slot by slot. Numbers of micro batches may differ by whole rounds."""
         pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
         forward, backward = self._passes(rows, stages)
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)

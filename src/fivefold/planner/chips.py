@@ -232,7 +232,7 @@ def chip_of_device(device: str, *, fix: str) -> Chip:
 
 
 def bf16_peak(device: str) -> float | None:
-    """The dense bf16 peak in TFLOP/s of a device of this name, or None where it is not known."""
+    """The dense bf16 peak in TFLOP/s of a device of this name, or None if it is not known."""
     found = _found(device)
     return _read_chip(found)["peak_tflops"].get("bf16") if isinstance(found, str) else found
 

@@ -46,8 +46,7 @@ def dealt_until_full(facts: ModelFacts, pipeline: Layout) -> Splits:
 
 
 def evenly(facts: ModelFacts, pipeline: Layout) -> Splits:
-    """Megatron's and torchtitan's split: equal numbers of layers; the first stages take one more each of the
-    remainder."""
+    """Megatron's and torchtitan's split: equal numbers of layers; the first stages share the remainder."""
     each, more = divmod(len(facts.anatomy.layers), pipeline.stages)
     bounds = [stage * each + min(stage, more) for stage in range(pipeline.stages + 1)]
     return tuple(pairwise(bounds))

@@ -158,8 +158,8 @@ class Estimate:
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
-    """Estimate a layout. Raises `UserError` if it cannot run the model on the cluster, with the nearest legal
-    values."""
+    """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model on the
+    cluster."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
     refuse(legality.of_experts(layout, limits))  # first: advice about shards does not help a model without experts
     refuse(layout.against_world(world, prices.cluster.text))
@@ -407,8 +407,7 @@ class Step:
         yield from (replace(call, times=of_kind[kind] * count) for kind, call in unit.calls.items())
 
     def _unshards(self, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
-        """Unshards of a unit of each stage of a rank, and of the model's own unit, which the stages at the model's ends
-        use."""
+        """Unshards of a unit of each stage of a rank, and of the model's own unit, used by the stages at the ends."""
         content = self.stages.contents[rank]
         ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
         ends |= {own[-1]} if content.has_head else set()

@@ -189,8 +189,7 @@ def _time(estimate: Estimate) -> Iterator[Item]:
 
 
 def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -> UserError:
-    """Error for a model that fits nowhere: by how much the smallest layout, `closest`, is too large, and what would
-    fit."""
+    """Error for a model that fits nowhere: the excess of the smallest layout, `closest`, and what would fit."""
     if closest is None:
         return UserError("no layout fits")
     has, needs = (size / GIB for size in (closest.cluster.chip.memory_bytes, closest.reserved))
@@ -202,8 +201,7 @@ def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -
 
 
 def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iterator[str]:
-    """Remedies: calibration if the device's memory is a guess, then shorter rows, offload and more nodes, as far as
-    each helps."""
+    """Remedies, as far as each helps: calibration if the memory is a guess, shorter rows, offload, more nodes."""
     if closest.cluster.chip.is_guess:
         yield "measure this machine, of whose memory the table is a guess: fivefold calibrate"
     with suppress(UserError):

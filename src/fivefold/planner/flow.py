@@ -87,8 +87,7 @@ class Gathers:
 
 @lru_cache(maxsize=16384)
 def gathers(pipeline: Layout, micro_batches: int, zero: int) -> Gathers:
-    """Count the gathers of a pipeline under a ZeRO stage. Unless backwards are split, FSDP does the same in every stage
-    as without a pipeline."""
+    """Count for a pipeline under a ZeRO stage. Unless backwards are split, FSDP does the same as without a pipeline."""
     alone = pipeline if pipeline.schedule.splits_backward else Layout()
     of_round, beyond = rounds_beyond(alone, micro_batches)
     shown = micro_batches - max(0, beyond - 1) * of_round

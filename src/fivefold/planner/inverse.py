@@ -30,7 +30,7 @@ class Longest:
 
 
 def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
-    """Find the longest rows that train on the cluster without being tight, in steps of 1,024 tokens, with `layout` or
+    """Find the longest rows that train on the cluster without being tight, in steps of 1,024 tokens; of `layout`, or
     any.
 
     A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It has at least the rows
@@ -87,8 +87,7 @@ def leanest(prices: PriceList, length: int, precision: str = Layout.precision) -
 
 
 def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
-    """Estimate a step of `workload` on the fewest devices of the cluster that can run it: a part of a node, or whole
-    nodes.
+    """Estimate a step of `workload` on the fewest devices of the cluster that run it: a part of a node, or whole nodes.
 
     Raises `UserError` if the whole cluster is too small.
     """

@@ -18,8 +18,7 @@ RESIDENT = "planned memory is of tensors, measured of all that a CPU process has
 
 
 def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, Any]) -> Expected:
-    """Predict a step of a run under `layout`. `device`: cpu or cuda:0; `about`: the history's record of its newest
-    start.
+    """Predict a step of a run under `layout`. `device`: cpu or cuda:0; `about`: the history's record of its last start.
 
     Raises `UserError` if the planner cannot price it.
     """
@@ -32,8 +31,7 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
 
 
 def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
-    """Devices that a start ran on. A start without a record of its nodes (an earlier version, damage) counts as one
-    node."""
+    """Devices that a start ran on. A start without its nodes on record (an earlier version, damage) was on one."""
     said = about.get("devices_per_node")
     size = nodes_of(world, said if isinstance(said, int) and 1 <= said <= world else world)
     if hardware or device == "cpu":

@@ -1,4 +1,4 @@
-"""`plan` and `estimate`, as the command and the Python API call them. No torch where the model's facts are known."""
+"""`plan` and `estimate`, as the command and the Python API call them. No torch if the model's facts are known."""
 
 import json
 import tempfile

@@ -107,8 +107,8 @@ class _Pricing:
     # ---- compute -----------------------------------------------------------------------------------------------------
 
     def products(self, layer: str, cost: LayerCost) -> Iterable[Product]:
-        """Matmuls of a layer on this rank. If tp or `expert_tp` splits a matrix, the rank has a part of it. A whole
-        matrix behind a norm whose tokens are split (sequence parallelism) sees a part of the tokens."""
+        """Matmuls of a layer on this rank. If tp or `expert_tp` splits a matrix, the rank has a part of it. Under
+        sequence parallelism, a matrix that is whole sees a part of the tokens."""
         roles, layout = self.plan.partition.roles, self.plan.layout
         for each in cost.matmuls:
             name = f"{layer}.{each.name}"
@@ -131,8 +131,7 @@ class _Pricing:
             yield _cut(Product(rows, each.inputs, each.outputs), share, kind != "row")
 
     def scores(self, attention: AttentionShape) -> float:
-        """Number of attention scores on a rank, including masked ones. Every rank of cp has an equal part of a
-        row's."""
+        """Number of attention scores on a rank, including masked ones. All ranks of cp have equal parts of a row's."""
         return attention.query / self.plan.layout.tp * self.tokens * self.shape.tokens * self.plan.layout.cp
 
     def attention_flops(self, cost: LayerCost) -> float:
@@ -448,8 +447,8 @@ class PriceList:
 
     @cached_property
     def world_calls(self) -> tuple[Call, ...]:
-        """Collectives of all ranks, once a step. Those of routers count all layers, so the plan gets the experts of the
-        whole model."""
+        """Collectives of all ranks, once a step. Those of routers count all layers: the plan gets the model's
+        experts."""
         plan = self.plan(Layout(dp_shard=self.cluster.world))
         routed = replace(self.short, experts=self.facts.experts)
         plan = replace(plan, placement=replace(plan.placement, facts=routed))

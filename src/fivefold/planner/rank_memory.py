@@ -44,8 +44,7 @@ EXCHANGES = {
 def passing(
     engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
 ) -> Passing:  # fmt: skip
-    """Bytes of micro batches in flight, for each pipeline rank. `logits`: of the loss. `offloads`: activations are
-    offloaded."""
+    """Bytes of micro batches in flight, for each pipeline rank. `logits`: of the loss. `offloads`: of activations."""
     each = work.kept @ stages.layers.T
     if offloads:
         each = each - moved_bytes(work, stages)
@@ -72,8 +71,7 @@ def passing(
 
 
 def moved_bytes(work: Work, stages: Stages) -> Numbers:
-    """Offloaded bytes of each stage and micro batch: all that its layers save, except for the last layer, taken to be
-    the largest."""
+    """Offloaded bytes of each stage and micro batch: all that layers save, except the last, taken as the largest."""
     layers, kept = stages.layers[:, :-2], work.kept[..., :-2]
     largest: Numbers = np.max(np.where(layers > 0, np.expand_dims(kept, -2), 0.0), axis=-1)
     found: Numbers = kept @ layers.T - largest

@@ -40,8 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Relief:
-    """Remedies of a run. `planned`: the run as it is; `items`: bytes of the rank by item. `changes`: those that would
-    fit, fastest first."""
+    """Remedies of a run. `planned`: the run as it is; `items`: bytes of the rank by item. `changes`: fastest first."""
 
     planned: Estimate
     items: dict[str, float]

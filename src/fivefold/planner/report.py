@@ -54,7 +54,7 @@ class Ranked:
 
     @property
     def says(self) -> str:
-        """Say that it does not fit easily, if so, and what it loses."""
+        """The verdict, unless it fits, and what it loses."""
         return "; ".join(filter(None, ("" if self.verdict == "fits" else self.verdict, self.behind)))
 
 

@@ -30,10 +30,9 @@ NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Result of a search. `best`: estimates, best first, of different degrees; sets that are no faster, leaner or
-    simpler than another are left out. `options`: for each, how many layouts of its degrees fit. `fastest`: of all that
-    may be in `best`. `legal`: number of layouts that can run. `fitting`: number of those that fit. `closest`: the
-    smallest, if none fits."""
+    """Result of a search. `best`: estimates, best first, of different degrees; sets no faster, leaner or simpler than
+    another are left out. `options`: for each, how many layouts of its degrees fit. `fastest`: of all that may be in
+    `best`. `legal`: layouts that can run. `fitting`: those that fit. `closest`: the smallest, if none fits."""
 
     best: tuple[Estimate, ...]
     options: tuple[int, ...]
@@ -242,8 +241,7 @@ def _axes(layout: Layout) -> int:
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
-    """Degrees that the layouts of one set share. The split of data parallelism into replicas and shards is an
-    option."""
+    """Degrees that layouts of one set share. The number of replicas within data parallelism is an option."""
     return layout.pp, layout.cp, layout.tp, layout.ep
 
 

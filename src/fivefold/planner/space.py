@@ -217,8 +217,7 @@ class Space:
         return self._pipelines[pp]
 
     def _legal_schedules(self, pp: int) -> list[Layout]:
-        """Legal schedules, each with each number of stages a rank. GPipe is left out: it takes as long as 1F1B and
-        keeps more."""
+        """Legal schedules with each number of stages a rank. GPipe is left out: as slow as 1F1B, and keeps more."""
         names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
         found: dict[tuple[str, int], Layout] = {}
         for name, virtual in product(names, VIRTUAL):

@@ -111,8 +111,7 @@ class Seen:
 
     @property
     def undeclared(self) -> tuple[Sent, ...]:
-        """Collectives that differ from the plan; bytes of all-to-alls depend on where tokens go, and are not
-        compared."""
+        """Collectives that differ from the plan. The bytes of all-to-alls are not compared: they depend on routing."""
         return tuple(
             each for each in self.sent
             if each.count != each.declared or (each.bytes != each.declared_bytes and each.kind != "all_to_all")

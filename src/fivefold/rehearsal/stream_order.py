@@ -34,8 +34,7 @@ class Issued:
 
 
 def issued(entries: Sequence[Entry], groups: Mapping[int, Group]) -> list[Issued]:
-    """The collectives of `entries` in order; `groups`: by communicator. Groups of one rank send nothing and are left
-    out."""
+    """The collectives of `entries` in order; `groups`: by communicator. Groups of one rank send nothing."""
     exposed = _exposed(entries)
     found = []
     for whole in _calls(entries):

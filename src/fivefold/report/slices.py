@@ -117,8 +117,7 @@ class _Parameter:
         return (in_layer(self.name)[1] or self.name).removesuffix(".weight")
 
     def looks(self, ranks: Sequence[int]) -> tuple[Any, ...]:
-        """Key that is equal for parameters with the same slices: holders are positions in `ranks`, which differ between
-        stages."""
+        """Key, equal for parameters with the same slices: holders as positions in `ranks`, which differ by stage."""
         places = frozenset((region, tuple(map(ranks.index, own))) for region, own in self.held.items())
         return self.inner, self.shape, places
 
