@@ -66,8 +66,7 @@ class Timer:
     def seconds(
         self, work: Callable[[], object], *, together: bool = False, pick: Callable[[list[float]], float] | None = None
     ) -> float:
-        """Seconds of one call. `together`: all ranks repeat it equally often. `pick`: selects among blocks of
-        repeats."""
+        """Seconds of one call. `together`: all ranks repeat it equally often. `pick`: of several blocks of repeats."""
         self.block(work, 1)  # warm-up
         repeats = max(1, min(1000, int(self.least / max(self.block(work, 1), 1e-6))))
         if together:

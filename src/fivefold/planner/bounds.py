@@ -79,8 +79,7 @@ class Bounding:
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
-        """Compute bounds in chunks, to keep arrays small. Layouts that need more than `most` bytes take infinite
-        time."""
+        """Compute bounds in chunks, to keep arrays small. Layouts that need more than `most` bytes take forever."""
         size = max(1, AT_ONCE // (rows.pipeline.stages))
         stages = self.space.prices.stages(rows.pipeline)
         parts = [self._of(rows.at(slice(start, start + size)), stages, most) for start in range(0, len(rows), size)]

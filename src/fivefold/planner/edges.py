@@ -36,8 +36,7 @@ class Edges:
         return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
 
     def seconds(self, backward: Numbers | float) -> Numbers:
-        """Seconds that no compute hides, without the update. `backward`: seconds that hide all-reduces over
-        replicas."""
+        """Seconds that no compute hides, without the update. `backward`: seconds that hide sums over replicas."""
         hidden = np.maximum(0.0, backward - self.reductions)
         found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
         return found

@@ -30,12 +30,11 @@ class Longest:
 
 
 def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
-    """Find the longest rows that train on the cluster without being tight, in steps of 1,024 tokens; of `layout`, or
-    any.
+    """Find the longest rows that train on the cluster without being tight, in steps of 1,024 tokens.
 
     A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It has at least the rows
-    that a layout needs: one micro batch for each data rank, and as many as a pipeline takes. Raises `UserError` if not
-    even 1,024 tokens fit.
+    that a layout (`layout`, or any) needs: one micro batch for each data rank, and as many as a pipeline takes. Raises
+    `UserError` if not even 1,024 tokens fit.
     """
     fixed = None if layout is None else (_legal(prices, layout),)
 
