@@ -73,8 +73,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def examine(model: str | Path, *, tp: int) -> RoleReport:
-    """Report the roles of a model (folder, config.json, built-in shape or hub id) under `tp` ranks, without its
-    weights.
+    """Report a model's roles (folder, config.json, built-in shape or hub id) under `tp` ranks, without its weights.
 
     `ok` is false if the model cannot be trained, or not under tensor parallelism. Raises `UserError` for a model that
     cannot be read.

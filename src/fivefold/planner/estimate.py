@@ -158,8 +158,7 @@ class Estimate:
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
-    """Estimate a layout. Raises `UserError`, with legal values nearby, if the model cannot run with it on the
-    cluster."""
+    """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model there."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
     refuse(legality.of_experts(layout, limits))  # first: advice about shards does not help a model without experts
     refuse(layout.against_world(world, prices.cluster.text))

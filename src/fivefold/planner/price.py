@@ -447,8 +447,7 @@ class PriceList:
 
     @cached_property
     def world_calls(self) -> tuple[Call, ...]:
-        """Collectives of all ranks, once a step. The plan gets the whole model's experts: routers' calls count all
-        layers."""
+        """Collectives of all ranks, once a step. Routers' calls count all layers: the plan gets all experts."""
         plan = self.plan(Layout(dp_shard=self.cluster.world))
         routed = replace(self.short, experts=self.facts.experts)
         plan = replace(plan, placement=replace(plan.placement, facts=routed))
