@@ -51,7 +51,7 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 @dataclass(frozen=True)
 class Timer:
-    """Times work on `device`, in blocks of repeats of about `least` seconds."""
+    """Timer of work on `device`, in blocks of repeats of about `least` seconds."""
 
     device: torch.device
     least: float

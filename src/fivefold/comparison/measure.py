@@ -26,7 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """None if nothing was measured."""
+        """Summarise values; None if nothing was measured."""
         known = [each for each in values if each is not None]
         return cls(median(known), min(known), max(known), len(known)) if known else None
 
@@ -52,7 +52,7 @@ class Difference:
 
     @classmethod
     def of(cls, own: Mapping[int, float | None], base: Mapping[int, float | None]) -> "Difference | None":
-        """From values by repeat. Only repeats that both have count; None if there are none."""
+        """Compare values by repeat. Only repeats that both have count; None if there are none."""
         each = [
             100 * (mine / theirs - 1)
             for repeat, mine in own.items()
@@ -133,7 +133,7 @@ def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration on a number of devices. `decrease_pct`: loss of its tokens per second and device against the same
+    """A configuration on a number of devices. `decrease_pct`: of its tokens per second and device, against the same
     configuration on its fewest devices, positive if slower. All other differences are to the first configuration on as
     many devices. Those of losses fall back to its fewest devices: any layout has the same loss. `note`: why there is
     nothing, or less than asked."""

@@ -104,7 +104,7 @@ def _bytes(document: Document, opened: Opened, eos: str) -> int:
 
 
 def _of_run(opened: Opened, request: EvaluateRequest) -> tuple[PackedRows, int | None]:
-    """Validation rows of the model's run, and the number of their tokens that its evaluations read."""
+    """Validation rows of the model's run, and the most tokens to read of them."""
     run = opened.folder.parent / "run.yaml"
     if not opened.run:
         raise UserError(f"{request.model} is no run, so it has no validation rows", fix="name a text: --text FILE")

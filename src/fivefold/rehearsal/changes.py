@@ -65,7 +65,7 @@ def _without_gloo(new_group: Any) -> Any:
 
 
 class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, untyped
-    """Store of a rendezvous in which the other ranks seem to have left whatever is asked for."""
+    """Rendezvous store in which everything is present that other ranks would have left."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ class Rehearsal:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Limits of the figures, and differences to a real run."""
+        """Limits of the figures, and differences from a real run."""
         if self.lacks:
             missing = tuple(f"Not a full rehearsal: {each.what}; {each.fix}." for each in self.lacks)
             return (

@@ -43,8 +43,8 @@ class _Span:
 
 @dataclass
 class Watch:
-    """Observes one rank. `full`: the stand-in for the driver; None on the CPU, where memory, kernels and waits are not
-    seen."""
+    """Observer of one rank. `full`: the stand-in for the driver; None on the CPU, where memory, kernels and waits are
+    not seen."""
 
     request: Request
     full: Driver | None

@@ -64,7 +64,7 @@ class Planned:
 
     @classmethod
     def of(cls, config: RunConfig, run: Path, rows: Rows, expect: Expect | None) -> "Planned":
-        """Plan the newest start of a run. A planner that fails costs the page nothing but this."""
+        """Plan the newest start of a run. If the planner fails, the page lacks this comparison alone."""
         spread, past = _spread(run / "spread.json")[0], history.load(run)
         if expect is None or not spread.get("layout") or not past.starts:
             return cls()
