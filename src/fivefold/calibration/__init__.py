@@ -1,2 +1,1 @@
-"""`fivefold calibrate`: what this machine does in a second, measured, as the planner's hardware file; and what a
-finished run says of it."""
+"""`fivefold calibrate`: measure this machine, or learn from a finished run, and write the planner's hardware file."""

@@ -1,4 +1,4 @@
-"""`fivefold calibrate`: measure this machine and write a hardware file. No torch but in the workers."""
+"""`fivefold calibrate`: measure this machine and write a hardware file. Only the workers import torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,13 +19,13 @@ from fivefold.planner.chips import chip_of_device
 from fivefold.planner.cluster import Cluster
 from fivefold.report.table import Report
 
-NOISY = 0.5  # median error from which other work has disturbed what was measured: 0.1 to 0.3 are usual
+NOISY = 0.5  # above this median error, other work has disturbed the measurement: 0.1 to 0.3 are usual
 BODY = "fivefold.calibration.probes:on_worker"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A number of the hardware file beside that of the planner's own table."""
+    """A number of the hardware file, and the one of the planner's own table."""
 
     what: str
     measured: str
@@ -35,10 +35,10 @@ class Measured:
 def calibrate(
     *, device: str = "auto", nproc: int | None = None, chip: str | None = None, sizes: Sizes | None = None
 ) -> tuple[str, Report[Measured]]:
-    """The text of this machine's hardware file, and what was measured beside the planner's table.
+    """Measure this machine; return the text of its hardware file, and a comparison with the planner's table.
 
     `device`: auto, cpu or cuda. `nproc`: workers that measure at once; by default one for each GPU, or for each core.
-    `chip`: whose table says what is not measured, where this device has none. Raises `UserError`.
+    `chip`: a chip whose table supplies what is not measured, if this device has none. Raises `UserError`.
     """
     if find_world(device) is not None:
         raise UserError("calibrate starts its own workers", fix="call it once on the machine, without torchrun or srun")
@@ -53,7 +53,7 @@ def calibrate(
 
 
 def written(cluster: Cluster, found: Sequence[Found]) -> tuple[str, Report[Measured]]:
-    """The file and the report of what the workers have found. `cluster`: this machine as the tables have it."""
+    """The file and the report of the workers' measurements. `cluster`: this machine in the planner's tables."""
     tables = {"cluster": cluster.text, **fitted(cluster, found)}
     about = f"Measured by fivefold calibrate on {date.today().isoformat()}: {_where(cluster)}.\n{_versions()}"
     text = hardware_file.text(tables, about)
@@ -66,7 +66,7 @@ def written(cluster: Cluster, found: Sequence[Found]) -> tuple[str, Report[Measu
 
 
 def _table(kind: str, count: int, chip: str | None) -> Cluster:
-    """This machine as the planner's tables have it."""
+    """This machine in the planner's tables."""
     if chip is None and kind == "cuda":
         from torch import cuda
 

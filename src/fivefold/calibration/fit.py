@@ -1,7 +1,7 @@
-"""From seconds to the fields of a hardware file. No torch.
+"""From measured seconds to the fields of a hardware file. No torch.
 
-The planner prices with the same functions that are fitted here: `matmul_seconds` for matmuls, `links.seconds` for
-collectives. So a file says what makes these prices come nearest to what was measured.
+The fit uses the planner's own functions: `matmul_seconds` for matmuls, `links.seconds` for collectives. So a file has
+the values whose prices come nearest to the measurements.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,14 +23,14 @@ from fivefold.planner.links import seconds
 
 Table = dict[str, Any]
 
-# What is tried for `tile` and `tile_fill` besides the chip's own.
+# Candidates for `tile` and `tile_fill`, besides the chip's own.
 TILES = tuple(product((1, 16, 32, 64, 128), (1, 16, 32, 64, 128, 256)))
 FILLS = (0, 32, 64, 128, 256, 512)
 
 
 def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
-    """Tables `chip` and `node` of a hardware file, of what the workers of one machine have found. `cluster`: this
-    machine as the tables have it."""
+    """Fit the tables `chip` and `node` of a hardware file to the measurements of one machine's workers. `cluster`: this
+    machine in the planner's tables."""
     chip, all_at_once = cluster.chip, _joined(found)
     traffic = _rate("memory_bandwidth_gbs", "memory_fraction", chip.memory_bandwidth_gbs, all_at_once.traffic / 1e9)
     chip = replace(chip, **traffic)
@@ -54,7 +54,7 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
 
 
 def _joined(found: Sequence[Found]) -> Found:
-    """The median worker; of collectives, the slowest of each."""
+    """Combine workers: the median of each number; for collectives, the slowest."""
 
     def each(of: Iterable[Sequence[tuple[Any, ...]]], pick: Any) -> list[Any]:
         return [(*same[0][:-1], pick(one[-1] for one in same)) for same in zip(*of, strict=True)]
@@ -73,11 +73,11 @@ def _joined(found: Sequence[Found]) -> Found:
 
 
 def matmul_curve(chip: Chip, found: Sequence[Matmul]) -> Table:
-    """`peak_tflops` and `matmul_fraction` by type, `tile` and `tile_fill`: those with the least mean error over all
-    shapes. The chip's own tile is kept where no other is a tenth better: waves of tiles are known for GPUs."""
+    """Fit `peak_tflops` and `matmul_fraction` by type, `tile` and `tile_fill`: those with the least mean error over all
+    shapes. The chip's own tile stays unless another is a tenth better: waves of tiles are known for GPUs."""
 
     def curve(tile: tuple[int, int], fill: int) -> tuple[float, Mapping[str, float]]:
-        """Its error, and the rate of each type in TFLOP/s."""
+        """Mean error, and the rate of each type in TFLOP/s."""
         shaped, errors, rates = replace(chip, tile=tile, tile_fill=fill), [], {}
         for dtype in dict.fromkeys(each[0] for each in found):
             of_type = [each for each in found if each[0] == dtype]
@@ -100,8 +100,8 @@ def matmul_curve(chip: Chip, found: Sequence[Matmul]) -> Table:
 
 
 def _best_rate(chip: Chip, found: Sequence[Matmul]) -> float:
-    """Of matmuls of one type: TFLOP/s of large ones with which half of the shapes come out too fast, half too slow.
-    Shapes that memory holds back say nothing of it."""
+    """Fit the TFLOP/s of large matmuls of one type, so that half of the shapes come out too fast, half too slow.
+    Memory-bound shapes are ignored."""
     endless = replace(chip, memory_bandwidth_gbs=1e9)
     implied = [_planned(_with_rate(endless, each[0], 1.0), each) / each[-1] for each in found]
     rate = median(implied)
@@ -122,13 +122,13 @@ def _with_rate(chip: Chip, dtype: str, tflops: float) -> Chip:
 
 
 def attention_fraction(chip: Chip, found: Sequence[Attention]) -> float:
-    """Of the matmul rate: the median over types and lengths."""
+    """Fit the part of the matmul rate that attention reaches: the median over types and lengths."""
     return _short(median(flops / took / (chip.flops_per_second(dtype) or flops) for dtype, flops, took in found))
 
 
 def link(cluster: Cluster, found: Sequence[Collective]) -> Table:
-    """The link inside a node, of collectives over all its devices: the latency of a hop and the bandwidth with which
-    the prices come nearest, in relative terms, to what was measured."""
+    """Fit the link inside a node to collectives over all its devices: the latency of a hop and the bandwidth with the
+    smallest relative errors."""
     slow, fast = replace(cluster.node.inside, fraction=1.0), 1e9
     by_hop = [_priced(cluster, replace(slow, latency_us=1.0, gbs=fast), each) for each in found]
     by_byte = [_priced(cluster, replace(slow, latency_us=0.0, gbs=1.0), each) for each in found]
@@ -138,15 +138,15 @@ def link(cluster: Cluster, found: Sequence[Collective]) -> Table:
 
 
 def _priced(cluster: Cluster, inside: Link, of: Collective) -> float:
-    """Behind another collective, where all ranks are there."""
+    """Price a collective right after another, when all ranks are there."""
     there = replace(cluster, node=replace(cluster.node, inside=replace(inside, meet_us=0.0)))
     kind, size, _ = of
     return seconds(there, there.tier_of(range(there.world)), Call(axis="", kind=kind, bytes=size, phase="forward"))
 
 
 def _positive(columns: np.ndarray) -> tuple[float, float]:
-    """Two factors above 0 with which the columns add up to 1 in each row, as nearly as can be in the median: errors
-    count by their size, not their square."""
+    """Two positive factors with which the columns add up to about 1 in each row. Errors count by their size, not their
+    square, as for a median."""
     weights = np.ones(len(columns))
     for _ in range(30):
         scaled = columns * weights[:, None]
@@ -160,7 +160,7 @@ def _positive(columns: np.ndarray) -> tuple[float, float]:
 
 
 def errors(cluster: Cluster, found: Sequence[Found]) -> tuple[float, float]:
-    """The median relative error of matmuls and of collectives, as a fitted cluster prices them."""
+    """Median relative errors of matmuls and of collectives, as a fitted cluster prices them."""
     one, span = _joined(found), [0.0]
     matmuls = [abs(log(_planned(cluster.chip, each) / each[-1])) for each in one.matmuls]
     span += [abs(log(_priced(cluster, cluster.node.inside, each) / each[-1])) for each in one.collectives]
@@ -168,12 +168,12 @@ def errors(cluster: Cluster, found: Sequence[Found]) -> tuple[float, float]:
 
 
 def _rate(nominal: str, fraction: str, table: float, measured: float) -> Table:
-    """A rate as a nominal one and a part of it. Where more is measured than the table has, it is the nominal one."""
+    """Split a rate into a nominal one and a part of it. A measured rate above the table's becomes the nominal one."""
     if measured <= table:
         return {fraction: _short(measured / table)}
     return {nominal: _short(measured), fraction: 1.0}
 
 
 def _short(number: float) -> float:
-    """Three digits."""
+    """Round to three digits."""
     return float(f"{number:.3g}")

@@ -1,4 +1,4 @@
-"""What is measured, and what a worker has found. No torch."""
+"""Sizes to measure, and a worker's results. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOUND = "found-{}.json"  # of a rank
+FOUND = "found-{}.json"  # one for each rank
 CPU_ROWS, CPU_WIDTHS = (64, 256, 1024), (128, 256, 512, 1024, 2048)
 GPU_ROWS, GPU_WIDTHS = (512, 2048, 8192), (1024, 2048, 4096, 8192)
 
 Matmul = tuple[str, int, int, int, float]  # dtype, rows, inputs, outputs, seconds
-Attention = tuple[str, float, float]  # dtype, FLOPs of the half that is computed, seconds
+Attention = tuple[str, float, float]  # dtype, FLOPs of the computed half, seconds
 Collective = tuple[str, int, float]  # kind, bytes as `Call` counts them, seconds
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. `rows`, `widths`: of matmuls. `lengths`: of rows under attention. `traffic`: bytes of an array.
+    """Sizes to measure. `rows`, `widths`: of matmuls. `lengths`: of rows under attention. `traffic`: bytes of an array.
     `messages`: bytes of collectives. `seconds`: of one block of repeats."""
 
     rows: tuple[int, ...]
@@ -34,7 +34,7 @@ class Sizes:
 
     @staticmethod
     def of(device: str) -> "Sizes":
-        """For `cpu` or `cuda`: in all about a minute."""
+        """Sizes for `cpu` or `cuda`: in all about a minute."""
         if device == "cpu":
             return Sizes(CPU_ROWS, CPU_WIDTHS, (256, 1024), 2**26, tuple(4**power for power in range(6, 13)), 0.05)
         return Sizes(GPU_ROWS, GPU_WIDTHS, (2048, 8192), 2**30, tuple(4**power for power in range(6, 15)), 0.03)
@@ -42,10 +42,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one worker, or of all together. `traffic`: bytes a second of element-wise work. `launch`: seconds of the host
-    for an operation. `memory`, `context`: bytes of the device, and what is taken of it before anything is made.
-    `host`: bytes a second to host memory, each way; 0 on a CPU. `meeting`: seconds that a collective takes more between
-    computations than behind another, on a CPU."""
+    """Measurements of one worker, or of all together. `traffic`: bytes a second of element-wise work. `launch`: host
+    seconds of an operation. `memory`, `context`: bytes of the device, and those taken before anything is allocated.
+    `host`: bytes a second to host memory, each way; 0 on a CPU. `meeting`: additional seconds of a collective between
+    computations, compared with one right after another, on a CPU."""
 
     matmuls: list[Matmul]
     attention: list[Attention]
@@ -59,7 +59,7 @@ class Found:
 
     @staticmethod
     def load(file: Path) -> "Found":
-        """What `probes.py` left."""
+        """Load the file that `probes.py` wrote."""
         values = json.loads(file.read_text(encoding="utf-8"))
         lists = {key: [tuple(each) for each in values[key]] for key in ("matmuls", "attention", "collectives")}
         return Found(**{**values, **lists})

@@ -1,4 +1,4 @@
-"""A hardware file of one's own, as `--cluster` reads it. No torch."""
+"""A user's hardware file, as `--cluster` reads it. No torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from fivefold.planner.cluster import Cluster
 
 
 def text(tables: Mapping[str, Any], about: str = "") -> str:
-    """TOML: `about` as a comment, the text form of the `cluster`, the tables `chip` and `node` where there are any."""
+    """Format as TOML: `about` as a comment, the text form of the `cluster`, the tables `chip` and `node`, if any."""
     head = [*(f"# {line}".rstrip() for line in about.splitlines()), f"cluster = {json.dumps(tables['cluster'])}"]
     found = ((name, tables[name]) for name in ("chip", "node") if tables.get(name))
     return "\n".join([*head, *(line for name, table in found for line in _lines(name, table)), ""])
@@ -27,10 +27,10 @@ def _lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def parsed(content: str) -> Cluster:
-    """The cluster that a file of this text would be."""
+    """The cluster that a file with this text describes."""
     return Cluster.of_toml(content, "what was measured")
 
 
 def save(path: str, content: str) -> None:
-    """Write a file. Raises `UserError` where that cannot be."""
+    """Write a file. Raises `UserError` if that fails."""
     put(Path(path), content.encode(), instead="name another file: --write FILE")

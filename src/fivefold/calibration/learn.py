@@ -1,7 +1,7 @@
-"""`fivefold calibrate --from RUN`: what a finished run says of the machine it ran on. No torch.
+"""`fivefold calibrate --from RUN`: correct a hardware file by the measured steps of a finished run. No torch.
 
-A run measures one number, the seconds of a step, and several terms of the planner make it up. Each term is known up to
-a factor; how well is its doubt. Of all factors that explain the measured step, the likeliest are taken: a term has a
+A run measures one number, the seconds of a step, the sum of several of the planner's terms. Each term is known up to a
+factor, with its doubt as uncertainty. The fit takes the likeliest factors that explain the measured step: a term has a
 part of the correction by its share of the step and the square of its doubt (a Gaussian of their logarithms, given their
 weighted sum). A term that is small in the step, or well known, hardly moves, and its doubt stays.
 """
@@ -32,19 +32,19 @@ from fivefold.report.table import Report
 
 Table = dict[str, Any]
 
-# The doubt of each term. A network of one's own is less sure than those of the clusters that have published theirs.
+# The doubt of each term. A user's network is less certain than those of clusters with published measurements.
 DOUBTS = {**doubt.DOUBTS, "links": 0.4}
-LEAST_NOISE = 0.02  # of a run's median step, in the same measure
-ROUNDS = 5  # of fitting: prices are nearly, not quite, sums of their terms
+LEAST_NOISE = 0.02  # of a run's median step, as a doubt
+ROUNDS = 5  # of fitting: prices are only nearly sums of their terms
 STEP = "perf/step_seconds"
 LEAST, MOST = 1e-6, 1e6  # seconds of a step, and GiB
-SETTLED = 2  # steps of a start that are left out: they set up, and time slots
+SETTLED = 2  # first steps of a start, left out: they set up, and time slots
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """A term: its seconds of a step before, by how much they are scaled, between which factors the truth lies in 80 %
-    of cases, and how much of the doubt is gone."""
+    """A corrected term: its planned seconds of a step, its factor, the 80 % interval of the factor, and the part of the
+    doubt that is gone."""
 
     term: str
     planned: str
@@ -55,8 +55,8 @@ class Corrected:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run has measured. `noise`: of `seconds`, the standard deviation of its logarithm. `memory`: GiB, with what
-    the allocator keeps; None where that was not measured."""
+    """Measurements of a run. `noise`: standard deviation of the logarithm of `seconds`. `memory`: GiB, with what the
+    allocator keeps; None if not measured."""
 
     seconds: float
     noise: float
@@ -65,15 +65,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Factors:
-    """Of each term: the logarithm of what its seconds are multiplied by, and its doubt."""
+    """Logarithm of the factor of each term's seconds, and its doubt."""
 
     logs: Mapping[str, float]
     doubts: Mapping[str, float]
 
 
 def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]]:
-    """The text of a hardware file that is corrected by a run, and by how much. `base`: the cluster or the hardware file
-    that is corrected; by default what the planner's tables say of the run's devices. Raises `UserError`."""
+    """Correct a hardware file by a run; return its text and a report of the corrections. `base`: the cluster or the
+    hardware file to correct; by default the planner's tables for the run's devices. Raises `UserError`."""
     config, seen, (layout, device, about) = load_config(run), seen_in(run), _start(run)
     tree = _tree(base) if base else {"cluster": cluster_of(layout.world, device, about).text}
     facts = facts_of_run(config, vocabulary_of(about))
@@ -97,7 +97,7 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
 
 
 def explained(of: Estimate, seen: Seen, logs: Mapping[str, float]) -> Factors:
-    """The likeliest factors, given prices that have some already."""
+    """The likeliest factors. `logs`: the factors that the prices already include."""
     total = of.step_seconds
     shares = {term: seconds / total for term, seconds in terms(of.seconds).items()}
     missing = log(seen.seconds / total) + sum(shares[term] * logs[term] for term in DOUBTS)
@@ -110,13 +110,13 @@ def explained(of: Estimate, seen: Seen, logs: Mapping[str, float]) -> Factors:
 
 
 def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
-    """The tables of a hardware file whose terms take `exp(logs)` as long."""
-    alone = {**tree, "node": {**tree.get("node", {}), "cores": 0}}  # as one device is by itself
+    """Tables of a hardware file whose terms take `exp(logs)` as long."""
+    alone = {**tree, "node": {**tree.get("node", {}), "cores": 0}}  # speeds of a single device
     cluster = hardware_file.parsed(hardware_file.text(alone))
     chip, slower = cluster.chip, {term: exp(each) for term, each in logs.items()}
 
     def part(dtype: str) -> float:
-        """Of the peak; above 1 where that is too low."""
+        """Fraction of the peak; above 1 if the peak is too low."""
         return chip.matmul_fraction[dtype] / slower["matmuls"]
 
     fields: Table = {
@@ -137,7 +137,7 @@ def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
 
 
 def seen_in(run: Path) -> Seen:
-    """Of the newest start that gave steps. Raises `UserError` where there are too few."""
+    """Measurements of the newest start that made steps. Raises `UserError` if there are too few."""
     past, rows = history.load(run), json_lines.needed(run / "metrics.jsonl").rows
     first = next((first for _, first, last in reversed(list(past.spans())) if last is None or last > first), 0)
     steps = [row[STEP] for row in rows if row["step"] > first + SETTLED and _is_measured(row.get(STEP))]
@@ -152,12 +152,12 @@ def seen_in(run: Path) -> Seen:
 
 
 def _is_measured(number: Any) -> bool:
-    """Whether a row has a number that a machine can have measured: its file may be damaged."""
+    """True for a number that a machine can have measured: the file may be damaged."""
     return isinstance(number, int | float) and LEAST <= number <= MOST
 
 
 def _start(run: Path) -> tuple[Layout, str, Mapping[str, Any]]:
-    """The layout of the newest start, its kind of device, and what the history says of it."""
+    """The layout of the newest start, its kind of device, and the history's record of it."""
     starts = history.load(run).starts
     if not starts or "layout" not in starts[-1].about:
         raise UserError(f"{run} does not say where it ran", fix="name the folder of a run, such as runs/demo")
@@ -167,8 +167,8 @@ def _start(run: Path) -> tuple[Layout, str, Mapping[str, Any]]:
 
 
 def _tree(base: str) -> Table:
-    """What a hardware file says, or the text of a cluster."""
-    Cluster.parse(base)  # what cannot be read is told of in its words
+    """Contents of a hardware file, or the text of a cluster."""
+    Cluster.parse(base)  # raises its own error for what cannot be read
     return tomllib.loads(expanded(base).read_text(encoding="utf-8")) if base.endswith(".toml") else {"cluster": base}
 
 

@@ -1,6 +1,5 @@
-"""What one worker measures: matmuls by shape and type, attention, memory traffic, the launch of an operation, and
-collectives by size. All workers of the machine measure at once, as they train at once.
-"""
+"""Measurements of one worker: matmuls by shape and type, attention, memory traffic, the launch of an operation, and
+collectives by size. All workers of the machine measure at once, as they train at once."""
 
 import json
 import time
@@ -29,7 +28,7 @@ HEAD = 64  # features of a head
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker: measure, and leave what was found in the folder `out`. `sizes`: fields of `Sizes`."""
+    """Body of a worker: measure, and write the results to the folder `out`. `sizes`: fields of `Sizes`."""
     sizes = Sizes.of_json(request["sizes"])
     device = torch.device(world.device)
     memory, context = _memory(device, world)
@@ -52,34 +51,34 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 @dataclass(frozen=True)
 class Timer:
-    """Seconds of work on `device`, a block of repeats of about `least` seconds at a time."""
+    """Timer of work on `device`, in blocks of repeats of about `least` seconds."""
 
     device: torch.device
     least: float
     clock: Callable[[], float] = time.perf_counter
 
     def own_seconds(self, work: Callable[[], object]) -> float:
-        """Of one call that waits for no other rank. Of one thread on a CPU, the time that it has a core: what other
-        processes of the machine do meanwhile does not count."""
+        """Seconds of one call that waits for no other rank. With one thread on a CPU, this is CPU time, so that other
+        processes of the machine do not count."""
         is_alone = self.device.type == "cpu" and torch.get_num_threads() == 1
         return (replace(self, clock=time.thread_time) if is_alone else self).seconds(work)
 
     def seconds(
         self, work: Callable[[], object], *, together: bool = False, pick: Callable[[list[float]], float] | None = None
     ) -> float:
-        """Of one call. `together`: all ranks repeat it equally often. `pick`: of several blocks of repeats."""
-        self.block(work, 1)  # what the first call sets up
+        """Seconds of one call. `together`: all ranks repeat it equally often. `pick`: of several blocks of repeats."""
+        self.block(work, 1)  # warm-up
         repeats = max(1, min(1000, int(self.least / max(self.block(work, 1), 1e-6))))
         if together:
             most = torch.tensor(repeats, device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MIN)
             repeats = int(most)
-        # A collective takes as long as its slowest rank: of what else runs on the machine, the least counts.
+        # A collective takes as long as its slowest rank: the fastest block is least disturbed by other processes.
         pick = pick or (min if together else median)
         return pick([self.block(work, repeats) for _ in range(BLOCKS)]) / repeats
 
     def block(self, work: Callable[[], object], repeats: int) -> float:
-        """Of so many calls."""
+        """Seconds of `repeats` calls."""
         self.wait()
         started = self.clock()
         for _ in range(repeats):
@@ -88,14 +87,14 @@ class Timer:
         return self.clock() - started
 
     def wait(self) -> None:
-        """Until the device is done."""
+        """Wait until the device is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def _matmuls(timer: Timer, sizes: Sizes) -> Iterator[Matmul]:
-    """Square ones and those of a feed-forward layer, in each type that training computes in: forward and both of
-    backward, of which a third counts."""
+    """Time square matmuls and those of a feed-forward layer, in each type that training computes in: forward and both
+    of backward, of which a third counts."""
     widths = [(width, width) for width in sizes.widths]
     widths += [(small, large) for small, large in zip(sizes.widths, sizes.widths[2:], strict=False)]
     for dtype, (inputs, outputs), rows in product(_dtypes(timer.device), widths, sizes.rows):
@@ -105,7 +104,7 @@ def _matmuls(timer: Timer, sizes: Sizes) -> Iterator[Matmul]:
 
 
 def _attention(timer: Timer, sizes: Sizes) -> Iterator[Attention]:
-    """Causal, of whole rows, as training calls it: forward and backward, which counts 2.5 times."""
+    """Time causal attention of whole rows, as training calls it: forward and backward, which counts 2.5 times."""
     heads = 8
     for dtype, length in product(_dtypes(timer.device), sizes.lengths):
         rows = max(1, sizes.lengths[-1] // length)
@@ -129,7 +128,7 @@ def _numbers(device: torch.device, dtype: str, *shape: int) -> torch.Tensor:
 
 
 def _dtypes(device: torch.device) -> list[str]:
-    """Those that are worth it; fp64 is for proofs."""
+    """Types worth measuring; fp64 is for proofs."""
     return ["fp32", "bf16"] if multiplies_bf16(str(device)) else ["fp32"]
 
 
@@ -140,7 +139,7 @@ def _traffic(timer: Timer, size: int) -> float:
 
 
 def _launch(timer: Timer) -> float:
-    """Seconds of the host for an operation on a few numbers, forward or backward."""
+    """Host seconds of an operation on a few numbers, forward or backward."""
     x, factor = torch.ones(8, device=timer.device, requires_grad=True), torch.ones(8, device=timer.device)
 
     def chain() -> None:
@@ -153,7 +152,7 @@ def _launch(timer: Timer) -> float:
 
 
 def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterator[Collective]:
-    """Those that training issues, over all ranks. Bytes are of the larger buffer, or of what a rank sends."""
+    """Time training's collectives, over all ranks. Bytes are of the larger buffer, or of what a rank sends."""
     if ranks == 1:
         return
     for size in messages:
@@ -163,7 +162,7 @@ def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterato
 
 
 def _issues(device: torch.device, size: int, ranks: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Each kind of collective of about `size` bytes: its name, its bytes, and what issues it."""
+    """Each kind of collective of about `size` bytes: its name, its bytes, and a function that issues it."""
     numbers = max(size // 4 // ranks, 1)
     part = torch.zeros(numbers, device=device)
     whole, other = (torch.zeros(numbers * ranks, device=device) for _ in range(2))
@@ -178,8 +177,8 @@ def _issues(device: torch.device, size: int, ranks: int) -> Iterator[tuple[str, 
 
 
 def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
-    """Seconds that a collective takes more behind a matmul, as training issues it, than behind the one before: ranks
-    come at different times, and what waits has lost its core. The median over kinds and some sizes."""
+    """Additional seconds of a collective after a matmul, as training issues it, compared with one after another: ranks
+    arrive at different times, and waiting ranks have lost their core. The median over kinds and some sizes."""
     if ranks == 1:
         return 0.0
     width, found = sizes.widths[len(sizes.widths) // 2], []
@@ -194,7 +193,7 @@ def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
 
 
 def _pass_on(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    """To the next rank, while that of the one before comes."""
+    """Send to the next rank, while receiving from the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sends = dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, theirs, (rank - 1) % size)
     for each in dist.batch_isend_irecv(list(sends)):
@@ -202,8 +201,8 @@ def _pass_on(mine: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def _memory(device: torch.device, world: World) -> tuple[int, int]:
-    """Bytes of the device, and what is taken of it before anything is made: a context, or the libraries of a process.
-    Processes on a CPU have an equal part each."""
+    """Bytes of the device, and those taken before anything is allocated: a context, or the libraries of a process.
+    Processes on a CPU share its memory equally."""
     if device.type == "cuda":
         torch.zeros(1, device=device)
         free, total = torch.cuda.mem_get_info(device)

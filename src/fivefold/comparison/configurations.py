@@ -1,4 +1,4 @@
-"""What is compared: configurations, the runs of each, and the order in which they are trained."""
+"""Configurations to compare, the runs of each, and the order in which they are trained."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,17 +17,17 @@ from fivefold.launch.model import check_model
 from fivefold.launch.workers import gpus, worker_count
 from fivefold.launch.world import device_kind
 
-# Of every run, whatever its file says: what a comparison does not need, or what would go into its time.
+# Set in every run: turns off what a comparison does not need, or what would count in its time.
 ALWAYS = (
     "log.every=1", "log.to=[jsonl]", "sample.every=0", "checkpoint.keep=1", "checkpoint.export_hf=false",
     "checkpoint.remote=null", "checkpoint.resume=auto",
 )  # fmt: skip
-_DIFFERENT_TEXT = ("tokenizer", "data")  # where these sections differ, losses per token are of different things
+_DIFFERENT_TEXT = ("tokenizer", "data")  # if these sections differ, losses per token are not comparable
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run file with its overrides, and the name that it has in the table and in the names of its folders."""
+    """A run file with its overrides, and its name in the table and in the names of its folders."""
 
     name: str
     path: Path | None
@@ -36,19 +36,19 @@ class Configuration:
 
     @property
     def slug(self) -> str:
-        """Its name as a part of a file's."""
+        """Its name as part of a file name."""
         return slug(self.name)
 
     @property
     def tree(self) -> dict[str, Any]:
-        """All that it says, but for where it is kept."""
+        """All its values, except where it is kept."""
         tree = self.config.model_dump(mode="json", by_alias=True)
         return {name: section for name, section in tree.items() if name != "run"}
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: repeat `repeat`, from 1, of a configuration on so many devices. Its seed is that many later."""
+    """One run: repeat `repeat`, from 1, of a configuration on a number of devices. Each repeat adds 1 to the seed."""
 
     configuration: Configuration
     devices: int
@@ -56,16 +56,16 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"{self.configuration.slug}-on-{self.devices}-repeat-{self.repeat}"
 
     @property
     def seed(self) -> int:
-        """That of the file for the first repeat, then the next ones."""
+        """The file's seed for the first repeat, then the next ones."""
         return self.configuration.config.train.seed + self.repeat - 1
 
     def overrides(self, out: Path) -> list[str]:
-        """All that is set on top of the run file, for a folder in `out`."""
+        """All overrides of the run file, for a folder in `out`."""
         return [
             *self.configuration.overrides, *ALWAYS, f"train.seed={self.seed}", f"run.dir={quoted(out)}",
             f"run.name={quoted(self.name)}",
@@ -73,14 +73,14 @@ class PlannedRun:
 
 
 def quoted(text: object) -> str:
-    """A text as a value of YAML, whatever is in it."""
+    """Quote any text as a YAML value."""
     return "'" + str(text).replace("'", "''") + "'"
 
 
 def configurations(
     paths: Sequence[Path], overrides: Sequence[str], vary: Sequence[Sequence[str]], steps: int | None
 ) -> list[Configuration]:
-    """Each of `paths` (none: the demo); of a single one also with each of `vary` set. Raises `UserError`."""
+    """Load each of `paths` (none: the demo); a single one also with each of `vary` set. Raises `UserError`."""
     if vary and len(paths) > 1:
         raise UserError("--vary is of one run file, and there are several", fix="name one, or leave --vary out")
     length = [f"train.max_steps={steps}"] if steps else []
@@ -97,10 +97,10 @@ def configurations(
 
 
 def words(varied: str) -> list[str]:
-    """The `key=value` of one `--vary`. Raises `UserError`."""
+    """Split the `key=value` words of one `--vary`. Raises `UserError`."""
     try:
         found = split(varied)
-    except ValueError:  # a quotation mark without its other
+    except ValueError:  # unbalanced quotation marks
         found = []
     if not found or not all("=" in word for word in found):
         raise UserError(f"--vary {varied!r} is not key=value", fix="--vary precision.fp8=tensorwise", more=READ_MORE)
@@ -108,7 +108,7 @@ def words(varied: str) -> list[str]:
 
 
 def _short(word: str) -> str:
-    """`fp8=rowwise` of `precision.fp8=rowwise`."""
+    """Shorten `precision.fp8=rowwise` to `fp8=rowwise`."""
     key, _, value = word.replace('"', "").partition("=")
     return f"{key.rpartition('.')[2]}={value}"
 
@@ -120,20 +120,20 @@ def _name(path: Path | None, config: RunConfig) -> str:
 
 
 def slug(name: str) -> str:
-    """`a-b` of `a, b`: what any file system takes."""
+    """Turn `a, b` into `a-b`, which any file system takes."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "-", name).strip("-.") or "run"
 
 
 def fresh(name: str, taken: Sequence[str]) -> str:
-    """`name`, or `name-2` where that one's files are taken."""
+    """Return `name`, or `name-2` if files of that name are taken."""
     slugs = {slug(each) for each in taken}
     names = chain([name], (f"{name}-{at}" for at in count(2)))
     return next(each for each in names if slug(each) not in slugs)
 
 
 def devices_of(configuration: Configuration, asked: int | None) -> int:
-    """How many devices it takes when asked to run on as many (None: as many as `fivefold train` would take). Raises
-    `UserError` where it cannot, before anything is started."""
+    """Number of devices that it uses when asked to run on `asked` (None: as many as `fivefold train` would take).
+    Raises `UserError` if it cannot, before anything is started."""
     config = configuration.config
     kind = device_kind(config.train.device)
     layout = config.written_layout
@@ -151,8 +151,8 @@ def devices_of(configuration: Configuration, asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class Contest:
-    """All runs of a comparison: `runs`, in the order in which they are trained; `refused`: why a configuration is not
-    run on a number of devices."""
+    """All runs of a comparison: `runs`, in the order of training; `refused`: why a configuration does not run on a
+    number of devices."""
 
     configurations: Sequence[Configuration]
     runs: Sequence[PlannedRun]
@@ -160,7 +160,7 @@ class Contest:
 
     @classmethod
     def of(cls, some: Sequence[Configuration], counts: Sequence[int | None], repeats: int) -> "Contest":
-        """Each configuration on each of `counts`, `repeats` times. Raises `UserError` where one runs on none."""
+        """Plan each configuration on each of `counts`, `repeats` times. Raises `UserError` if one runs on none."""
         cells, refused = list[tuple[Configuration, int]](), dict[tuple[str, int], str]()
         for asked in counts:
             for each in some:
@@ -183,21 +183,21 @@ class Contest:
 
     @property
     def cells(self) -> list[tuple[str, int]]:
-        """Configurations on numbers of devices, as the table has them: fewest devices first, then as named."""
+        """Pairs of configuration and devices in the table's order: fewest devices first, then as named."""
         order = {each.name: place for place, each in enumerate(self.configurations)}
         every = {*((run.configuration.name, run.devices) for run in self.runs), *self.refused}
         return sorted(every, key=lambda cell: (cell[1], order[cell[0]]))
 
 
 def in_turns(cells: Sequence[tuple[Configuration, int]], repeats: int) -> Iterator[PlannedRun]:
-    """A1 B1 A2 B2 ...: a machine that grows slower over minutes slows all of them alike."""
+    """Interleave: A1 B1 A2 B2 ... A machine that gets slower over minutes then slows all alike."""
     for repeat in range(1, repeats + 1):
         for configuration, devices in cells:
             yield PlannedRun(configuration, devices, repeat)
 
 
 def unlike(some: Sequence[Configuration]) -> dict[str, str]:
-    """Configurations whose losses cannot be set against the first's, with the key that differs."""
+    """Configurations whose losses are not comparable with the first's, with the key that differs."""
     first, *others = some
     found = {}
     for each in others:

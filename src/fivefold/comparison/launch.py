@@ -1,4 +1,4 @@
-"""`fivefold compare` on this machine: the runs that are missing, one after the other, then what all of them say."""
+"""`fivefold compare` on this machine: train the missing runs, one after the other, then report on all of them."""
 
 import os
 import sys
@@ -24,19 +24,20 @@ from fivefold.launch.events import Listener
 from fivefold.launch.folder import FolderLock
 from fivefold.launch.world import find_world
 
-RECORD = "compare.yaml"  # in the folder of a comparison: what its runs are of
-SCREEN = "screen.log"  # in the logs of a run: what it would have shown
+RECORD = "compare.yaml"  # in the folder of a comparison: its configurations
+SCREEN = "screen.log"  # in the logs of a run: its terminal output
 MORE = "docs/compare.md"
 Publish = Callable[[CompareReport], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `fivefold compare` is asked.
+    """Arguments of `fivefold compare`.
 
     `vary`: the keys that each further configuration sets. `nproc`: numbers of devices (none: as many as `fivefold
-    train` takes; for one configuration also 1). `warmup`: steps after each start that are not timed. `out`: the folder
-    of the runs (none: one beside the runs, by the configurations' names). `against`: logs of other trainers."""
+    train` takes; for one configuration also 1). `warmup`: untimed steps after each start. `out`: the folder of the runs
+    (none: one next to the runs, named after the configurations). `against`: logs of other trainers.
+    """
 
     paths: Sequence[Path] = ()
     overrides: Sequence[str] = ()
@@ -50,8 +51,8 @@ class Request:
 
 
 def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareReport:
-    """Train what is missing, and tell `publish` what was measured: all of it at the end, or when it is interrupted
-    what there is. Raises `UserError` for a request that cannot be met; a run that fails is a row that says why."""
+    """Train the missing runs, and pass the results to `publish`: all of them at the end, or those so far on an
+    interrupt. Raises `UserError` for an impossible request; a run that fails becomes a row that says why."""
     if request.against and not (request.paths or request.overrides or request.vary):
         return _of_logs(_read(request.against, []), request, publish)
     if find_world("cpu") is not None:
@@ -80,7 +81,7 @@ def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareR
 
 
 def _read(against: Sequence[str], taken: Sequence[str]) -> list[logs.Log]:
-    """The logs, each under a name of its own. Raises `UserError`."""
+    """Read the logs, each under a unique name. Raises `UserError`."""
     names, found = list(taken), list[logs.Log]()
     for each in against:
         log = logs.read(each)
@@ -90,7 +91,7 @@ def _read(against: Sequence[str], taken: Sequence[str]) -> list[logs.Log]:
 
 
 def _of_logs(others: Sequence[logs.Log], request: Request, publish: Publish) -> CompareReport:
-    """Without a run of our own."""
+    """Compare logs alone, without a run of our own."""
     if len(others) < 2:
         raise UserError(
             "one log is nothing to compare", fix="name a run file too, or a second --against LOG", more=MORE
@@ -116,8 +117,7 @@ def _check_steps(some: Sequence[Configuration], warmup: int) -> None:
 
 @contextmanager
 def _claimed(out: Path, some: Sequence[Configuration]) -> Iterator[None]:
-    """Inside, the folder `out` is this process's, and is of these configurations. Raises `UserError` where it is of
-    others."""
+    """Lock the folder `out` for this process and these configurations. Raises `UserError` if it holds others."""
     instead = "name another folder: --out DIR"
     says = yaml.safe_dump({each.name: each.tree for each in some}, sort_keys=False, allow_unicode=True)
     with writing(out, instead=instead):
@@ -136,7 +136,7 @@ def _claimed(out: Path, some: Sequence[Configuration]) -> Iterator[None]:
 
 
 def _recorded(path: Path) -> Any:
-    """What a comparison began with; None where that cannot be read."""
+    """Configurations that a comparison began with; None if they cannot be read."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -144,14 +144,14 @@ def _recorded(path: Path) -> Any:
 
 
 def _agree(out: Path, before: Any, now: dict[str, Any], instead: str) -> None:
-    """Raise `UserError` where a configuration is not what its runs in `out` are of."""
+    """Raise `UserError` if a configuration differs from that of its runs in `out`."""
     fix = f"{instead}, or remove {out}"
     if not isinstance(before, dict) or list(before) != list(now):
         listed = ", ".join(before) if isinstance(before, dict) else "nothing that can be read"
         raise UserError(f"{out} holds a comparison of {listed}", fix=fix)
     for name, tree in now.items():
         was, own = (dict(_flat(each)) for each in (before[name], tree))
-        for key in [each for each in own if each in was]:  # a key that another version lacks has its default
+        for key in [each for each in own if each in was]:  # a key that another version lacks has its default value
             if was[key] != own[key]:
                 raise UserError(f"{out} holds runs of {name} with {key} {was[key]}, not {own[key]}", fix=fix)
 
@@ -171,7 +171,7 @@ class Comparison:
         self._screen: TextIO | None = None
 
     def run(self) -> None:
-        """Train every run that is not done yet. After a failure the later repeats of the same are left out."""
+        """Train every run that is not done yet. After a failure, skip later repeats of the same configuration."""
         done = [run for run in self.contest.runs if self._is_done(run)]
         self._tell_beginning(len(done))
         for number, run in enumerate(self.contest.runs, start=1):
@@ -187,7 +187,7 @@ class Comparison:
                 self._say(f"{self._label(run, number)}  {self._result(run)}")
 
     def report(self) -> CompareReport:
-        """What is measured so far."""
+        """Report the measurements so far."""
         done = [run for run in self.contest.runs if self._is_done(run)]
         measured = [self._measured(run) for run in done] + [
             _measured(each, self.request.warmup) for each in self.others
@@ -221,11 +221,11 @@ class Comparison:
         with self._following(run, number) as listener, elsewhere(logs_folder / SCREEN):
             launch.run(run.configuration.path, run.overrides(self.out), nproc=run.devices, listener=listener)
 
-    # ---- what is shown -----------------------------------------------------------------------------------------------
+    # ---- output ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def shown(self, quiet: bool) -> Iterator[None]:
-        """Inside, lines go to the screen, whatever becomes of standard output."""
+        """Inside, print lines to the screen, even if standard output is redirected."""
         if quiet:
             yield
             return
@@ -237,7 +237,7 @@ class Comparison:
         try:
             if self._screen:
                 print(shown(text), file=self._screen, flush=True)
-        except OSError:  # nobody reads any more: the runs go on
+        except OSError:  # the reader is gone: the runs go on
             self._screen = None
 
     def _tell_beginning(self, done: int) -> None:
@@ -260,7 +260,7 @@ class Comparison:
 
     @contextmanager
     def _following(self, run: PlannedRun, number: int) -> Iterator[Listener]:
-        """Inside, on a terminal, a line that follows the steps of a run."""
+        """Inside, on a terminal, show a progress line of a run's steps."""
         if not self._screen or not self._screen.isatty():
             yield Listener(on_step=lambda row: None)
             return
@@ -286,10 +286,10 @@ class Comparison:
 
 @contextmanager
 def a_copy_of(stream: TextIO) -> Iterator[TextIO]:
-    """A stream to where `stream` goes now, whatever is put in its place."""
+    """A stream to the current destination of `stream`, even if `stream` is redirected later."""
     try:
         descriptor = os.dup(stream.fileno())
-    except (OSError, ValueError, AttributeError):  # no file is behind it
+    except (OSError, ValueError, AttributeError):  # not backed by a file
         yield stream
         return
     copy = os.fdopen(descriptor, "w", encoding=stream.encoding, errors="replace")
@@ -302,7 +302,7 @@ def a_copy_of(stream: TextIO) -> Iterator[TextIO]:
 
 @contextmanager
 def elsewhere(path: Path) -> Iterator[None]:
-    """Inside, what this process and those that it starts print goes to the end of `path`."""
+    """Inside, append the output of this process and its children to `path`."""
     with path.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         before = {}
         for number in (1, 2):

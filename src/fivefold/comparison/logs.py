@@ -1,8 +1,8 @@
-"""The steps of a run as its log has them: those of fivefold, and the logs that other trainers write.
+"""Steps of a run, as its log has them: logs of fivefold, and of other trainers.
 
-Read are: a run folder of fivefold, JSON lines or CSV with a column of each kind in `COLUMNS`, `trainer_state.json` of
-Hugging Face's Trainer, and the lines that Megatron-LM and torchtitan print. What a log does not say is given beside its
-path: `train.log devices=8 seq_length=4096`.
+Supported formats: a run folder of fivefold, JSON lines or CSV with a column of each kind in `COLUMNS`,
+`trainer_state.json` of Hugging Face's Trainer, and the printed lines of Megatron-LM and torchtitan. Values missing in a
+log follow its path: `train.log devices=8 seq_length=4096`.
 """
 
 import csv
@@ -22,7 +22,7 @@ from fivefold.core.nearby import is_run
 from fivefold.core.units import parse_length
 
 MORE = "docs/compare.md says what is read of a log"
-# What is read -> the names of its column, the first that is there. Tokens are input tokens seen since the first step.
+# Quantity -> names of its column; the first that exists counts. Tokens are input tokens seen since the first step.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "iteration", "global_step", "_step"),
     "tokens": ("train/tokens_seen", "tokens_seen", "n_tokens_seen", "num_input_tokens_seen", "tokens"),
@@ -41,7 +41,7 @@ _MEGATRON = {
     "step": r"iteration\s+(\d+)/", "samples": r"consumed samples:\s*(\d+)", "loss": r"lm loss:\s*([-+.\deE]+)",
     "milliseconds": r"elapsed time per iteration \(ms\):\s*([\d.]+)", "rows": r"global batch size:\s*(\d+)",
 }  # fmt: skip
-# After a step, or of the validation set when training has ended; a test set's line says `on test set`.
+# Validation after a step, or at the end of training; a test set's line says `on test set`.
 _MEGATRON_VALIDATION = {
     "step": r"validation loss at iteration\s+(\d+)(?: on validation set)?\s*\|",
     "eval_loss": r"\|\s*lm loss value:\s*([-+.\deE]+)",
@@ -69,7 +69,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Log:
-    """A log that was read: `says`, in words, from which columns."""
+    """A log that was read. `says`: the columns used, in words."""
 
     name: str
     steps: tuple[Step, ...]
@@ -78,18 +78,18 @@ class Log:
 
 
 def steps_of_run(folder: Path) -> list[Step]:
-    """Of a run folder of fivefold, the steps that are logged. Raises `UserError`."""
+    """Logged steps of a fivefold run folder. Raises `UserError`."""
     return [_step(row, _columns([row]), {}) for row in needed(folder / "metrics.jsonl").rows]
 
 
 def without_warm_up(steps: Sequence[Step], starts: Iterable[int], warmup: int) -> list[Step]:
-    """`steps` without the first `warmup` after each of `starts`: the step that a start went on from."""
+    """Drop the first `warmup` steps after each of `starts`, the steps from which starts continued."""
     firsts = sorted({0, *starts})
     return [each for each in steps if each.step - max((s for s in firsts if s < each.step), default=0) > warmup]
 
 
 def read(asked: str) -> Log:
-    """The log `PATH [devices=N] [seq_length=N] [tokens_per_step=N]`. Raises `UserError`."""
+    """Read the log `PATH [devices=N] [seq_length=N] [tokens_per_step=N]`. Raises `UserError`."""
     path, given = _asked(asked)
     try:
         if path.is_dir() and is_run(path):
@@ -135,19 +135,19 @@ def _asked(asked: str) -> tuple[Path, dict[str, int]]:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    except OSError:  # longer than a name may be
+    except OSError:  # too long for a path
         return False
 
 
 def _of_run(folder: Path) -> dict[str, int]:
-    """What the history of a run says of its devices."""
+    """Number of devices, from a run's history."""
     starts = history.load(folder).starts
     world = starts[-1].about.get("world") if starts else None
     return {"devices": world} if isinstance(world, int) else {}
 
 
 def _rows(text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """What kind of file it is, and its rows."""
+    """The kind of file, and its rows."""
     if text.lstrip()[:1] == "{":
         whole = _object(text)
         if isinstance(whole.get("log_history"), list):
@@ -164,13 +164,13 @@ def _rows(text: str) -> tuple[str, Sequence[Mapping[str, Any]]]:
 
 
 def _titan(line: str) -> dict[str, Any]:
-    """Of a step; of a validation its loss alone, for its speed and its memory are no training's."""
+    """Read a line of a step; of a validation only its loss, since its speed and memory are not those of training."""
     found = _found(line, _TORCHTITAN)
     return {"step": found["step"], "eval_loss": found.get("loss")} if "validate step:" in line else found
 
 
 def _joined(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows of the same step as one: a Trainer writes an evaluation beside its step."""
+    """Merge rows of the same step: a Trainer writes an evaluation as a row of its own."""
     by_step: dict[Any, dict[str, Any]] = {}
     for row in rows:
         by_step.setdefault(_number(row, "step"), {}).update(row)
@@ -186,7 +186,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _found(line: str, patterns: Mapping[str, str]) -> dict[str, Any]:
-    """The numbers of a printed line, under the names of `COLUMNS` and those that `_step` knows besides."""
+    """Numbers of a printed line, under the names of `COLUMNS` and the others that `_step` knows."""
     found = {
         name: match[1].replace(",", "") for name, pattern in patterns.items() if (match := re.search(pattern, line))
     }
@@ -196,14 +196,14 @@ def _found(line: str, patterns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What is read -> the column that has it, where any row does."""
+    """Quantity -> the column that has it, if any row does."""
     there = {name for row in rows for name in row}
     found = {what: next((name for name in names if name in there), None) for what, names in COLUMNS.items()}
     return {what: name for what, name in found.items() if name}
 
 
 def _step(row: Mapping[str, Any], columns: Mapping[str, str], given: Mapping[str, int]) -> Step:
-    """`given` stands in for what the log does not say: tokens from steps or rows, one device's speed from all."""
+    """Build a step. `given` fills in what the log lacks: tokens from steps or rows, one device's speed from all."""
     of = {what: _number(row, name) for what, name in columns.items()}
     step, samples, rows = int(of.get("step") or 0), _number(row, "samples"), _number(row, "rows")
     length, per_step, devices = given.get("seq_length"), given.get("tokens_per_step"), given.get("devices")
@@ -219,7 +219,7 @@ def _step(row: Mapping[str, Any], columns: Mapping[str, str], given: Mapping[str
 
 
 def _number(row: Mapping[str, Any], name: str | None) -> float | None:
-    """A finite number of a column, which CSV has as text."""
+    """A finite number from a column; CSV has it as text."""
     value = row.get(name) if name else None
     if isinstance(value, bool) or value in (None, ""):
         return None

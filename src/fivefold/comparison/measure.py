@@ -1,7 +1,7 @@
-"""What repeated runs say: medians, their spread, and differences to one base, repeat by repeat.
+"""Statistics of repeated runs: medians, their spread, and differences to a base, repeat by repeat.
 
-Pure arithmetic over runs that are done. Runs of the same repeat follow each other and have the same seed, so that what
-a machine does over minutes, and what a seed does to a loss, is the same on both sides of a difference.
+Pure arithmetic over finished runs. Runs of the same repeat follow each other and share a seed. So slow drifts of a
+machine, and the effect of a seed on the loss, are the same on both sides of a difference.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,14 +10,14 @@ from statistics import fmean, median
 
 from fivefold.comparison.logs import Step
 
-LAST = 0.1  # of the tokens: the training loss is the mean over them
-CLOSE = 0.01  # of the tokens: an evaluation so near before the end is one of the end
-SLACK = 1.001  # of the tokens: steps of other sizes need not end on the same one
+LAST = 0.1  # of the tokens, at the end: the training loss is the mean over them
+CLOSE = 0.01  # of the tokens: an evaluation this close before the end counts as one at the end
+SLACK = 1.001  # of the tokens: steps of different sizes need not end on the same one
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of `count` repeats."""
+    """Median and range of `count` repeats."""
 
     median: float
     low: float
@@ -26,22 +26,23 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """None where nothing was measured."""
+        """Summarise values; None if nothing was measured."""
         known = [each for each in values if each is not None]
         return cls(median(known), min(known), max(known), len(known)) if known else None
 
     @property
     def half_range_pct(self) -> float | None:
-        """Half the range of the repeats, in % of the median; None of one."""
+        """Half the range of the repeats, in % of the median; None for one repeat."""
         return 100 * (self.high - self.low) / 2 / abs(self.median) if self.count > 1 and self.median else None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """In % of the base's, each repeat to the base's same repeat: the median, `low` to `high`.
+    """Difference in % of the base, each repeat to the base's same repeat: the median, `low` to `high`.
 
-    `measured`: whether it is larger than the range of the repeats; None where there is one. Example: repeats of
-    +3, +4 and +5 % make a difference of 4 % over a spread of 2: it is measured. -1, +1 and +2 % make none."""
+    `measured`: true if it is larger than the range of the repeats; None for one repeat. Example: repeats of +3, +4 and
+    +5 % make a difference of 4 % over a spread of 2: it is measured. -1, +1 and +2 % make none.
+    """
 
     percent: float
     low: float
@@ -51,7 +52,7 @@ class Difference:
 
     @classmethod
     def of(cls, own: Mapping[int, float | None], base: Mapping[int, float | None]) -> "Difference | None":
-        """From values by repeat; only repeats that both have are looked at, and None comes of none."""
+        """Compare values by repeat. Only repeats that both have count; None if there are none."""
         each = [
             100 * (mine / theirs - 1)
             for repeat, mine in own.items()
@@ -65,7 +66,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run that is done: its steps, and those of them that are timed. `repeat` 0: a log of another trainer."""
+    """A finished run: its steps, and the timed ones among them. `repeat` 0: a log of another trainer."""
 
     configuration: str
     devices: int | None
@@ -76,22 +77,22 @@ class Measured:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second and device, the median step."""
+        """Tokens per second and device of the median step."""
         return _median(each.speed for each in self.timed)
 
     @property
     def mfu_pct(self) -> float | None:
-        """The median step's."""
+        """MFU of the median step."""
         return _median(each.mfu_pct for each in self.timed)
 
     @property
     def peak_gib(self) -> float | None:
-        """The highest."""
+        """Highest peak memory."""
         return max((each.peak_gib for each in self.steps if each.peak_gib is not None), default=None)
 
     @property
     def tokens(self) -> float | None:
-        """Seen at the end."""
+        """Tokens seen at the end."""
         return max((each.tokens for each in self.steps if each.tokens is not None), default=None)
 
     def loss(self, tokens: float) -> float | None:
@@ -103,7 +104,7 @@ class Measured:
         return fmean(known) if known else None
 
     def eval_loss(self, tokens: float) -> float | None:
-        """Of the evaluation after `tokens`; None where there is none so near."""
+        """Loss of the evaluation after `tokens`; None if there is none close enough."""
         known = [
             each.eval_loss for each in self.steps
             if each.eval_loss is not None and each.tokens and (1 - CLOSE) * tokens <= each.tokens <= SLACK * tokens
@@ -111,7 +112,7 @@ class Measured:
         return known[-1] if known else None
 
     def found(self, tokens: Mapping[int, float]) -> dict[str, float | None]:
-        """What is compared, the losses after the `common_tokens` of its repeat."""
+        """Quantities to compare, with the losses after the `common_tokens` of its repeat."""
         end = tokens.get(self.repeat, 0.0)
         return {"speed": self.speed, "loss": self.loss(end), "eval_loss": self.eval_loss(end)}
 
@@ -122,19 +123,20 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
-    """By repeat, the tokens after which its losses are compared: as many as every run of it, and every log, has seen.
+    """By repeat, the tokens after which losses are compared: as many as every run of it, and every log, has seen.
 
-    Another seed makes other rows, with a little more or less padding: repeats end after about as many tokens."""
+    Another seed makes other rows, with a little more or less padding: repeats end after about as many tokens.
+    """
     seen = [(run.repeat, run.tokens) for run in runs if run.tokens]
     return {repeat: min(tokens for each, tokens in seen if not repeat or each in (0, repeat)) for repeat, _ in seen}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration on a number of devices. Differences: `decrease_pct`, of its tokens per second and device, to
-    the same configuration on its fewest devices, positive where it is slower; all others to the first configuration on
-    as many devices; those of losses, where it did not run on as many, on the fewest: a loss is that of any layout.
-    `note`: why there is nothing, or less than asked."""
+    """A configuration on a number of devices. `decrease_pct`: of its tokens per second and device, against the same
+    configuration on its fewest devices, positive if slower. All other differences are to the first configuration on as
+    many devices. Those of losses fall back to its fewest devices: any layout has the same loss. `note`: why there is
+    nothing, or less than asked."""
 
     configuration: str
     devices: int | None
@@ -151,7 +153,7 @@ class Row:
     note: str = ""
 
 
-Cell = tuple[str, int | None]  # a configuration on so many devices
+Cell = tuple[str, int | None]  # a configuration, and its number of devices
 Tokens = Mapping[int, float]  # of `common_tokens`
 
 
@@ -159,8 +161,8 @@ def rows(
     runs: Sequence[Measured], cells: Sequence[Cell], notes: Mapping[Cell, str], *, base: str,
     other_text: Collection[str] = (),
 ) -> list[Row]:  # fmt: skip
-    """A row for each of `cells`, in their order. `base`: the configuration that differences are to; `other_text`:
-    those whose tokens are not the base's, so that losses per token are not set against each other."""
+    """Build a row for each of `cells`, in their order. `base`: the configuration that differences refer to;
+    `other_text`: those with other tokens than the base, whose losses per token are not compared."""
     tokens = common_tokens(runs)
     by_cell = {cell: [run for run in runs if (run.configuration, run.devices) == cell] for cell in cells}
     found = [_row(cell, by_cell, base, tokens, notes.get(cell, "")) for cell in cells]
@@ -195,7 +197,7 @@ def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, toke
 
 
 def _difference(own: Sequence[Measured], base: Sequence[Measured], what: str, tokens: Tokens) -> Difference | None:
-    """Repeat by repeat; a log, which has none, to the base's median."""
+    """Difference repeat by repeat; a log, which has no repeats, against the base's median."""
     mine, theirs = ({run.repeat: run.found(tokens)[what] for run in some} for some in (own, base))
     if 0 in mine:
         theirs = {0: _median(theirs.values())}

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file that needs nothing else. `page.html.j2` lays it out."""
+"""The page of a comparison: one self-contained HTML file. `page.html.j2` lays it out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ _DRAWN: Mapping[str, Value] = {
 
 
 def write_page(report: CompareReport, path: str) -> None:
-    """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
+    """Write `report` as one HTML file to `path`, and make its folder if it is missing."""
     write(page(report), Path(path), instead="name another file: --html FILE")
 
 
@@ -38,7 +38,7 @@ def page(report: CompareReport) -> str:
 
 
 def headline(report: CompareReport) -> str:
-    """What was found, of two configurations; else what was compared."""
+    """The result, for two configurations; else the names or number of those compared."""
     names = list(dict.fromkeys(row.configuration for row in report.rows))
     last = next((row for row in reversed(report.rows) if row.configuration != report.base and row.faster_pct), None)
     if len(names) != 2 or last is None or last.faster_pct is None:
@@ -51,12 +51,12 @@ def headline(report: CompareReport) -> str:
 
 
 def between(value: Spread | Difference | None, form: str) -> str:
-    """`1.2 to 1.5`: from repeat to repeat; "" of one."""
+    """`1.2 to 1.5`: from repeat to repeat; "" for one repeat."""
     return f"{number(value.low, form)} to {number(value.high, form)}" if value and value.count > 1 else ""
 
 
 def panels(runs: Sequence[Measured]) -> dict[str, curves.Curves]:
-    """The curves of every configuration over each other, for each number of devices; the mean over repeats."""
+    """Curves of all configurations in one plot, for each number of devices; means over repeats."""
     found: dict[str, curves.Curves] = {}
     for devices in dict.fromkeys(run.devices for run in runs):
         for title, value in _DRAWN.items():
@@ -71,7 +71,7 @@ def panels(runs: Sequence[Measured]) -> dict[str, curves.Curves]:
 
 
 def _curve(repeats: Sequence[Sequence[Step]], value: Value) -> Iterator[curves.Point]:
-    """The steps that every repeat has."""
+    """Points at the steps that every repeat has."""
     by_step = [{step.step: step for step in steps if value(step) is not None} for steps in repeats]
     for at in sorted(set(by_step[0]).intersection(*by_step[1:])):
         tokens = [steps[at].tokens for steps in by_step]

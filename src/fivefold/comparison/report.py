@@ -1,4 +1,4 @@
-"""What a comparison found: the table that the field publishes, for people and as JSON."""
+"""Report of a comparison: the table that the field publishes, for people and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NONE, BASE = "-", "base"
-LEAST_NAME = 12  # columns of the terminal that names have at least
-PARTS_OF_NAMES = "+,=._-/ "  # a long name goes on in another line before one of these
+LEAST_NAME = 12  # minimum width of names, in columns of the terminal
+PARTS_OF_NAMES = "+,=._-/ "  # a long name is wrapped before one of these
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareReport(Report[Row]):
-    """`.rows`: a configuration on a number of devices each. `runs`: what each run measured. `notes`: what a reader has
-    to know of the numbers. `missing`: runs that are not done."""
+    """Report of a comparison. `.rows`: one for each configuration and number of devices. `runs`: measurements of each
+    run. `notes`: what a reader has to know about the numbers. `missing`: number of unfinished runs."""
 
-    base: str = ""  # the configuration that the differences are to
+    base: str = ""  # the configuration that differences refer to
     runs: tuple[Measured, ...] = ()
-    tokens: Mapping[int, float] = field(default_factory=dict)  # by repeat: what losses are compared after
+    tokens: Mapping[int, float] = field(default_factory=dict)  # by repeat: losses are compared after these
     notes: tuple[str, ...] = ()
     missing: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """`{"ok", "complete", "base", "tokens", "rows": [...], "runs": [...], "notes", ...}`; a difference is
+        """Format as `{"ok", "complete", "base", "tokens", "rows": [...], "runs": [...], "notes", ...}`; a difference is
         `{"percent", "low", "high", "count", "measured"}`, a spread `{"median", "low", "high", "count"}`."""
         runs = [
             {
@@ -60,7 +60,7 @@ class CompareReport(Report[Row]):
         return {"loss": found["loss"], "eval_loss": found["eval_loss"]}
 
     def show(self, console: "Console") -> None:
-        """The table, and the notes below it."""
+        """Print the table, and the notes below it."""
         from rich.table import Table
         from rich.text import Text
 
@@ -90,7 +90,7 @@ class CompareReport(Report[Row]):
 
     @property
     def columns_shown(self) -> list[tuple[str, Any]]:
-        """(header, text of a row), of those columns in which there is anything."""
+        """(header, text of a row) of each column that is not empty."""
         scaling, faster, losses = (self.has(name) for name in ("decrease_pct", "faster_pct", "loss_difference_pct"))
         every = [
             ("tokens/s\nper device", lambda row: speed(row.tokens_per_second_per_device, row.note), True),
@@ -106,17 +106,17 @@ class CompareReport(Report[Row]):
 
     @property
     def fewest(self) -> str:
-        """The devices that scaling begins at: `1`, or `fewest` where it is not the same for all."""
+        """Number of devices at which scaling begins: `1`, or `fewest` if it is not the same for all."""
         firsts = {min(row.devices or 0 for row in self.rows if row.configuration == name and row.repeats)
                   for name in {row.configuration for row in self.rows if row.decrease_pct}}  # fmt: skip
         return str(*firsts) if len(firsts) == 1 else "fewest"
 
     def is_base(self, row: Row) -> bool:
-        """Whether the differences of the other rows on as many devices are to this one."""
+        """True if the differences of the other rows on as many devices refer to this one."""
         return row.configuration == self.base and row.repeats > 0
 
     def has(self, name: str) -> bool:
-        """Whether any row has anything under `name`."""
+        """True if any row has a value under `name`."""
         return any(getattr(row, name) is not None for row in self.rows)
 
 
@@ -134,7 +134,7 @@ def speed(spread: Spread | None, note: str = "") -> str:
 
 
 def change(difference: Difference | None, *, sign: str = "+") -> str:
-    """`+3.1`; `(+0.2)` where it is smaller than its spread; `+3.1?` where there is one repeat."""
+    """`+3.1`; `(+0.2)` if it is smaller than its spread; `+3.1?` for one repeat."""
     if difference is None:
         return NONE
     text = number(difference.percent, f"{sign}.{2 if abs(difference.percent) < 1 else 1}f")
@@ -147,7 +147,7 @@ def loss(spread: Spread | None) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """In this form; `-` of what was not measured."""
+    """Format a number; `-` if it was not measured."""
     text = NONE if value is None else f"{value:{form}}"
     return text.lstrip("+-") if not text.strip("+-0.") and text != NONE else text  # no -0.00
 
@@ -157,14 +157,14 @@ def report_of(
     failed: Mapping[tuple[str, int], str] | None = None, missing: int = 0,
     about: Mapping[str, Any] | None = None, unlike: Mapping[str, str] | None = None,
 ) -> CompareReport:  # fmt: skip
-    """The report of what was measured. `about`: what JSON says besides, the `device` in the notes too."""
+    """Report the measurements. `about`: further JSON values; `device` also appears in the notes."""
     failed, about = failed or {}, about or {}
     notes: dict[Cell, str] = {
         **{cell: f"not run: {why}" for cell, why in (contest.refused.items() if contest else ())},
         **{cell: f"failed: {why}" for cell, why in failed.items()},
     }
     cells: list[Cell] = [*(contest.cells if contest else ()), *((each.name, each.devices) for each in others)]
-    cells.sort(key=lambda cell: cell[1] or 2**31)  # not said: last
+    cells.sort(key=lambda cell: cell[1] or 2**31)  # unknown: last
     base = contest.configurations[0].name if contest else others[0].name
     found = tuple(rows(runs, cells, notes, base=base, other_text=unlike or {}))
     tokens = common_tokens(runs)
@@ -181,7 +181,7 @@ def _notes(
     found: Sequence[Row], base: str, runs: Sequence[Measured], tokens: Mapping[int, float], warmup: int,
     others: Sequence[Log], unlike: Mapping[str, str], device: str,
 ) -> list[str]:  # fmt: skip
-    """What the numbers are of, and what is not to be read into them."""
+    """Explain what the numbers are, and how not to read them."""
     lines = [f"speed: median step after the first {warmup} of a start; ±: half the range of repeats"]
     if tokens:
         evaluated = "; eval loss: of held-out rows then" if any(row.eval_loss for row in found) else ""

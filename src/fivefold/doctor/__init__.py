@@ -1,1 +1,1 @@
-"""What `fivefold doctor` finds: about this machine, and about how a model would be parallelized."""
+"""`fivefold doctor`: findings about this machine, and about how a model would be parallelized."""

@@ -1,4 +1,4 @@
-"""What this machine offers a training run: versions, devices, memory, and what is missing or would help.
+"""Findings about this machine: versions, devices, memory, and what is missing or would help a training run.
 
 A finding is `ok`, `help` (fivefold works, something would make it better) or `missing` (fivefold does not work).
 """
@@ -26,13 +26,13 @@ from fivefold.report.table import Report
 
 State = Literal["ok", "help", "missing"]
 MIN_PYTHON = (3, 11)
-SLOW_IMPORT = 10.0  # seconds; 1 to 3 from a disk of its own, once read
+SLOW_IMPORT = 10.0  # seconds; 1 to 3 from a local disk, once cached
 OPTIONAL = {
     "pyarrow": "parquet files",
     "datasets": "data of the Hugging Face hub",
     **{name: f"log.to: [jsonl, {name}]" for name in ("tensorboard", "wandb", "mlflow", "trackio")},
 }
-# Instructions of a CPU, the best first, and what bf16 is with them.
+# Instructions of a CPU, the best first, and the speed of bf16 with them.
 BF16 = {
     "amx_bf16": "AMX matrix units: fast",
     "avx512_bf16": "AVX-512 bf16 instructions",
@@ -42,7 +42,7 @@ BF16 = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at: what it is, how it stands, what was found, and what would help."""
+    """One finding: its subject, its state, what was found, and what would help."""
 
     what: str
     state: State
@@ -51,7 +51,7 @@ class Finding:
 
 
 def examine() -> Report[Finding]:
-    """Look at everything; `ok` is false when something that fivefold needs is missing."""
+    """Look at everything; `ok` is false if something that fivefold needs is missing."""
     findings = tuple(finding for look in LOOKS for finding in look())
     missing = [finding.what for finding in findings if finding.state == "missing"]
     closing = f"missing: {', '.join(missing)}" if missing else "all that fivefold needs is here; next: fivefold train"
@@ -67,7 +67,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """The versions of the packages that fivefold declares, against what it declares of them."""
+    """Check the versions of the packages that fivefold declares against the declared bounds."""
     for requirement in importlib.metadata.requires("fivefold") or []:
         if "extra ==" in requirement:
             continue
@@ -85,7 +85,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _meets(version: str, bound: str) -> bool:
-    """Whether `2.13.0+cpu` meets `>=2.11`; release numbers only."""
+    """True if `2.13.0+cpu` meets `>=2.11`; release numbers only."""
     match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\d.]+)\s*", bound)
     if not match:
         return True
@@ -98,14 +98,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _devices() -> Iterator[Finding]:
-    """Torch is loaded for this, which takes most of the command's time. Its metadata say which version is installed,
-    not whether that loads, sees a GPU, was built with gloo and has the interfaces that are read."""
+    """Check torch by importing it, which takes most of the command's time. Its metadata only have the installed
+    version, not whether it loads, sees a GPU, was built with gloo and has the private interfaces that fivefold uses."""
     if not importlib.util.find_spec("torch"):
         return
     is_first, began = "torch" not in sys.modules, time.perf_counter()
     try:
         import torch
-    except (ImportError, OSError) as error:  # of a library that it was built with
+    except (ImportError, OSError) as error:  # a library that it was built with may be missing
         yield Finding("torch", "missing", f"does not load: {first_line(error)}", "pip install -c constraints.txt torch")
         return
     if is_first:
@@ -169,12 +169,12 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _gpu_kernels() -> Iterator[Finding]:
-    """What serves attention on a GPU that FlashAttention does not have."""
+    """Implementation of attention on a GPU where FlashAttention does not apply."""
     try:
         import torch
 
         from fivefold.ops import gpu_attention
-    except (ImportError, OSError):  # `_devices` has said so
+    except (ImportError, OSError):  # reported by `_devices`
         return
     for index in range(torch.cuda.device_count()):
         name, of = f"attention on gpu {index}", "soft-capped scores, and windows between ranks,"
@@ -185,14 +185,14 @@ def _gpu_kernels() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    """What serves products, attention and collectives on the CPU."""
+    """Implementations of products, attention and collectives on the CPU."""
     try:
         from fivefold.launch.cpu import mkl_is_slow
         from fivefold.ops import cpu_attention
         from fivefold.parallel import shared_memory
 
         is_slow, lacks, apart = mkl_is_slow(), cpu_attention.lacks(), shared_memory.lacks()
-    except (ImportError, OSError):  # `_devices` has said so
+    except (ImportError, OSError):  # reported by `_devices`
         return
     if is_slow:
         yield Finding("fp32 on the cpu", "ok", "products by oneDNN: MKL does not use this CPU's AVX-512")
@@ -208,7 +208,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _rehearsal() -> Iterator[Finding]:
-    """What `fivefold rehearse` needs to see memory, kernels and waiting as well."""
+    """Requirements for `fivefold rehearse` to see memory, kernels and waiting as well."""
     from fivefold.rehearsal.stand_in import lacking
 
     lacks = lacking()
@@ -233,7 +233,7 @@ def _cache() -> Iterator[Finding]:
     except UserError as error:
         yield Finding("compiled code", "help", error.what, error.fix or "")
     else:
-        if folder not in code.parents:  # others can change what is in the cache, or programs cannot run from there
+        if folder not in code.parents:  # others can write to the cache, or programs cannot run from there
             yield Finding("compiled code", "ok", f"not in the cache, which is not this user's alone: {code.parent}")
 
 

@@ -1,4 +1,4 @@
-"""What one rank of a layout holds, does and sends: `fivefold doctor MODEL --layout TEXT --rank N`. No torch."""
+"""The plan of one rank of a layout: `fivefold doctor MODEL --layout TEXT --rank N`. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -27,12 +27,12 @@ from fivefold.report.table import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_TOKENS = 2**31  # of a micro batch: its loss is taken in chunks, which are listed one by one
+MOST_TOKENS = 2**31  # of a micro batch: its loss is computed in chunks, which are listed one by one
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One line of a plan: which part of it, what it is about, what the plan says, and why."""
+    """One line of a plan: its part, its subject, what the plan says, and why."""
 
     part: str
     of: str
@@ -42,10 +42,10 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[PlanRow]):
-    """The plan in lines that layers share; as JSON also every call and every edit, one by one."""
+    """The plan, with equal lines of several layers merged; JSON also has every call and every edit, one by one."""
 
     def show(self, console: "Console") -> None:
-        """A table for each part of the plan."""
+        """Print a table for each part of the plan."""
         from rich.table import Table
         from rich.text import Text
 
@@ -65,10 +65,10 @@ class PlanReport(Report[PlanRow]):
 def examine(
     model: str | Path, *, layout: str, rank: int = 0, seq_length: int = 4096, global_batch_size: int | None = None
 ) -> PlanReport:
-    """The plan of `layout` for one rank, and what a step of rows of `seq_length` tokens needs of it.
+    """Report the plan of `layout` for one rank, and the needs of a step of rows of `seq_length` tokens.
 
-    Layers are compiled, as they are on GPUs. Without `global_batch_size`, the fewest micro batches that fill the
-    pipeline. Raises `UserError` for a model that cannot be read, or a layout that does not fit it.
+    Layers are compiled, as they are on GPUs. Without `global_batch_size`, a step has the fewest micro batches that fill
+    the pipeline. Raises `UserError` for a model that cannot be read, or a layout that does not fit it.
     """
     parsed = Layout.parse(layout)
     if parsed.dp_shard == -1:
@@ -104,7 +104,7 @@ def examine(
 
 
 def _fewest(layout: Layout) -> int:
-    """Micro batches that a schedule takes, and that fill its pipeline."""
+    """The fewest micro batches that a schedule takes, and that fill its pipeline."""
     least, unit = legality.micro_batches_for(layout)
     wanted = max(least, 2 * layout.pp if layout.pp > 1 else 1)
     return -(-wanted // unit) * unit
@@ -130,7 +130,7 @@ def _place(plan: ParallelPlan) -> list[PlanRow]:
 
 
 def _computed(plan: ParallelPlan) -> list[PlanRow]:
-    """Of the whole model, what is computed and kept in which type."""
+    """Types in which the whole model is computed and kept."""
     found, high = census(plan), plan.layout.precision
     percent, wide = sum(each.weights for each in found) / 100, "fp64" if high == "fp64" else "fp32"
     parts = [(each, f"{each.weights / percent:.2g} % of the matmuls' FLOPs") for each in found]
@@ -141,7 +141,7 @@ def _computed(plan: ParallelPlan) -> list[PlanRow]:
 
 
 def _shards(plan: ParallelPlan) -> list[PlanRow]:
-    """Of every kind of parameter, what FSDP gathers here, and of that what lies here at rest."""
+    """Gathered shape of every kind of parameter on this rank, and its shard at rest."""
     found: dict[tuple[str, str], int] = Counter()
     for name in (name for name in plan.placement.shards if plan.placement.holds(name)):
         whole, gathered = plan.placement.shards[name].shape, plan.placement.gathered_shape(name)
@@ -153,7 +153,7 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
 
 
 def _done(edits: Iterable[Edit]) -> list[PlanRow]:
-    """What is done to which modules, those of several layers as one."""
+    """Edits of modules, with those of several layers merged."""
     found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in edits)
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))

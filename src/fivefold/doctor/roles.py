@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of a model, parameter by parameter: `fivefold doctor MODEL`."""
+"""Tensor parallelism of a model, parameter by parameter: `fivefold doctor MODEL`."""
 
 import re
 from collections import Counter
@@ -23,14 +23,14 @@ from fivefold.report.table import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-_BYTES = {"parameters": 4, "gradients": 4, "optimizer state": 8}  # of an element: fp32 copies, AdamW's two moments
+_BYTES = {"parameters": 4, "gradients": 4, "optimizer state": 8}  # per element: fp32 copies, AdamW's two moments
 _NARROW = 100  # columns of a terminal, below which long names are folded
 
 
 @dataclass(frozen=True)
 class RoleRow:
-    """One parameter, `*` for the layer: its role, what the first tp rank holds of it (`512/4096 x 4096`: 512 of the
-    4096 rows), and why."""
+    """One parameter, `*` for the layer: its role, the shard of the first tp rank (`512/4096 x 4096`: 512 of the 4096
+    rows), and why."""
 
     parameter: str
     role: str
@@ -40,10 +40,10 @@ class RoleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleReport(Report[RoleRow]):
-    """The roles; of its details, `gib_per_rank` is what the rank that has the most keeps between two steps, by kind."""
+    """The roles. Detail `gib_per_rank`: memory between two steps, by kind, of the rank that has the most."""
 
     def show(self, console: "Console") -> None:
-        """A table of short names; on a narrow terminal names and reasons are folded, numbers never."""
+        """Print a table of short names; on a narrow terminal names and reasons are folded, numbers never."""
         from rich.table import Table
         from rich.text import Text
 
@@ -59,7 +59,7 @@ class RoleReport(Report[RoleRow]):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The last parts of dotted names, as many as tell them apart: `q_proj` of `layers.*.self_attn.q_proj.weight`."""
+    """The shortest unique suffixes of dotted names: `q_proj` of `layers.*.self_attn.q_proj.weight`."""
     parts = [name.removesuffix(".weight").split(".") for name in names]
     length = [min(len(own), 1 + (own[-1] == "bias")) for own in parts]
     while True:
@@ -73,10 +73,10 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def examine(model: str | Path, *, tp: int) -> RoleReport:
-    """The roles of a model (a folder, a config.json, a built-in shape, a hub id) under `tp` ranks; no weights are read.
+    """Report a model's roles (folder, config.json, built-in shape or hub id) under `tp` ranks, without its weights.
 
-    `ok` is false where the model cannot be trained, or not under tensor parallelism. Raises `UserError` for a model
-    that cannot be read.
+    `ok` is false if the model cannot be trained, or not under tensor parallelism. Raises `UserError` for a model that
+    cannot be read.
     """
     try:
         facts = facts_of_config(model)
@@ -106,7 +106,7 @@ def examine(model: str | Path, *, tp: int) -> RoleReport:
 
 
 def _elements(specs: Mapping[str, ShardSpec], sizes: Mapping[str, tuple[int, ...]], rank: int) -> int:
-    """Parameters that a tp rank holds."""
+    """Number of parameters that a tp rank holds."""
     held = {name: spec.local_shape(rank % spec.parts) for name, spec in specs.items()}
     return sum(prod(held.get(name, shape)) for name, shape in sizes.items())
 

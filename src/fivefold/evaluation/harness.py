@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) over a model under any layout.
 
-lm-eval runs on the first rank. What it asks of the model goes to all ranks, which compute it together.
+lm-eval runs on the first rank. Its requests to the model go to all ranks, which compute them together.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +22,16 @@ from fivefold.generation.prompts import Prompt, answers
 from fivefold.launch.told import told
 from fivefold.launch.world import World
 
-_POSITIONS = 2048  # of a model whose config names none
-_NEW_TOKENS = 256  # where a task says nothing, as in lm-eval
+_POSITIONS = 2048  # for a model whose config has none
+_NEW_TOKENS = 256  # default of a task, as in lm-eval
 _END = "end"
 
 
 def evaluate_tasks(
     opened: Opened, request: EvaluateRequest, world: World
 ) -> tuple[list[TaskResult], Mapping[str, Any]]:
-    """The results of `request.tasks` and their versions, on the first rank; nothing on others. Raises `UserError` where
-    lm-eval is not installed or does not take the tasks."""
+    """Evaluate `request.tasks`: results and versions on the first rank, nothing on others. Raises `UserError` if
+    lm-eval is not installed or rejects the tasks."""
     ranks = _Ranks(opened, request.batch_size, world)
     if not world.is_first:
         ranks.serve()
@@ -57,7 +57,7 @@ def _evaluated(opened: Opened, request: EvaluateRequest, ranks: "_Ranks") -> tup
 
 @contextmanager
 def _words() -> Iterator[None]:
-    """What lm-eval says of tasks that it does not know, or that it cannot load, is the user's to mend."""
+    """Turn lm-eval's errors about tasks that it does not know or cannot load into `UserError`."""
     try:
         yield
     except (KeyError, ValueError, FileNotFoundError) as error:
@@ -67,7 +67,7 @@ def _words() -> Iterator[None]:
 
 
 def _results(task: str, values: Mapping[str, Any], samples: Mapping[str, Any]) -> list[TaskResult]:
-    """`acc,none: 0.5` with `acc_stderr,none: 0.1` is a result."""
+    """Build results, such as one from `acc,none: 0.5` and `acc_stderr,none: 0.1`."""
     rows = []
     for key, value in values.items():
         metric, _, rule = key.partition(",")
@@ -84,7 +84,7 @@ def _results(task: str, values: Mapping[str, Any], samples: Mapping[str, Any]) -
 
 
 def _tasks(names: Sequence[str]) -> list[Any]:
-    """What lm-eval is given: names, and the tasks of folders, whose files are looked for beside them."""
+    """Tasks for lm-eval: names, and the loaded tasks of folders. Paths in the files of a folder are relative to it."""
     from lm_eval.tasks import TaskManager
 
     found: list[Any] = []
@@ -103,10 +103,10 @@ def _tasks(names: Sequence[str]) -> list[Any]:
 
 
 def _task_of(file: Path) -> str | None:
-    """The name in the file of one task."""
+    """Name of the task in a file, if any."""
 
     class Loader(yaml.SafeLoader):
-        """Functions that a task names are lm-eval's to load."""
+        """Loader that ignores the functions of a task: lm-eval loads them."""
 
     Loader.add_multi_constructor("!", lambda *_: None)
     try:
@@ -122,15 +122,15 @@ def _task_of(file: Path) -> str | None:
 
 @dataclass
 class _Ranks:
-    """What all ranks compute together, asked for by the first one."""
+    """Computations of all ranks together, requested by the first one."""
 
     opened: Opened
     batch_size: int
     world: World
-    is_computing: bool = False  # stays so after a failure: the others are not where they could hear of the end
+    is_computing: bool = False  # stays true after a failure: the others then do not listen for the end
 
     def call(self, kind: str, value: Any) -> Any:
-        """On the first rank: the result of `kind` of `value`, of JSON, computed by all."""
+        """On the first rank: have all ranks compute `kind` of `value`, which is JSON, and return the result."""
         told([kind, value], self.world)
         self.is_computing = True
         found = self._do(kind, value)
@@ -138,7 +138,7 @@ class _Ranks:
         return found
 
     def serve(self) -> None:
-        """On the others: compute what is asked for, until the end."""
+        """On the other ranks: compute each request, until the end."""
         while True:
             kind, value = told(None, self.world)
             if kind == _END:
@@ -147,7 +147,7 @@ class _Ranks:
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """On the first rank: the others serve inside."""
+        """On the first rank: inside, the others serve."""
         try:
             yield
         finally:
@@ -172,11 +172,11 @@ class _Ranks:
         return found
 
 
-# ---- what lm-eval calls ----------------------------------------------------------------------------------------------
+# ---- adapter for lm-eval ---------------------------------------------------------------------------------------------
 
 
 def _adapter(opened: Opened, ranks: _Ranks) -> Any:
-    """A language model as lm-eval takes it."""
+    """Wrap the model as lm-eval's language model."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -186,10 +186,10 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
     bos = opened.info.bos_token_ids
 
     class Adapter(TemplateLM):  # type: ignore[misc]
-        """Texts begin with BOS where those of training do; a text alone is scored after BOS, else after EOS."""
+        """Texts begin with BOS if those of training do; a text alone is scored after BOS, else after EOS."""
 
         tokenizer_name = opened.info.digest
-        by_template = False  # whether prompts are conversations, whose BOS is the template's to write
+        by_template = False  # true if prompts are conversations: the template writes their BOS
 
         @property
         def eot_token_id(self) -> int:
@@ -207,7 +207,7 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             return self._scores([(given, scored) for _, given, scored in requests])
 
         def _scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-            """Scores; of what is longer than the model's positions, the front is left out."""
+            """Score pairs; those longer than the model's positions lose their front."""
             kept = []
             for given, scored in pairs:
                 scored = list(scored)[-positions:]
@@ -250,13 +250,13 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             if add_generation_prompt:
                 return text
             last = str(chat_history[-1]["content"])
-            return text[: text.rindex(last) + len(last)]  # which goes on
+            return text[: text.rindex(last) + len(last)]  # the model continues the last message
 
     return Adapter()
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a `GenerateRequest`, by what lm-eval says of a generation. Raises `UserError` for what is not served."""
+    """Fields of a `GenerateRequest` from lm-eval's generation arguments. Raises `UserError` for unsupported ones."""
     known = ("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks")
     if unknown := [key for key, value in given.items() if key not in known and value is not None]:
         raise UserError(f"lm-eval: generation_kwargs.{unknown[0]} is not served", fix=f"known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The loss of a text, by the passes that evaluate a run while it trains."""
+"""Loss of a text, computed by the same passes that evaluate a run during training."""
 
 import shlex
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from fivefold.training.step import summed_loss
 
 @dataclass(frozen=True)
 class _Given(Source):
-    """A source that options of the command say."""
+    """A source given by options of the command."""
 
     def named(self, key: str) -> str:
         return f"--{key.replace('_', '-')}"
@@ -37,7 +37,7 @@ class _Given(Source):
 
 
 def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> TextResult:
-    """The loss of `request.text`, or of the run's validation rows, over a joined world. Raises `UserError`."""
+    """Compute the loss of `request.text`, or of the run's validation rows, over a joined world. Raises `UserError`."""
     files: FileList | None = None
     most = request.max_tokens
     if request.text is None:
@@ -66,7 +66,7 @@ def evaluate_text(opened: Opened, request: EvaluateRequest, world: World) -> Tex
 
 
 def rows_of(files: FileList, opened: Opened, seq_length: int) -> PackedRows:
-    """The rows of all documents of a source, packed as in training."""
+    """Pack all documents of a source into rows, as in training."""
     store = store_for(files, opened.info, cache_root())
     if store.meta.pairs:
         raise _of_pairs(f"--text: {files.name} holds")
@@ -80,7 +80,7 @@ def rows_of(files: FileList, opened: Opened, seq_length: int) -> PackedRows:
 
 
 def text_bytes(files: FileList, opened: Opened) -> int | None:
-    """Bytes, in UTF-8, of what is trained of the documents of a source; None of a token store, which has no text."""
+    """Bytes, in UTF-8, of the trained text in a source's documents; None for a token store, which has no text."""
     if files.store:
         return None
     eos = opened.tokenizer.id_to_token(opened.info.eos_token_id) or ""
@@ -104,7 +104,7 @@ def _bytes(document: Document, opened: Opened, eos: str) -> int:
 
 
 def _of_run(opened: Opened, request: EvaluateRequest) -> tuple[PackedRows, int | None]:
-    """The validation rows of the run that the model is of, and how many tokens of them its evaluations read."""
+    """Validation rows of the model's run, and the most tokens to read of them."""
     run = opened.folder.parent / "run.yaml"
     if not opened.run:
         raise UserError(f"{request.model} is no run, so it has no validation rows", fix="name a text: --text FILE")
@@ -120,7 +120,7 @@ def _of_run(opened: Opened, request: EvaluateRequest) -> tuple[PackedRows, int |
 
 
 def _seq_length(opened: Opened, request: EvaluateRequest) -> int:
-    """Tokens of a row. Raises `UserError` where they are more than the model's positions."""
+    """Tokens of a row. Raises `UserError` if they exceed the model's positions."""
     most = getattr(opened.model.config.get_text_config(), "max_position_embeddings", None)
     if request.seq_length is None:
         own = (opened.run.get("data") or {}).get("seq_length")

@@ -1,4 +1,4 @@
-"""What an evaluation found."""
+"""Results of an evaluation."""
 
 import json as json_format
 import math
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult:
-    """`loss`: nats per target token; `targets`: the tokens that are predicted; `tokens`: the real input tokens;
-    `text_bytes`: of the trained text in UTF-8, None where only a part of the text was read, or no text is at hand."""
+    """Loss of a text. `loss`: nats per target token; `targets`: predicted tokens; `tokens`: real input tokens;
+    `text_bytes`: of the trained text in UTF-8, None if only a part of the text was read, or no text is at hand."""
 
     text: str
     loss_sum: float
@@ -41,7 +41,7 @@ class TextResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """A metric of a task, as lm-eval names it. `error`: its standard error."""
+    """A metric of a task, under lm-eval's names. `error`: its standard error."""
 
     task: str
     metric: str
@@ -52,7 +52,7 @@ class TaskResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateReport:
-    """`layout`: as it was run. `versions`: of the tasks."""
+    """Results of an evaluation. `layout`: as it was run. `versions`: of the tasks."""
 
     model: str
     layout: str
@@ -63,13 +63,13 @@ class EvaluateReport:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "EvaluateReport":
-        """From what `values_of` gave."""
+        """Build from the fields in `values`."""
         text, tasks = values["text"], tuple(TaskResult(**each) for each in values["tasks"])
         return cls(**{**values, "text": TextResult(**text) if text else None, "tasks": tasks})
 
     @property
     def values(self) -> dict[str, Any]:
-        """Its fields, of JSON."""
+        """Its fields, as JSON values."""
         return asdict(self)
 
     def to_json(self) -> str:
@@ -81,7 +81,7 @@ class EvaluateReport:
         return json_format.dumps(values, indent=2, ensure_ascii=False)
 
     def show(self, console: "Console") -> None:
-        """For people."""
+        """Print for people."""
 
         def say(text: str) -> None:
             console.print(shown(text), highlight=False, markup=False, soft_wrap=True)

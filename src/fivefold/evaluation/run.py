@@ -1,4 +1,4 @@
-"""`fivefold evaluate` on one rank: open the model, spread it, and measure."""
+"""`fivefold evaluate` on one rank: open the model, distribute it, and measure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ def evaluate(request: EvaluateRequest, world: World) -> EvaluateReport:
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """What `evaluate` found, as values of JSON."""
+    """Run `evaluate` and return the report as JSON values."""
     return evaluate(EvaluateRequest(**request["evaluate"]), world).values
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of texts after others, under any layout: what lm-eval asks for.
+"""Log-probabilities of texts after others, under any layout, as lm-eval requests them.
 
 Legend: B texts, K tokens of the longest continuation, V vocabulary.
 """
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fivefold.generation.decode import next_logits, padded, ready
 
-_MOST_LOGITS = 2**28  # of a batch at once: 1 GiB of fp32
-Pair = tuple[Sequence[int], Sequence[int]]  # tokens that are given, tokens that are scored; one each at least
+_MOST_LOGITS = 2**28  # per batch: 1 GiB of fp32
+Pair = tuple[Sequence[int], Sequence[int]]  # given tokens, scored tokens; at least one each
 
 
 def log_probabilities(model: Any, pairs: Sequence[Pair], *, batch_size: int) -> list[tuple[float, bool]]:
-    """Of each pair the summed log-probability, nats, of the second text after the first, and whether each of its tokens
-    is the likeliest. Every rank calls this with the same, and gets the same."""
+    """Score pairs: the summed log-probability, nats, of the second text after the first, and whether each of its tokens
+    is the likeliest. Every rank calls this with the same pairs, and gets the same result."""
     found: dict[int, tuple[float, bool]] = {}
     longest_first = sorted(range(len(pairs)), key=lambda at: -len(pairs[at][0]) - len(pairs[at][1]))
     with ready(model):
@@ -27,7 +27,7 @@ def log_probabilities(model: Any, pairs: Sequence[Pair], *, batch_size: int) -> 
 
 
 def _batches(pairs: Sequence[Pair], places: Sequence[int], size: int, vocabulary: int) -> list[list[int]]:
-    """Places in batches of at most `size`, whose logits fit."""
+    """Group places into batches of at most `size`, whose logits fit in memory."""
     batches: list[list[int]] = []
     for at in places:
         scored = max(len(pairs[each][1]) for each in (*(batches[-1] if batches else ()), at))

@@ -1,1 +1,1 @@
-"""Prices of a layout: the hardware, as data."""
+"""The planner: prices and ranks layouts, with hardware as data."""

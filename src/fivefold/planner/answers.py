@@ -1,8 +1,8 @@
-"""What searches have found, kept between starts: one small file for each question, in the cache. No torch.
+"""Search results kept between runs: one small file per question, in the cache. No torch.
 
-A file has the layouts that were found, and not their numbers, which are computed again. Its name is made from all that
-the answer follows from, the planner's own code among it. A file that is damaged, or that stands under another's name,
-is not believed: it has a checksum, and says its name.
+A file holds the layouts found; their numbers are computed again. Its name is derived from everything that the answer
+depends on, including the planner's code. A file that is damaged or stored under another's name is rejected: it has a
+checksum and contains its own name.
 """
 
 from collections.abc import Mapping
@@ -22,22 +22,22 @@ from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import Found, search
 
-TOP = 10  # layouts that are asked for where nobody says how many
-MOST_FILES = 1000  # of about a kilobyte each: the oldest go first
+TOP = 10  # default number of layouts
+MOST_FILES = 1000  # about a kilobyte each; the oldest are deleted first
 CODE = ("core", "models", "parallel", "planner")  # packages that an answer depends on
 
 
 def answer(
     prices: PriceList, workload: Workload, *, top: int = TOP, given: Mapping[str, Any] | None = None, anew: bool = False
 ) -> Found:
-    """What `search` finds: read where it is known, else found and kept. `anew`: what is known is not read. A cache that
-    is read-only or full keeps nothing: nothing depends on it."""
+    """Return the result of `search`: read from the cache if known, else searched and stored. `anew`: ignore the cache.
+    A read-only or full cache stores nothing, and the result is the same."""
     try:
         file = cache_root() / "plans" / f"{_key(prices, workload, top, given or {})}.json"
-    except UserError:  # there is no place for a cache
+    except UserError:  # no folder for a cache
         return search(prices, workload, top=top, given=given)
     if not anew:
-        with suppress(ValueError, TypeError, LookupError, UserError):  # none, damaged, or of other code
+        with suppress(ValueError, TypeError, LookupError, UserError):  # missing, damaged, or written by other code
             return _read(file, prices, workload)
     found = search(prices, workload, top=top, given=given)
     with suppress(UserError):
@@ -71,7 +71,7 @@ def _to_json(found: Found) -> dict[str, Any]:
 
 
 def _read(file: Path, prices: PriceList, workload: Workload) -> Found:
-    """Raises `ValueError`, `TypeError`, `LookupError` or `UserError` for a file that is not such an answer."""
+    """Read a stored answer. Raises `ValueError`, `TypeError`, `LookupError` or `UserError` if the file has none."""
     tree = read_signed(file)
     if tree["name"] != file.name:
         raise ValueError(f"{file.name} is that of another question")
@@ -93,5 +93,5 @@ def _tidy(folder: Path) -> None:
     """Keep the newest files."""
     with suppress(OSError):
         for file in sorted(folder.glob("*.json"), key=lambda file: file.lstat().st_mtime)[:-MOST_FILES]:
-            with suppress(OSError):  # a folder of somebody's stays, and the others go
+            with suppress(OSError):  # skip what cannot be deleted, such as a folder
                 file.unlink()

@@ -1,4 +1,4 @@
-"""`layout: auto`: the layout that the planner chooses for a run. No torch where the model's facts are known."""
+"""`layout: auto`: the planner chooses the layout of a run. No torch if the model's facts are known."""
 
 from collections.abc import Mapping
 from textwrap import wrap
@@ -22,15 +22,15 @@ from fivefold.planner.report import behind, faster, guessed, seconds_text
 from fivefold.planner.search import Found
 from fivefold.planner.space import PLACED
 
-# Fields of the layout that a run file may set beside `layout: auto`; the search has no other values of the rest.
+# Fields of the layout that a run file may set together with `layout: auto`; the search fixes all others.
 OPEN = (*PLACED, "zero", "pp_schedule", "pp_virtual", "micro_batch_size", "recompute", "precision")
 BYTE_VOCABULARY = 257  # of the built-in tokenizer
 
 
 def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
-    """A run with the best layout that fits, spelled out in place of `layout: auto`; and which one and why, in lines.
+    """Return the run with `layout: auto` replaced by the best layout that fits, and lines that say which one and why.
 
-    What the run file sets of the layout stays. Raises `UserError` where no layout can run or none fits.
+    Layout fields set in the run file are kept. Raises `UserError` if no layout can run or none fits.
     """
     prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"])
     workload = workload_of(config)
@@ -41,12 +41,12 @@ def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
 
 
 def facts_of_run(config: RunConfig, vocabulary: int | None = None) -> ModelFacts:
-    """Of the model of a run. `vocabulary`: tokens of its tokenizer, where they are known better than by its name."""
+    """Facts of a run's model. `vocabulary`: tokens of its tokenizer, if known better than by its name."""
     kind, _, size = config.tokenizer.name_or_path.partition(":")
     if vocabulary is None and (kind == "byte" or size):
         vocabulary = int(size) if size else BYTE_VOCABULARY
     takes = config.model.init == "random" and config.tokenizer.name_or_path != "auto" and vocabulary is not None
-    # The model's own marks may be tokens that the tokenizer has not, of which `transformers` would warn.
+    # The config's special tokens may be missing from the tokenizer, and `transformers` would warn.
     marks = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     of_text: Mapping[str, Any] = {"vocab_size": vocabulary, **marks} if takes else {}
     facts = facts_of_config(config.model.name_or_path, config.model.overrides, of_text=of_text)
@@ -54,12 +54,12 @@ def facts_of_run(config: RunConfig, vocabulary: int | None = None) -> ModelFacts
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """What a step of a run has to do, its rows full."""
+    """Workload of a run's step, with full rows."""
     return Workload(config.data.seq_length, config.train.global_batch_size)
 
 
 def _given(config: RunConfig) -> dict[str, Any]:
-    """What the run file sets of the layout. Raises `UserError` for a field that goes only with a whole layout."""
+    """Layout fields that the run file sets. Raises `UserError` for a field that only goes with a complete layout."""
     given = {name: value for name, value in config.given.items() if (name, value) != ("dp_shard", -1)}
     for name, value in given.items():
         said = SAID[name]
@@ -74,7 +74,7 @@ def _given(config: RunConfig) -> dict[str, Any]:
 
 
 def _words(found: Found) -> list[str]:
-    """Lines of at most 80 columns."""
+    """Describe the choice in lines of at most 80 columns."""
     best, *others = found.best
     low, high = map(seconds_text, best.step_interval)
     expected = f"{seconds_text(best.step_seconds)} s a step ({low} to {high})"

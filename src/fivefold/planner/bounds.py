@@ -1,7 +1,7 @@
-"""The memory and the least step time of many layouts at once. No torch.
+"""Memory, and a lower bound of the step time, of many layouts at once. No torch.
 
-The numbers are those of `estimate`: its prices and its sums, over arrays of layouts. Memory is exact. No step is
-shorter than its bound, and without a pipeline none is longer.
+The numbers are those of `estimate`: its prices and sums, over arrays of layouts. Memory is exact. No step is shorter
+than its bound, and without a pipeline none is longer.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ from fivefold.planner.rank_memory import (
 from fivefold.planner.space import Integers, Rows, Space, Which
 from fivefold.planner.sums import Sent, Work, busiest, crowded, durations, least_span, passes
 
-AT_ONCE = 2**17  # numbers of an array: what a processor's cache holds
-SPANS_AT_ONCE = 256  # pipelines: of each, all that is known behind as many rounds as it has ranks is kept
+AT_ONCE = 2**17  # elements of an array, so that it fits in a processor's cache
+SPANS_AT_ONCE = 256  # pipelines run together: each keeps its state after as many rounds as it has ranks
 
 
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """Of `rows`: bytes of the fullest rank, all in all, and the seconds that a step takes at least."""
+    """Bounds of `rows`. `needs`: total bytes of the fullest rank. `at_least`: lower bound of the step's seconds."""
 
     rows: Rows
     needs: Numbers
@@ -45,13 +45,13 @@ class Bounds:
         return len(self.rows)
 
     def at(self, which: Which) -> "Bounds":
-        """Some of them."""
+        """The subset `which`."""
         return Bounds(self.rows.at(which), self.needs[which], self.at_least[which])
 
 
 class Alike(NamedTuple):
-    """Rows of numbers, of which some are equal. `values`: those that differ. `first`: the first row of each. `of`: of
-    each row its place in `values`."""
+    """Rows of numbers without duplicates. `values`: the distinct rows. `first`: index of each one's first occurrence.
+    `of`: for each row, its index in `values`."""
 
     values: list[tuple[int, ...]]
     first: Integers
@@ -59,7 +59,7 @@ class Alike(NamedTuple):
 
 
 def distinct(*columns: Integers | NDArray[np.bool_]) -> Alike:
-    """Rows of columns of numbers from 0 up."""
+    """Deduplicate rows, given as columns of non-negative integers."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         key = key * (int(column.max()) + 1) + column
@@ -79,18 +79,18 @@ class Bounding:
     _edges: dict[tuple[int, int, int, Content], tuple[float, ...]] = field(init=False, default_factory=dict)
 
     def of(self, rows: Rows, most: float = np.inf) -> Bounds:
-        """Computed in pieces, whose arrays stay small. Layouts that need more than `most` bytes have no time."""
+        """Compute bounds in chunks, to keep arrays small. Layouts that need more than `most` bytes take forever."""
         size = max(1, AT_ONCE // (rows.pipeline.stages))
         stages = self.space.prices.stages(rows.pipeline)
         parts = [self._of(rows.at(slice(start, start + size)), stages, most) for start in range(0, len(rows), size)]
         needs, at_least = (np.concatenate(each) for each in zip(*parts, strict=True))
         return Bounds(rows, needs, at_least)
 
-    # ---- what is looked up -------------------------------------------------------------------------------------------
+    # ---- look-ups ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def work(self) -> Work:
-        """[number in `Space.works`, part]."""
+        """Work of each micro batch: [number in `Space.works`, part]."""
         return Work.of([prices for _, _, prices in self.space.works])
 
     @cached_property
@@ -99,7 +99,7 @@ class Bounding:
 
     @cached_property
     def shards(self) -> Integers:
-        """Place -> its number in `_shards`."""
+        """Number in `_shards` of each place."""
         numbers: dict[int, int] = {}
         found = []
         for place in self.space.places:
@@ -112,31 +112,31 @@ class Bounding:
 
     @cached_property
     def sent(self) -> Sent:
-        """[number in `_shards`, part]."""
+        """Seconds of FSDP's collectives: [number in `_shards`, part]."""
         assert len(self.shards), "there are places"
         return Sent.of(self._shards)
 
     @cached_property
     def replicas(self) -> Integers:
-        """Of each place."""
+        """Data-parallel replicas of each place."""
         return np.array([place.dp_replicate for place in self.space.places])
 
     @cached_property
     def runtime(self) -> Numbers:
-        """Bytes beside tensors, of each place."""
+        """Bytes outside tensors, for each place."""
         chip, prices = self.space.prices.cluster.chip, self.space.prices
         return np.array([runtime_bytes(chip, prices.grid(place)) for place in self.space.places])
 
     def resting(self, rows: Rows, contents: Sequence[Content]) -> Numbers:
-        """[layout, content, moment]: bytes that do not depend on the micro batch; the last moment is none, but the most
-        gradients that wait at any."""
+        """[layout, content, moment]: bytes that do not depend on the micro batch. The last entry is no moment, but the
+        most unreduced gradients at any moment."""
         alike = distinct(self.shards[rows.place], rows.zero)
         found = [self._rest(each, rows.pipeline, alike.values) for each in contents]
         return np.array(found).swapaxes(0, 1)[alike.of]
 
     def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
-        """Of each (number in `_shards`, ZeRO stage)."""
-        waits = root_waits(self._shards[0], content, pipeline)  # of any: an embedding is tied in all or in none
+        """Resting bytes for each (number in `_shards`, ZeRO stage)."""
+        waits = root_waits(self._shards[0], content, pipeline)  # any shards: an embedding is tied in all or in none
         known = self._resting.setdefault((content, waits), {})
         for key in keys:
             if key not in known:
@@ -147,7 +147,7 @@ class Bounding:
         return [known[key] for key in keys]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
-        """[layout, content]: seconds once a step."""
+        """[layout, content]: seconds spent once a step."""
         alike = distinct(self.shards[places], self.replicas[places])
         found = [[self._edge(int(places[each]), content) for content in contents] for each in alike.first]
         return Edges(*np.moveaxis(np.array(found)[alike.of], -1, 0))
@@ -161,29 +161,29 @@ class Bounding:
         return self._edges[key]
 
     def in_flight(self, rows: Rows) -> InFlight:
-        """[layout, stage]."""
+        """[layout, stage]: micro batches in flight."""
         alike, layers = distinct(rows.micro_batches), self.space.prices.stages(rows.pipeline).sizes
         found = [in_flight(rows.pipeline, count, layers) for (count,) in alike.values]
         return InFlight(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(InFlight)))
 
     def gathers(self, rows: Rows) -> Gathers:
-        """[layout, stage]."""
+        """[layout, stage]: gathers and reductions of FSDP."""
         of_places = np.array([[shards.stage(zero) for zero in range(4)] for shards in self._shards])[self.shards]
         alike = distinct(of_places[rows.place, rows.zero], rows.micro_batches)
         found = [gathers(rows.pipeline, count, zero) for zero, count in alike.values]
         return Gathers(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(Gathers)))
 
     def transfer(self, pp: int) -> Numbers:
-        """Of hidden states between pipeline ranks, for each micro batch of `Space.works`."""
+        """Seconds to send hidden states between pipeline ranks, for each micro batch of `Space.works`."""
         if pp not in self._transfer:
             prices, works = self.space.prices, self.space.works
             self._transfer[pp] = np.array([transfer_seconds(prices, each, pp) for _, _, each in works])
         return self._transfer[pp]
 
-    # ---- what is computed --------------------------------------------------------------------------------------------
+    # ---- computations ------------------------------------------------------------------------------------------------
 
     def _of(self, rows: Rows, stages: Stages, most: float) -> tuple[Numbers, Numbers]:
-        """Bytes of the fullest rank, and the least seconds."""
+        """Bytes of the fullest rank, and the lower bound of seconds."""
         needs = self._needs(rows, stages)
         fitting, at_least = needs <= most, np.full(len(rows), np.inf)
         if fitting.any():
@@ -191,7 +191,7 @@ class Bounding:
         return needs, at_least
 
     def _least(self, rows: Rows, stages: Stages) -> Numbers:
-        """Seconds that no step is shorter than."""
+        """Lower bound of a step's seconds."""
         forward, backward = self._passes(rows, stages)
         left, transfer = self.in_flight(rows).left, self.transfer(rows.pp)[rows.work]
         splits = rows.pipeline.schedule.splits_backward
@@ -209,8 +209,8 @@ class Bounding:
         return found
 
     def _moving(self, rows: Rows, stages: Stages) -> Numbers:
-        """[layout, content, moment]: bytes that depend on the micro batch, of the rank of a content that has the most.
-        They are the same for many layouts."""
+        """[layout, content, moment]: bytes that depend on the micro batch, the most over the ranks with that content.
+        Layouts with equal micro batches share them."""
         alike, engine = distinct(rows.work, rows.micro_batches), self.space.prices.engine
         own = rows.at(alike.first)
         under_way = passing(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
@@ -225,7 +225,7 @@ class Bounding:
         return passes(work, sent, stages, self.gathers(rows), self.space.prices.engine)
 
     def _after(self, rows: Rows, stages: Stages, forward: Numbers, backward: Numbers) -> Numbers:
-        """Seconds of the busiest rank beside the passes."""
+        """Seconds of the busiest rank outside the passes."""
         prices, rank = self.space.prices, busiest(forward, backward, stages)
         each = np.arange(len(rows), dtype=np.int64)
         content = np.array([stages.distinct.index(content) for content in stages.contents])[rank]
@@ -234,7 +234,7 @@ class Bounding:
         return edges.update + edges.seconds(own) + prices.world_seconds + prices.engine.step_seconds
 
     def seconds(self, rows: Rows) -> Numbers:
-        """Of a step, with the pipeline run slot by slot. Numbers of micro batches differ by whole rounds at most."""
+        """Seconds of a step, running the pipeline slot by slot. Numbers of micro batches may differ by whole rounds."""
         pipeline, stages = rows.pipeline, self.space.prices.stages(rows.pipeline)
         forward, backward = self._passes(rows, stages)
         of_kind = durations(forward, backward, self.work.at(rows.work), stages)
@@ -249,7 +249,7 @@ class Bounding:
 
 
 def _spans(pipeline: Layout, kinds: Sequence[Kind], timings: Numbers) -> Numbers:
-    """`span` of columns: durations of each kind of slot by stage, seconds of a transfer, and micro batches."""
+    """`span` of columns: slot durations by kind and stage, transfer seconds, and micro batches."""
     seconds = dict(zip(kinds, np.split(timings[:-2], len(kinds)), strict=True))
     return span(pipeline, timings[-1].astype(int), seconds, timings[-2])
 

@@ -1,8 +1,8 @@
-"""Budgets of recompute: what the ranks of a pipeline spend one for, and what a step adds up then. No torch.
+"""Recompute budgets: how each pipeline rank spends one, and the parts that a step then adds up. No torch.
 
-Prices are of one layer of each kind. Under a budget layers alike differ in how they are recomputed, so that a kind is
-priced under every mode, and counts as one kind for each. Which mode a layer gets is what the plan itself decides
-(`core/recompute.py`), of the bytes and the work that it knows (`parallel/memory.py`).
+Prices are per kind of layer. Under a budget, layers of one kind may have different recompute modes. So each kind is
+priced under every mode, and each pair counts as a kind. The plan itself decides the mode of a layer
+(`core/recompute.py`), from the bytes and the work that it knows (`parallel/memory.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from fivefold.planner.price import PriceList
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What a step adds up. `prices`, `shards` and the columns of `stages` are of each kind of layer under one mode, or
-    under a budget of all kinds under `none`, then `selective`, then `full`. `spent`: of each pipeline rank, what it
-    spends a budget for."""
+    """Parts that a step adds up. `prices`, `shards` and the columns of `stages` have one entry for each kind of layer;
+    under a budget, for all kinds under `none`, then `selective`, then `full`. `spent`: how each pipeline rank spends a
+    budget."""
 
     prices: Prices
     shards: Shards
@@ -30,9 +30,9 @@ class Parts:
 
 
 def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Stages, in_flight: Numbers) -> Parts:
-    """The parts of a layout with a budget. `tokens`: of a row, padded. `in_flight`: of each stage, the micro batches
-    between their forward and their backward, when it has the most. Raises `UserError` where full recompute keeps more,
-    and for another trainer, which has no budgets."""
+    """Build the parts of a layout with a budget. `tokens`: of a row, padded. `in_flight`: for each stage, the most
+    micro batches between forward and backward. Raises `UserError` if full recompute keeps more than the budget, and for
+    other trainers, which have no budgets."""
     if not price_list.engine.moments:
         raise UserError(
             f"{price_list.engine.name} has no budget of recompute, such as {layout.recompute}",
@@ -72,5 +72,5 @@ def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Sta
 
 
 def _under_way(of: dict[Mode, Choice], count: int) -> dict[Mode, Choice]:
-    """Of `count` micro batches, what one of them keeps."""
+    """Scale what one micro batch keeps to `count` of them."""
     return {mode: replace(choice, kept=count * choice.kept) for mode, choice in of.items()}

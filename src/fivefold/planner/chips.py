@@ -1,7 +1,7 @@
-"""Devices and nodes as data: what `hardware/` says of each chip, of the links of its node, and of types of nodes.
+"""Devices and nodes as data: the chips, links and node types of `hardware/`. No torch.
 
-A file of `hardware/chips/` is one chip; a new file is a new chip. `like` takes what the file does not say from another
-chip. `hardware/nodes.toml` has types of nodes, `hardware/peaks.toml` devices known by their peak alone. No torch.
+A file of `hardware/chips/` is one chip; to add a chip, add a file. `like` inherits missing fields from another chip.
+`hardware/nodes.toml` has node types, `hardware/peaks.toml` devices of which only the peak is known.
 """
 
 import re
@@ -17,12 +17,12 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 
 HARDWARE = Path(__file__).parent / "hardware"
-DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")  # that a table by dtype may have
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")  # keys of a table by dtype
 
-# What a file may leave out.
+# Fields that a file may leave out.
 _DEFAULTS = {
     "aliases": [], "names": [], "efficiencies": "", "step_fraction": 1.0,
-    # Attention: 447 TFLOP/s of H200's 794 (ml-engineering, FA3). Tiles: of the large kernels of cuBLAS.
+    # Attention: 447 TFLOP/s of H200's 794 (ml-engineering, FA3). Tiles: those of cuBLAS's large kernels.
     "doubt": 1.0, "slack": 0, "host_scale": 1.0, "attention_fraction": 0.5, "tile": [128, 256], "tile_fill": 64,
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
@@ -30,11 +30,11 @@ _DEFAULTS = {
     },
 }  # fmt: skip
 
-# Of numbers in a file of one's own: all others are between these. Beyond them, seconds and bytes are no numbers.
+# Range of the numbers in a user's file, but for those below: beyond it, seconds and bytes are no numbers.
 _LEAST, _MOST = 1e-6, 1e9
-_MOST_DECAY = 1  # more nodes never have less than one of them
+_MOST_DECAY = 1  # nodes together never carry less than one of them
 _MOST_DOUBT = 10  # a factor of 5 on each side
-_WORDS = ("aliases", "names", "chips")  # lists of text; other lists are of whole numbers, as many as in the table
+_WORDS = ("aliases", "names", "chips")  # lists of strings; other lists hold integers and keep the table's length
 _WHOLE = ("sms", "most_devices", "domain_devices", "cores", "rails", "tile_fill")
 _MAY_BE_ZERO = (
     "slack",
@@ -55,13 +55,13 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True)
 class Link:
-    """What carries bytes between devices.
+    """A link between devices.
 
-    `gbs`: GB/s (1e9 bytes) of one device in one direction, by the data sheet. `fraction`: the part of it that a large
-    ring collective reaches. `latency_us`: of one hop of a ring. `decay`: p of what a ring through nodes carries at
-    most, which is what links inside a node carry times nodes^-p; 0 for a fabric that does not block. `rails`: how many
-    devices' links of a node one ring can use; 0 for all of them. `meet_us`: what a collective takes besides, until the
-    last rank has come and all have woken up.
+    `gbs`: GB/s (1e9 bytes) per device and direction, from the data sheet. `fraction`: the part of it that a large ring
+    collective reaches. `latency_us`: of one hop of a ring. `decay`: exponent p: a ring through nodes carries at most
+    what links inside a node carry, times nodes^-p; 0 for a non-blocking fabric. `rails`: how many devices' links of a
+    node one ring can use; 0 for all of them. `meet_us`: extra time of a collective until the last rank has arrived and
+    all have woken up.
     """
 
     kind: str
@@ -74,17 +74,17 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """What one device sends in a large collective: 450 GB/s at .82 are 3.69e11."""
+        """Bytes a second that one device sends in a large collective: 450 GB/s at .82 are 3.69e11."""
         return self.gbs * 1e9 * self.fraction
 
 
 @dataclass(frozen=True)
 class NodeType:
-    """A server and its links. `most_devices`: that one may have. `chips`: it is made of these; empty, of any.
+    """A server and its links. `most_devices`: the most that one has. `chips`: those it is made with; empty for any.
 
-    `domain_devices`: how many devices the link inside joins where it goes beyond one server (72 in an NVL72 rack); 0
-    where it ends with the server. `cores`: of a server whose devices are processes, how many run at full speed at once;
-    0 where each device computes on its own.
+    `domain_devices`: devices joined by the inside link if it goes beyond one server (72 in an NVL72 rack), else 0.
+    `cores`: for a server whose devices are processes, how many run at full speed at once; 0 where each device computes
+    on its own.
     """
 
     name: str
@@ -100,19 +100,19 @@ class NodeType:
 class Chip:
     """A device, as CUDA or ROCm counts them: one die of an MI250X.
 
-    `peak_tflops` by dtype: dense, by the data sheet, fp32 without TF32; a dtype that it lacks is absent (bf16 of V100).
-    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: of that, what
-    matmuls keep inside of a long step, where power and heat hold the clocks down. `doubt`: how many times as unsure its
-    seconds are as those of chips that were measured. `efficiencies`: the chip whose measured fractions it has, or
-    `judgement`; empty where they are its own. `attention_fraction`: of the matmul rate, what attention reaches. `tile`:
-    rows and columns of the outputs that a matmul computes at once; `tile_fill`: inner products in which a tile gets
-    going. `slack`: what the allocator has over what is allocated, where a run has shown it; 0: as the trainer usually
-    has. `host_scale`: how much longer Python and launches take than on the hosts that trainers' seconds are of.
+    `peak_tflops` by dtype: dense, from the data sheet, fp32 without TF32; missing dtypes are absent (bf16 of V100).
+    `matmul_fraction` by dtype: the part of the peak that the best large matmul reaches. `step_fraction`: the part of
+    that which matmuls keep in a long step, where power and heat limit the clocks. `doubt`: uncertainty of its seconds,
+    relative to chips that were measured. `efficiencies`: the chip from which its measured fractions come, or
+    `judgement`; empty if they are its own. `attention_fraction`: the part of the matmul rate that attention reaches.
+    `tile`: rows and columns of the outputs that a matmul computes at once; `tile_fill`: inner dimension at which a
+    tile reaches half its rate. `slack`: reserved over allocated memory, if a run has shown it; 0: the trainer's.
+    `host_scale`: how much longer Python and launches take than on the hosts where the trainers were measured.
     `memory_gib`: all that the driver shows. `memory_bandwidth_gbs` (1e9 bytes/s), and `memory_fraction` of it for large
-    arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA, or what ROCm says in its place.
-    `launch_us`: host time of one kernel. `context_gib`: what context and libraries take outside the allocator,
-    `communicator_gib`: each communicator besides. `host_gbs`: to host memory, each way. `names`: regular expressions
-    for whole words of the name that CUDA or ROCm calls it by.
+    arrays. `sms`: streaming multiprocessors or compute units. `capability`: of CUDA, or ROCm's equivalent. `launch_us`:
+    host time of one kernel. `context_gib`: context and libraries, outside the allocator; `communicator_gib`: each
+    communicator in addition. `host_gbs`: to host memory, each way. `names`: regular expressions that match whole words
+    of the device name in CUDA or ROCm.
     """
 
     name: str
@@ -140,12 +140,12 @@ class Chip:
 
     @property
     def is_host(self) -> bool:
-        """Whether it is a CPU: it computes in the process that asks it to, one operation after the other."""
+        """True for a CPU, which computes in the calling process, one operation after the other."""
         return not any(self.capability)
 
     @property
     def is_guess(self) -> bool:
-        """Whether nothing of it was measured, its memory neither."""
+        """True if nothing about it was measured, not even its memory."""
         return self.is_host and self.doubt > 1
 
     @property
@@ -154,28 +154,28 @@ class Chip:
 
     @property
     def memory_bytes_per_second(self) -> float:
-        """Of large arrays."""
+        """Bytes a second of large arrays."""
         return self.memory_bandwidth_gbs * 1e9 * self.memory_fraction
 
     def flops_per_second(self, dtype: str) -> float | None:
-        """Of the best large matmul; None where the chip has no such dtype."""
+        """FLOP/s of the best large matmul; None if the chip lacks the dtype."""
         peak = self.peak_tflops.get(dtype)
         return None if peak is None else peak * 1e12 * self.matmul_fraction[dtype]
 
     def times(self, speed: float) -> "Chip":
-        """The same with so much of its arithmetic and of its memory's bandwidth."""
+        """The same chip with its arithmetic and memory bandwidth scaled by `speed`."""
         peaks = {dtype: peak * speed for dtype, peak in self.peak_tflops.items()}
         return replace(self, peak_tflops=peaks, memory_bandwidth_gbs=self.memory_bandwidth_gbs * speed)
 
 
 @cache
 def chip_names() -> tuple[str, ...]:
-    """Of the chips that have a file, without aliases."""
+    """Names of the chips that have a file, without aliases."""
     return tuple(sorted(file.stem for file in (HARDWARE / "chips").glob("*.toml")))
 
 
 def chip_table(said: str) -> tuple[str, Table]:
-    """The name and the whole table of a chip by its name or alias, in any case. Raises `UserError`."""
+    """Look up a chip by name or alias, in any case: its name and whole table. Raises `UserError` if it is not known."""
     known = {word.lower(): name for name in chip_names() for word in (name, *_read_chip(name)["aliases"])}
     if said.lower() in known:
         return known[said.lower()], _read_chip(known[said.lower()])
@@ -183,7 +183,7 @@ def chip_table(said: str) -> tuple[str, Table]:
 
 
 def node_table(said: str, chip: str, own: Table) -> Table:
-    """The table of a node of `chip`: its own (`dgx`), or that with what a type replaces. Raises `UserError`."""
+    """Table of a node of `chip`: its own (`dgx`), or that with the changes of a node type. Raises `UserError`."""
     types = _read(HARDWARE / "nodes.toml")
     if said == "dgx":
         return own
@@ -196,21 +196,21 @@ def node_table(said: str, chip: str, own: Table) -> Table:
 
 
 def chip_of_table(name: str, table: Table) -> Chip:
-    """A `Chip` of what `chip_table` gave, or of that with changes."""
+    """Build a `Chip` from a table of `chip_table`, possibly changed."""
     fields: Table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     fields.pop("node", None)
     return Chip(name=name, **fields)
 
 
 def node_of_table(name: str, table: Table) -> NodeType:
-    """A `NodeType` of what `node_table` gave, or of that with changes."""
+    """Build a `NodeType` from a table of `node_table`, possibly changed."""
     links = {side: Link(**table[side]) for side in ("inside", "between")}
     return NodeType(**{**table, "name": name, "chips": tuple(table["chips"]), **links})
 
 
 def overridden(base: Table, given: Table, place: str) -> Table:
-    """`base` with what `given` says in its place. Raises `UserError` for a key that `base` has not, or for a value that
-    cannot stand there."""
+    """Return `base` with the values of `given` in place of its own. Raises `UserError` for an unknown key or a value
+    that does not fit."""
     merged = dict(base)
     for key, value in given.items():
         old = base.get(key, 1.0 if _is_dtype_of(place, key) else None)
@@ -223,8 +223,8 @@ def overridden(base: Table, given: Table, place: str) -> Table:
 
 
 def chip_of_device(device: str, *, fix: str) -> Chip:
-    """The chip that CUDA or ROCm calls by this name. Raises `UserError` where there is no file of it; `fix`: what the
-    user can do then."""
+    """Look up the chip that CUDA or ROCm calls by this name. Raises `UserError` if no file describes it; `fix`: what
+    the user can do then."""
     found = _found(device)
     if not isinstance(found, str):
         raise UserError(f"the planner does not know {device}", fix=fix, more="docs/planner.md")
@@ -232,13 +232,13 @@ def chip_of_device(device: str, *, fix: str) -> Chip:
 
 
 def bf16_peak(device: str) -> float | None:
-    """The dense bf16 peak in TFLOP/s of a device of this name, or None where it is not known."""
+    """The dense bf16 peak in TFLOP/s of a device of this name, or None if it is not known."""
     found = _found(device)
     return _read_chip(found)["peak_tflops"].get("bf16") if isinstance(found, str) else found
 
 
 def _found(device: str) -> str | float | None:
-    """The chip, or the peak, that the longest words of this name are of. A slice (MIG) is no chip."""
+    """Chip or peak with the longest match in a device name. A slice (MIG) is no chip."""
     if re.search(r"\bMIG\b", device):
         return None
     return max(
@@ -266,7 +266,7 @@ def _read(file: Path) -> Table:
 
 
 def _joined(base: Table, table: Table) -> Table:
-    """Both tables, `table` before `base`, and so in the tables inside."""
+    """Merge `table` over `base`, inner tables too."""
     inner = {key: _joined(base.get(key, {}), value) for key, value in table.items() if isinstance(value, dict)}
     return {**base, **table, **inner}
 
@@ -276,7 +276,7 @@ def _is_dtype_of(place: str, key: str) -> bool:
 
 
 def _fits(place: str, value: Any, old: Any) -> bool:
-    """Whether a value may stand where `old` stands."""
+    """True if `value` may replace `old`."""
     if isinstance(old, list):
         return isinstance(value, list) and _fits_list(place, value, old)
     if not isinstance(old, int | float):

@@ -1,7 +1,7 @@
-"""Where a layout would run: nodes of one kind of device, and the links between them. No torch.
+"""Hardware that a layout runs on: nodes of one kind of device, and the links between them. No torch.
 
-Text form, as `--cluster` takes it: `16x8xH100` is 16 nodes of 8 H100, `8xH100` one node, `8x8xH200@p5e` nodes of a type
-of their own. Or a TOML file, in which a table replaces what is known of the chip or of its node:
+Text form, as `--cluster` takes it: `16x8xH100` is 16 nodes of 8 H100, `8xH100` one node, `8x8xH200@p5e` nodes of
+another type. Or a TOML file, whose tables override values of the chip or of its node:
 
     cluster = "16x8xH100@p5"
 
@@ -46,9 +46,9 @@ _TEXT = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([a-z][\w.-]*)(?:@([\w.-]+))
 
 @dataclass(frozen=True)
 class Span:
-    """Where the ranks of a group stand. A node here is all that the link inside joins: 72 devices of an NVL72 rack.
+    """Placement of a group's ranks. A node here is all that the inside link joins: 72 devices of an NVL72 rack.
 
-    `link`: the slowest that they use. `nodes`: how many they touch. `per_node`: how many of them the fullest node has.
+    `link`: the slowest that they use. `nodes`: how many they touch. `per_node`: how many ranks the fullest node has.
     """
 
     link: Link
@@ -67,49 +67,49 @@ class Cluster:
 
     @staticmethod
     def parse(text: str, size: tuple[int, int] | None = None) -> "Cluster":
-        """The cluster of a text or of a TOML file. `size`: nodes, and devices of each, in place of its own. Raises
+        """Parse a text or a TOML file. `size`: nodes, and devices of each, to use instead of its own. Raises
         `UserError`."""
         text = text.strip()
         return _from_file(expanded(text), size) if text.endswith(".toml") else _from_text(text, {}, size)
 
     @staticmethod
     def of_toml(content: str, name: str) -> "Cluster":
-        """The cluster that a TOML file of this content would be; errors call it `name`. Raises `UserError`."""
+        """Parse the content of a TOML file; errors call it `name`. Raises `UserError`."""
         return _from_toml(content, name)
 
     @property
     def world(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return self.nodes * self.devices_per_node
 
     @property
     def crowding(self) -> float:
-        """How many devices share a core of a server whose devices are processes: 2 for 4 of them on 2 cores; else 1."""
+        """Devices per core of a server whose devices are processes: 2 for 4 of them on 2 cores; else 1."""
         return max(1.0, self.devices_per_node / self.node.cores) if self.node.cores else 1.0
 
     @property
     def threads(self) -> int:
-        """How many cores a device has where devices are processes; else 1."""
+        """Cores per device where devices are processes; else 1."""
         return max(1, self.node.cores // self.devices_per_node)
 
     @property
     def text(self) -> str:
-        """`16x8xH100`, or `16x8xH100@p5`: what `parse` reads, less what a file of one's own changed."""
+        """`16x8xH100`, or `16x8xH100@p5`: the text that `parse` reads, without the changes of a user's file."""
         type_of_nodes = "" if self.node.name == "dgx" else f"@{self.node.name}"
         return f"{self.nodes}x{self.devices_per_node}x{self.chip.name}{type_of_nodes}"
 
     @property
     def domain(self) -> int:
-        """How many consecutive ranks the link inside joins: a node, or the whole nodes of a rack.
+        """Number of consecutive ranks that the inside link joins: a node, or the whole nodes of a rack.
 
         8 for nodes of 8 H100; 72 for nodes of 4 GB200.
         """
         return max(self.node.domain_devices // self.devices_per_node, 1) * self.devices_per_node
 
     def tier_of(self, ranks: Iterable[int]) -> Span:
-        """The link that a group of global ranks uses.
+        """Placement of a group of global ranks, and its link.
 
-        On 2x8xH100: of 0..7 NVLink, 1 node and 8 a node; of 0, 8 the network, 2 nodes and 1 a node.
+        On 2x8xH100: ranks 0..7 use NVLink, 1 node, 8 a node; ranks 0 and 8 use the network, 2 nodes, 1 a node.
         """
         a_node = Counter(rank // self.domain for rank in ranks)
         link = self.node.inside if len(a_node) == 1 else self.node.between
@@ -117,13 +117,13 @@ class Cluster:
 
 
 def nodes_of(size: int, local_size: int) -> tuple[int, int]:
-    """(nodes, devices of each) of `size` workers, `local_size` of them on the first machine. Where the last machine has
-    fewer, each worker is taken for a node of its own: links are then too slow, never too fast."""
+    """(nodes, devices of each) of `size` workers, `local_size` of them on the first machine. If the last machine has
+    fewer, each worker counts as a node of its own: links are then underestimated, never overestimated."""
     return (size // local_size, local_size) if size % local_size == 0 else (size, 1)
 
 
 def _from_text(text: str, changes: Table, size: tuple[int, int] | None = None) -> Cluster:
-    """The cluster of a text form, with what a file changes of the chip and of the node."""
+    """Cluster of a text form, with a file's changes to the chip and the node."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise UserError(f"{text!r} is not a cluster", fix=FORM)
@@ -138,7 +138,7 @@ def _from_text(text: str, changes: Table, size: tuple[int, int] | None = None) -
 
 
 def _shared_out(cluster: Cluster) -> Cluster:
-    """What each device has while all compute, where devices are processes: several cores, or a part of one.
+    """Scale the speeds of devices that are processes to several cores each, or to a part of one, while all compute.
 
     On 2 cores: 1 process computes twice as fast as a core; each of 4 half as fast, and sends half as fast.
     """

@@ -1,7 +1,7 @@
-"""How long kernels take on a chip: a roofline with the shapes that lose some of the peak. No torch.
+"""Kernel times on a chip: a roofline, less what unfavourable shapes lose of the peak. No torch.
 
-A matmul is cut into tiles, and the tiles are dealt to the chip's multiprocessors in waves. A last wave that is not full
-keeps the others waiting; a short inner dimension does not fill the pipeline of a tile.
+A matmul is cut into tiles, which are dealt to the chip's multiprocessors in waves. A partial last wave leaves some of
+them idle; a short inner dimension does not fill the pipeline of a tile.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 1}
 
 @dataclass(frozen=True)
 class Product:
-    """`count` matmuls alike of a micro batch on a rank: [rows, inputs] times [inputs, outputs]."""
+    """`count` identical matmuls of a micro batch on a rank: [rows, inputs] times [inputs, outputs]."""
 
     rows: int
     inputs: int
@@ -29,7 +29,7 @@ class Product:
 
 
 def matmul_seconds(chip: Chip, product: Product, dtype: str) -> float:
-    """Forward of it: the longer of arithmetic and memory traffic."""
+    """Forward seconds: the longer of arithmetic and memory traffic."""
     rows, inputs, outputs, count = product.rows, product.inputs, product.outputs, product.count
     numbers = count * (rows * inputs + inputs * outputs + rows * outputs)
     rate = flops_per_second(chip, dtype) * chip.step_fraction
@@ -38,7 +38,7 @@ def matmul_seconds(chip: Chip, product: Product, dtype: str) -> float:
 
 
 def flops_per_second(chip: Chip, dtype: str) -> float:
-    """What the best large matmul reaches. Raises `UserError` where the chip has no such dtype."""
+    """FLOP/s of the best large matmul. Raises `UserError` if the chip lacks the dtype."""
     rate = chip.flops_per_second(dtype)
     if rate is None:
         raise UserError(f"{chip.name} has no {dtype}", fix=f"choose a precision of {', '.join(chip.peak_tflops)}")
@@ -46,7 +46,7 @@ def flops_per_second(chip: Chip, dtype: str) -> float:
 
 
 def _fill(chip: Chip, rows: int, outputs: int, inputs: int, count: int) -> float:
-    """The part of the achievable peak that a shape gets."""
+    """Part of the achievable peak that a shape reaches."""
     tile_m, tile_n = chip.tile
     tiles_m, tiles_n = -(-rows // tile_m), -(-outputs // tile_n)
     tiles = tiles_m * tiles_n * count
@@ -56,31 +56,31 @@ def _fill(chip: Chip, rows: int, outputs: int, inputs: int, count: int) -> float
 
 
 def attention_seconds(chip: Chip, flops: float, dtype: str) -> float:
-    """Forward of causal attention: `flops` are those of the half of the scores that is computed."""
+    """Forward seconds of causal attention; `flops` counts only the half of the scores that is computed."""
     return flops / (flops_per_second(chip, dtype) * chip.attention_fraction)
 
 
 def traffic_seconds(chip: Chip, size: float) -> float:
-    """Element-wise work that reads and writes so many bytes."""
+    """Seconds of element-wise work that reads and writes `size` bytes."""
     return size / chip.memory_bytes_per_second
 
 
 def traffic_bytes(chip: Chip, seconds: float) -> float:
-    """What element-wise work reads and writes in so many seconds."""
+    """Bytes that element-wise work reads and writes in `seconds`."""
     return seconds * chip.memory_bytes_per_second
 
 
 def host_seconds(chip: Chip, size: Any) -> Any:
-    """To copy so many bytes, or each of an array of them, to host memory, or back; both ways at once take as long."""
+    """Seconds to copy `size` bytes (a number or an array) to host memory, or back; both ways at once take as long."""
     return size / (chip.host_gbs * 1e9)
 
 
 def fused_saved(layer: str, cost: LayerCost, partition: Partition, hidden: int) -> Saved:
-    """What one token leaves in a decoder's layer where kernels are fused: the input of each norm and of each linear,
+    """Activations that a token saves in a decoder layer with fused kernels: the input of each norm and of each linear,
     and what attention and the activation read, once each.
 
-    Llama-3-70B: 2 inputs of norms and 2 of columns, of 8,192 each; then q, k, v and what attention gives, 18,432 in
-    all; gate, up and their product, 86,016. (Korthikanti et al., arXiv 2205.05198, without dropout and scores.)
+    Llama-3-70B: 2 inputs of norms and 2 of columns, of 8,192 each; then q, k, v and attention's output, 18,432 in all;
+    gate, up and their product, 86,016. (Korthikanti et al., arXiv 2205.05198, without dropout and scores.)
     """
     inside = 0.0
     for matmul in cost.matmuls:

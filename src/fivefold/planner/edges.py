@@ -1,4 +1,4 @@
-"""What a pipeline rank does once a step, and what it sends to others between passes: seconds and calls. No torch."""
+"""Work of a pipeline rank once a step, and what it sends to others between passes: seconds and calls. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,14 +15,14 @@ from fivefold.planner.parts import Content, Numbers, Prices, Shard, Shards
 from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Places
 
-UPDATE_BYTES = 34  # of memory traffic that AdamW and the norm of gradients make for a parameter, all in fp32
+UPDATE_BYTES = 34  # memory traffic of AdamW and the gradient norm per parameter, all in fp32
 
 
 @dataclass(frozen=True)
 class Edges:
-    """What a pipeline rank does once a step, in seconds. `update`: the optimizer. `ends`: the first unit's gather and
-    the last one's reduction. `replicas`, `last`: all-reduces over replicas, of all units and of the last. `reductions`:
-    one of each unit. `sums`: gradients that ranks hold in part."""
+    """Seconds that a pipeline rank spends once a step. `update`: the optimizer. `ends`: first gather and last
+    reduction, of the slowest unit. `replicas`, `last`: all-reduces over replicas, of all units and of the slowest.
+    `reductions`: one of each unit. `sums`: all-reduces of gradients that are partial on each rank."""
 
     update: Numbers | float
     ends: Numbers | float
@@ -32,18 +32,18 @@ class Edges:
     sums: Numbers | float
 
     def at(self, places: Places) -> "Edges":
-        """Those at some places."""
+        """The entries at `places`."""
         return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
 
     def seconds(self, backward: Numbers | float) -> Numbers:
-        """What no compute hides, beside the update. `backward`: seconds of it that hide sums over replicas."""
+        """Seconds that no compute hides, without the update. `backward`: seconds that hide sums over replicas."""
         hidden = np.maximum(0.0, backward - self.reductions)
         found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
         return found
 
 
 def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: Layout) -> Edges:
-    """Of a pipeline rank."""
+    """Compute the edges of a pipeline rank."""
     cluster, of_rank = price_list.cluster, shards.of(content)
     units = [(unit, count) for shard, count in of_rank for unit in shard.units]
     replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
@@ -66,14 +66,14 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
 
 
 def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:
-    """The sum of a tied embedding's gradients, where it is on two pipeline ranks and this is one of them."""
+    """All-reduce of a tied embedding's gradients, if it is on two pipeline ranks and this is one of them."""
     if not shards.tied or layout.pp == 1 or content.has_embedding == content.has_head:
         return None
     return Call(axis="pp_ends", kind="all_reduce", bytes=shards.tied, phase="step")
 
 
 def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
-    """The sums of gradients that a rank holds in part, once a step."""
+    """All-reduces, once a step, of the gradients that are partial on each rank."""
     sums = Counter[str]()
     for shard, count in of_rank:
         for axis, size in shard.sums.items():
@@ -84,12 +84,12 @@ def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
 
 
 def transfer_call(prices: Prices) -> Call:
-    """Hidden states from one pipeline rank to the next."""
+    """Send of hidden states from one pipeline rank to the next."""
     size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
     return Call(axis="pp", kind="send", bytes=size, phase="forward")
 
 
 def transfer_seconds(price_list: PriceList, prices: Prices, pp: int) -> float:
-    """Of hidden states from one pipeline rank to the next."""
+    """Seconds to send hidden states from one pipeline rank to the next."""
     span = price_list.span(Axis(pp, price_list.cluster.world // pp))
     return seconds(price_list.cluster, span, transfer_call(prices)) if pp > 1 else 0.0

@@ -1,7 +1,7 @@
-"""`estimate`: the memory and the time of a step of a layout on a cluster, item by item, before it runs. No torch.
+"""`estimate`: memory and time of a layout's step on a cluster, item by item, before it runs. No torch.
 
 Prices of single layers (`price.py`) are added up to the stages of the pipeline, and the schedule is run slot by slot
-with them. Memory is that of the fullest pipeline rank. Time is that of the whole step.
+with them. Memory is that of the fullest pipeline rank, time that of the whole step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,19 +50,19 @@ from fivefold.planner.rank_memory import (
 )
 from fivefold.planner.sums import Sent, Work, busiest, crowded, data_seconds, durations, least_span, passes
 
-TIGHT = 0.94  # of a device's memory: above it the allocator begins to free and ask again (planner facts, PyTorch FSDP)
-MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # of a row, and of a step: far above every run
+TIGHT = 0.94  # of a device's memory: above it the allocator starts to free and reallocate (planner facts, PyTorch FSDP)
+MOST_TOKENS, MOST_ROWS = 2**27, 2**24  # per row, and per step: far above any run
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What an optimizer step has to do: `global_batch_size` rows of `seq_length` tokens."""
+    """Work of an optimizer step: `global_batch_size` rows of `seq_length` tokens."""
 
     seq_length: int
     global_batch_size: int
 
     def __post_init__(self) -> None:
-        """Raises `UserError` for rows without tokens, a step without rows, or more of either than can be priced."""
+        """Raise `UserError` for rows without tokens, a step without rows, or more of either than can be priced."""
         if self.seq_length < 1 or self.global_batch_size < 1:
             what = f"{self.global_batch_size} rows of {self.seq_length} tokens are no step"
             raise UserError(what, fix="seq_length and global_batch_size are 1 or more")
@@ -89,10 +89,10 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step of `layout` needs. `rows`: memory of the fullest rank, then the time of a step; each adds up.
+    """Memory and time of a step of `layout`. `rows`: memory of the fullest rank, then time; the rows of each add up.
 
-    `step_seconds` of the whole step; `allocated` bytes at its peak, `reserved` with what the allocator keeps and what
-    the runtime takes outside of it.
+    `step_seconds`: of the whole step. `allocated`: bytes at its peak. `reserved`: with what the allocator keeps and
+    what the runtime takes outside of it.
     """
 
     layout: Layout
@@ -108,7 +108,7 @@ class Estimate:
 
     @cached_property
     def reserved(self) -> float:
-        """Bytes of a device that are taken."""
+        """Bytes taken of a device."""
         return sum(row.amount for row in self.rows if row.part == "memory")
 
     @cached_property
@@ -118,22 +118,22 @@ class Estimate:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of the step, by item."""
+        """Seconds of the step, by item."""
         return {row.item: row.amount for row in self.rows if row.part == "time"}
 
     @property
     def step_interval(self) -> Interval:
-        """Between these the seconds of a step lie in 80 % of cases."""
+        """80 % interval of the step's seconds."""
         return step_interval(self.seconds, self.cluster.chip.doubt)
 
     @property
     def reserved_interval(self) -> Interval:
-        """Between these the bytes of a device that are taken lie in 80 % of cases."""
+        """80 % interval of the bytes taken of a device."""
         return memory_interval(self.reserved)
 
     @property
     def memory_gib(self) -> float:
-        """Of tensors, at the peak of a step: what `memory/peak_gib` of a run reports."""
+        """GiB of tensors at the peak of a step: a run reports it as `memory/peak_gib`."""
         return self.allocated / GIB
 
     @property
@@ -158,9 +158,9 @@ class Estimate:
 
 
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
-    """Of a layout. Raises `UserError` where it cannot run the model on the cluster, with the nearest legal values."""
+    """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model there."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
-    refuse(legality.of_experts(layout, limits))  # first: where shards go does not help a model without experts
+    refuse(legality.of_experts(layout, limits))  # first: advice about shards does not help a model without experts
     refuse(layout.against_world(world, prices.cluster.text))
     layout = layout.resolve(world)
     refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))
@@ -169,7 +169,7 @@ def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
 
 @dataclass(frozen=True)
 class Step:
-    """One layout's step, added up as far as it is asked."""
+    """One layout's step, added up lazily."""
 
     price_list: PriceList
     layout: Layout
@@ -177,7 +177,7 @@ class Step:
 
     @cached_property
     def pipeline(self) -> Layout:
-        """The layout's pipeline alone, under which stages and schedules are shared by many layouts."""
+        """The layout's pipeline alone: many layouts share its stages and schedules."""
         own = self.layout
         return Layout(pp=own.pp, pp_schedule=own.pp_schedule, pp_virtual=own.pp_virtual, pp_split=own.pp_split)
 
@@ -187,12 +187,12 @@ class Step:
 
     @cached_property
     def tokens(self) -> int:
-        """Of a row, padded."""
+        """Tokens of a row, padded."""
         return self.layout.padded(self.workload.seq_length)
 
     @cached_property
     def parts(self) -> Parts:
-        """What is added up. Raises `UserError` for a budget of recompute that `full` exceeds."""
+        """Parts that the step adds up. Raises `UserError` for a budget of recompute that `full` exceeds."""
         prices, layout = self.price_list, self.layout
         stages = prices.stages(self.pipeline)
         if budget_bytes(layout.recompute) is not None:
@@ -239,8 +239,8 @@ class Step:
 
     @cached_property
     def passes(self) -> tuple[Numbers, Numbers]:
-        """Seconds of each stage: forward and backward, in one micro batch, with FSDP. Copies to host memory and back
-        run beside them."""
+        """Seconds of each stage, forward and backward, in one micro batch, with FSDP. Copies to host memory and back
+        overlap them."""
         forward, backward = self.computing
         return np.maximum(forward, self.copying), np.maximum(backward, self.copying)
 
@@ -261,7 +261,7 @@ class Step:
         return int(busiest(*self.passes, self.stages))
 
     def _totals(self, rank: int) -> Seconds:
-        """Of a pipeline rank's device in one micro batch, by item."""
+        """Device seconds of a pipeline rank in one micro batch, by item."""
         found, layers = nothing(), self.stages.ranks[rank] @ self.stages.layers
         for part, count in zip(self.prices.parts, layers, strict=True):
             found += (part.forward + part.backward) * count
@@ -277,7 +277,7 @@ class Step:
 
     @cached_property
     def at_least(self) -> float:
-        """No step is shorter. Without a pipeline, none is longer."""
+        """Lower bound of the step's seconds; exact without a pipeline."""
         splits = self.pipeline.schedule.splits_backward
         slots = durations(*self.passes, self.work, self.stages)
         span = least_span(
@@ -287,17 +287,17 @@ class Step:
 
     @cached_property
     def after(self) -> float:
-        """Seconds of the busiest rank beside the passes."""
+        """Seconds of the busiest rank outside the passes."""
         return float(self.edges.update) + self.edge_seconds
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.span() + self.after
 
     @cached_property
     def transfer(self) -> float:
-        """Seconds of hidden states from one pipeline rank to the next."""
+        """Seconds to send hidden states from one pipeline rank to the next."""
         return transfer_seconds(self.price_list, self.prices, self.layout.pp)
 
     @property
@@ -324,7 +324,7 @@ class Step:
         return durations(*self.passes, self.work, self.stages)
 
     def timeline(self, micro_batches: int) -> Timeline:
-        """The pipeline's slots, in seconds, with so many micro batches."""
+        """The pipeline's slots, in seconds, for this many micro batches."""
 
         def duration(slot: Slot) -> float:
             return float(self.durations[slot.kind][slot.stage])
@@ -332,7 +332,7 @@ class Step:
         return schedule_plan(self.pipeline, micro_batches).simulate(duration, transfer=self.transfer)
 
     def time(self, span: float) -> Iterator[Item]:
-        """The items of the busiest rank, and what it waits."""
+        """Items of the busiest rank, and the time it waits."""
         rank = self.busiest
         total = dict(zip(ITEMS, self._totals(rank).tolist(), strict=True)) | {"host": self._waits(rank)}
         total["host link"] = float(self.stages.ranks[rank] @ (sum(self.passes) - sum(self.computing)))
@@ -355,13 +355,13 @@ class Step:
 
     @property
     def content(self) -> Content:
-        """What the busiest rank has of the model."""
+        """The busiest rank's part of the model."""
         return self.stages.contents[self.busiest]
 
     @cached_property
     def edges(self) -> Edges:
         found, units = edges_of(self.price_list, self.shards, self.content, self.layout), self.shards.of(self.content)
-        if restored := RESTORED[self.layout.state_dtype]:  # what is made on the way is written and read
+        if restored := RESTORED[self.layout.state_dtype]:  # temporaries of the restored state are written and read
             numbers = sum(unit.trained * count for shard, count in units for unit in shard.units)
             found = replace(found, update=found.update + traffic_seconds(self.cluster.chip, 2 * restored * numbers))
         if not (away := self.layout.rests_in_host):
@@ -375,14 +375,14 @@ class Step:
 
     @cached_property
     def edge_seconds(self) -> float:
-        """What no compute hides at the ends of a step: the first unit's gather, the last one's reduction, sums of
-        gradients over replicas beyond one backward, and the sums over all ranks."""
+        """Seconds at the ends of a step that no compute hides: the first unit's gather, the last one's reduction, sums
+        of gradients over replicas beyond one backward, and the sums over all ranks."""
         backward = self.stages.ranks[self.busiest] @ self.passes[1] * self.engine.overlaps_sums
         return float(self.edges.seconds(backward)) + self.price_list.world_seconds + self.engine.step_seconds
 
     def calls(self, rank: int) -> Iterator[Call]:
-        """The collectives of a pipeline rank that are priced, but for those between pipeline ranks: those of its parts
-        in all micro batches, of its units as often as FSDP gathers and reduces them, and those once a step."""
+        """Priced collectives of a pipeline rank, except those between pipeline ranks. These are the calls of its parts
+        in all micro batches, those of its units as often as FSDP gathers and reduces them, and those once a step."""
         content, own = self.stages.contents[rank], tuple(np.flatnonzero(self.stages.ranks[rank]).tolist())
         times, of_rank = self._unshards(rank, own), self.shards.of(content)
         shards = (*self.shards.layers, self.shards.embedding, Shard())
@@ -398,7 +398,7 @@ class Step:
         yield from self.price_list.world_calls
 
     def _counted(self, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
-        """The collectives of `count` units alike in a step."""
+        """Collectives of `count` identical units in a step."""
         of_kind = {
             "all_gather": times.forward + times.backward, "reduce_scatter": times.reductions,
             "all_reduce": int(self.layout.dp_replicate > 1),
@@ -406,7 +406,7 @@ class Step:
         yield from (replace(call, times=of_kind[kind] * count) for kind, call in unit.calls.items())
 
     def _unshards(self, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
-        """Of a unit of each stage of a rank, and of the model's own, which stages at the model's ends use."""
+        """Unshards of a unit of each stage of a rank, and of the model's own unit, used by the stages at the ends."""
         content = self.stages.contents[rank]
         ends = {own[0]} if content.has_embedding and self.shards.tied else set[int]()
         ends |= {own[-1]} if content.has_head else set()
@@ -417,7 +417,7 @@ class Step:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def memory_of(self, rank: int) -> dict[str, float]:
-        """Bytes of a pipeline rank by item, at the moment when it is fullest; the last two are not tensors."""
+        """Bytes of a pipeline rank by item, at its fullest moment; the last two items are not tensors."""
         content, chip = self.stages.contents[rank], self.cluster.chip
         waits = root_waits(self.shards, content, self.pipeline)
         resting = resting_bytes(
@@ -435,7 +435,7 @@ class Step:
         found |= {MATMULS: matmul_bytes(self.engine, self.cluster)}
         waiting = max(items[WAITING] for items in resting.values())
         found["allocator"] = sum(found.values()) * (self.engine.slack - 1) + self.engine.kept_back * waiting
-        if self.layout.offload_parameters:  # what comes from host memory has blocks of its own, those of its stream
+        if self.layout.offload_parameters:  # copies from host memory use blocks of their own stream
             units = (unit for shard, _ in self.shards.of(content) for unit in shard.units)
             found["allocator"] += largest_shard(units) * self.shards.shape.master_bytes
         found["runtime"] = runtime_bytes(chip, self.grid)
@@ -443,13 +443,13 @@ class Step:
 
     @cached_property
     def fullest(self) -> tuple[int, dict[str, float]]:
-        """The pipeline rank that needs the most memory, and what for."""
+        """The pipeline rank that needs the most memory, and its items."""
         found = ((rank, self.memory_of(rank)) for rank in range(self.layout.pp))
         return max(found, key=lambda each: sum(each[1].values()))
 
     @cached_property
     def needs(self) -> float:
-        """Bytes of the fullest rank, all in all; infinite under a budget of recompute that cannot be kept."""
+        """Total bytes of the fullest rank; infinite under a budget of recompute that cannot be kept."""
         try:
             return sum(self.fullest[1].values())
         except UserError:

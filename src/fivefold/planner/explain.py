@@ -1,4 +1,4 @@
-"""Why a layout takes as long as it does, why it is slower than another, and what would make it fit. No torch."""
+"""Reasons for a layout's time, for its loss to another, and the changes that would make it fit. No torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,23 +19,23 @@ from fivefold.planner.inverse import largest, lean_step, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import NEAR
 
-USEFUL = ("matmuls", "attention")  # what a model cannot be trained without
+USEFUL = ("matmuls", "attention")  # time that the model itself needs
 MOST_CURES = 3
-# Asked for where nothing else fits: the way to host memory is slow, and state in fewer bytes is rounded.
+# Tried only if nothing else fits: copies to host memory are slow, and state in fewer bytes is rounded.
 OFFLOADS: tuple[dict[str, Any], ...] = (
     {"offload_activations": True}, {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True, "offload_parameters": True},
 )  # fmt: skip
 ROUNDED: tuple[dict[str, Any], ...] = ({"state_dtype": "bf16"}, {"state_dtype": "8bit"})
-MOST_HALVES = 2 * 10**5  # of a GiB: a budget that nothing exceeds
-TIMES_NODES = (2, 4, 8, 16, 32, 64)  # so many more nodes are asked for what would fit
+MOST_HALVES = 2 * 10**5  # halves of a GiB: a budget that nothing exceeds
+TIMES_NODES = (2, 4, 8, 16, 32, 64)  # factors of the nodes, tried until a layout fits
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An item of time that two layouts differ in. `seconds`: how much longer it takes in the first. `share`: of the
-    other's step; 0.1 is 10 %."""
+    """An item of time in which two layouts differ. `seconds`: how much longer it takes in the first. `share`: relative
+    to the other's step; 0.1 is 10 %."""
 
     item: str
     seconds: float
@@ -43,13 +43,13 @@ class Difference:
 
 
 def binds(estimate: Estimate) -> Item:
-    """What a step takes the most time for, of all that another layout or faster hardware could avoid."""
+    """The largest item of a step's time that another layout or faster hardware could avoid."""
     return max((row for row in _time(estimate) if row.item not in USEFUL), key=lambda row: row.amount)
 
 
 def slower_by(estimate: Estimate, other: Estimate) -> tuple[Difference, ...]:
-    """The items of time in which a layout differs from another, those first in which it loses the most. They add up to
-    the difference of the two steps."""
+    """Items of time in which a layout differs from another, largest loss first. They add up to the difference of the
+    two steps."""
     own, others = ({row.item: row.amount for row in _time(each)} for each in (estimate, other))
     found = [(item, own.get(item, 0.0) - others.get(item, 0.0)) for item in dict.fromkeys((*own, *others))]
     whole = other.step_seconds
@@ -57,20 +57,20 @@ def slower_by(estimate: Estimate, other: Estimate) -> tuple[Difference, ...]:
 
 
 def tied(one: Estimate, other: Estimate) -> bool:
-    """Whether nobody can say which of two steps is shorter: they are near, or differ by less than their difference is
-    sure. What both do alike is wrong in both alike, and does not count."""
+    """True if two steps are near, or differ by less than the uncertainty of their difference. Errors of common terms
+    are shared and cancel."""
     differs = {each.item: each.seconds for each in slower_by(one, other)}
     unsure = LIKELY * spread(differs, other.cluster.chip.doubt)
     return abs(one.step_seconds - other.step_seconds) <= max(NEAR * other.step_seconds, unsure)
 
 
 def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
-    """The changes that would make a layout fit, at most three: those of its neighbours that fit, the fastest first.
+    """Find the changes that would make a layout fit, at most three: its neighbours that fit, the fastest first.
 
-    A neighbour differs in one option, or has twice the degree of one dimension at the cost of data parallelism. Where
-    fewer than three fit, neighbours of neighbours are asked, and theirs. Tight ones count where all that fit are tight.
-    Where only recompute would be changed, a budget of it is named, if there is one that is faster.
-    None where a layout that fits is further off.
+    A neighbour differs in one option, or doubles one degree at the cost of data parallelism. If fewer than three fit,
+    neighbours of neighbours are tried, and theirs. Tight ones count only if all that fit are tight. If no neighbour
+    fits, offload and then rounded state are tried. Instead of a change of recompute alone, a budget is named if it is
+    faster. Empty if layouts that fit are further off.
     """
     has, seen, asked = prices.cluster.chip.memory_bytes, {estimate.layout}, [estimate.layout]
     fitting, easily = list[Step](), list[Step]()
@@ -95,9 +95,9 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
 
 
 def budgeted(step: Step, most: float) -> Step | None:
-    """The step with a budget in place of `selective` or `full`: the largest, in halves of a GiB, with which a device
-    has no more than `most` bytes taken. None where that is not faster: where nothing is computed again, for another
-    trainer, and for MLPs in pieces, which go with no budget."""
+    """Replace `selective` or `full` by the largest budget, in halves of a GiB, with which a device has at most `most`
+    bytes taken. None if that is not faster, if nothing is recomputed, for other trainers, and with `mlp_chunks`, which
+    excludes budgets."""
     layout = step.layout
     if layout.recompute not in ("selective", "full") or layout.mlp_chunks > 1 or not step.engine.moments:
         return None
@@ -105,9 +105,9 @@ def budgeted(step: Step, most: float) -> Step | None:
     def of(halves: int) -> Step:
         return replace(step, layout=replace(layout, recompute=f"{halves / 2:g}GiB"))
 
-    if of(MOST_HALVES).seconds > step.seconds * (1 - NEAR):  # with nothing computed again
+    if of(MOST_HALVES).seconds > step.seconds * (1 - NEAR):  # even without recompute
         return None
-    # Below what full recompute keeps, no budget can be kept.
+    # No budget below what full recompute keeps can be kept: `needs` is then infinite.
     halves = largest(lambda halves: not most < of(halves).needs < inf, MOST_HALVES)
     found = of(halves)
     is_one = halves < MOST_HALVES and found.needs <= most
@@ -115,25 +115,25 @@ def budgeted(step: Step, most: float) -> Step | None:
 
 
 def proposal(estimates: Sequence[Estimate], prices: PriceList, fastest: float) -> Estimate | None:
-    """The fastest of `estimates` with a budget of recompute in which no device is tight; None where no such step is
-    shorter than `fastest` seconds by more than what counts as near."""
+    """The fastest of `estimates` with a budget of recompute in which no device is tight; None if no such step is
+    shorter than `fastest` seconds by more than `NEAR`."""
     most, enough, found = prices.cluster.chip.memory_bytes * TIGHT, fastest * (1 - NEAR), list[Step]()
     for estimate in estimates:
         step = Step(prices, estimate.layout, estimate.workload)
         if replace(step, layout=replace(step.layout, recompute="none")).at_least >= enough:
-            continue  # no budget of it can be faster
+            continue  # not fast enough even without recompute
         if (budget := budgeted(step, most)) is not None and budget.seconds < enough:
             found.append(budget)
     return min(found, key=lambda step: step.seconds).estimate() if found else None
 
 
 def _last_resorts(prices: PriceList, layouts: Sequence[Layout], workload: Workload) -> Iterator[Step]:
-    """Those that fit with state or activations in host memory (a CPU has no other), or else with rounded state."""
+    """Steps that fit with state or activations in host memory (not on a CPU), or else with rounded state."""
     chip = prices.cluster.chip
     for options in (() if chip.is_host else OFFLOADS, ROUNDED):
         found = False
         for layout, option in product(layouts, options):
-            with suppress(UserError):  # a cut through a block of 8-bit state
+            with suppress(UserError):  # a shard would split a block of 8-bit state
                 step = Step(prices, replace(layout, **option), workload)
                 if step.needs <= chip.memory_bytes:
                     found = True
@@ -152,12 +152,12 @@ def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[La
 
 
 def _changed(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
-    """With one change each. What a dimension gains, data parallelism loses: replicas first, then shards."""
+    """Layouts with one change each. A dimension grows at the cost of data parallelism: replicas first, then shards."""
     if layout.recompute == "none":
         yield replace(layout, recompute="selective")
     if layout.recompute in ("none", "selective"):
         yield replace(layout, recompute="full")
-    if not cluster.chip.is_host:  # whose memory is that of the host
+    if not cluster.chip.is_host:  # a CPU's memory is the host's
         if not layout.offload_activations:
             yield replace(layout, offload_activations=True)
         if not layout.offload_optimizer:
@@ -189,7 +189,7 @@ def _time(estimate: Estimate) -> Iterator[Item]:
 
 
 def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -> UserError:
-    """Nothing fits. Says by how much the smallest layout, `closest`, is too large, and what would fit."""
+    """Error for a model that fits nowhere: the excess of the smallest layout, `closest`, and what would fit."""
     if closest is None:
         return UserError("no layout fits")
     has, needs = (size / GIB for size in (closest.cluster.chip.memory_bytes, closest.reserved))
@@ -201,7 +201,7 @@ def too_large(prices: PriceList, workload: Workload, closest: Estimate | None) -
 
 
 def _what_fits(prices: PriceList, workload: Workload, closest: Estimate) -> Iterator[str]:
-    """Shorter rows, and more nodes, as far as either helps; what is known of the devices, where that is little."""
+    """Remedies, as far as each helps: calibration if the memory is a guess, shorter rows, offload, more nodes."""
     if closest.cluster.chip.is_guess:
         yield "measure this machine, of whose memory the table is a guess: fivefold calibrate"
     with suppress(UserError):

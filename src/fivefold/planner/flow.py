@@ -1,9 +1,8 @@
-"""How micro batches pass the stages of a pipeline: how many are in flight, how often FSDP gathers, how long all take.
-No torch.
+"""Micro batches in the stages of a pipeline: how many are in flight, how often FSDP gathers, how long all take. No
+torch.
 
-Every schedule comes to do the same for each round of micro batches. So a step of many rounds is told from one of a few:
-what is counted in the last of these rounds is counted as often as there are more, and a round is run until it takes as
-long as the one before it.
+Schedules become periodic, with a round of micro batches as period. So a few rounds are simulated and extrapolated:
+counts of the last round are multiplied, and rounds are run until one takes as long as the one before.
 """
 
 from collections import deque
@@ -25,32 +24,32 @@ Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 Durations = Mapping[Kind, Numbers]  # [stage, layout]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-STEADY = 1e-13  # of the time so far, by which what is equal may differ
+STEADY = 1e-13  # relative to the time so far: smaller differences count as none
 
 
 @lru_cache(maxsize=256)
 def schedule_plan(pipeline: Layout, micro_batches: int) -> SchedulePlan:
-    """Of a layout that says its pipeline alone. It keeps what it has computed."""
+    """Plan of a layout with only its pipeline set. Cached, since the plan keeps what it has computed."""
     return pipeline.schedule_plan(micro_batches)
 
 
 def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
-    """Micro batches of a round, and how many rounds there are beyond the first ones, which a schedule needs to come to
-    do the same: 2 pp micro batches, and whole rounds.
+    """Micro batches of a round, and the number of rounds beyond the first ones. A schedule is periodic after 2 pp micro
+    batches, extended to whole rounds.
 
-    Of 4 ranks and 64 micro batches, 4 and 14.
+    4 ranks and 64 micro batches: 4 and 14.
     """
     of_round = schedule_plan(pipeline, micro_batches).of_round
     return of_round, max(0, (micro_batches - 2 * pipeline.pp) // of_round)
 
 
-# ---- what is counted -------------------------------------------------------------------------------------------------
+# ---- counts ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """Micro batches of each stage that wait for their backward, as `UnderWay` counts them. `left`: gradients of weights
-    that its rank computes after its last other slot."""
+    """Micro batches of each stage that wait for their backward, as `UnderWay` counts them. `left`: slots of weight
+    gradients that its rank runs after its last other slot."""
 
     most: Numbers
     at_loss: Numbers
@@ -61,7 +60,7 @@ class InFlight:
 
 @lru_cache(maxsize=16384)
 def in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> InFlight:
-    """Of a pipeline. `layers`: of each stage."""
+    """Count the micro batches in flight of a pipeline. `layers`: of each stage."""
     of_round, beyond = rounds_beyond(pipeline, micro_batches)
     if beyond:
         return in_flight(pipeline, micro_batches - beyond * of_round, layers)
@@ -78,7 +77,7 @@ def in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, eq=False)
 class Gathers:
-    """How often FSDP gathers a unit of each stage in a forward and in a backward, and reduces it: as a mean over micro
+    """How often FSDP gathers a unit of each stage in a forward and in a backward, and reduces it: means over micro
     batches."""
 
     forward: Numbers
@@ -88,7 +87,7 @@ class Gathers:
 
 @lru_cache(maxsize=16384)
 def gathers(pipeline: Layout, micro_batches: int, zero: int) -> Gathers:
-    """Of a pipeline under a ZeRO stage. Of whole backwards, FSDP does the same in every stage as without a pipeline."""
+    """Count for a pipeline under a ZeRO stage. Unless backwards are split, FSDP does the same as without a pipeline."""
     alone = pipeline if pipeline.schedule.splits_backward else Layout()
     of_round, beyond = rounds_beyond(alone, micro_batches)
     shown = micro_batches - max(0, beyond - 1) * of_round
@@ -110,16 +109,16 @@ def _times(pipeline: Layout, micro_batches: int, zero: int) -> Numbers:
     return found
 
 
-# ---- how long all take -----------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Slots of different ranks that do not wait for each other. Arrays, one number for each slot.
+    """Slots of different ranks that do not wait for each other, as arrays with one entry for each slot.
 
-    Times of ends have places: first those when each rank is free, then those that are known before the part, then one
-    for each slot. `before`: the place of what the rank did last. `sent`: of the slot whose result comes from another
-    rank; `before` where none does, and `hops` is then 0, else 1. `took`: the row of its duration.
+    End times have places: first those when each rank is free, then those known before the part, then one for each slot.
+    `before`: the place of the rank's previous slot. `sent`: the place of the slot on another rank whose result it
+    needs; `before` if there is none, and `hops` is then 0, else 1. `took`: the row of its duration.
     """
 
     before: Integers
@@ -130,14 +129,14 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of a schedule. `keeps`: the places of what is known behind it."""
+    """A part of a schedule. `keeps`: the places that are known after it."""
 
     levels: tuple[Level, ...]
     keeps: Integers
 
     def run(self, seconds: Numbers, transfer: Numbers, known: Numbers) -> Numbers:
-        """[place, layout]: when each slot has ended that is known behind the part, of those known before it.
-        `seconds`: [kind and stage, layout]."""
+        """[place, layout]: end times that are known after the part, from those known before it. `seconds`: [kind and
+        stage, layout]."""
         slots = sum(len(level.took) for level in self.levels)
         ends, done = np.concatenate((known, np.empty((slots, known.shape[1])))), len(known)
         for level in self.levels:
@@ -150,8 +149,8 @@ class Part:
 def span(pipeline: Layout, micro_batches: Integers, seconds: Durations, transfer: Numbers) -> Numbers:
     """[layout]: seconds from the first slot to the end of the last.
 
-    `seconds`: [stage, layout] of a slot of each kind; `transfer`: [layout] of what is sent between ranks. Numbers of
-    micro batches differ by whole rounds beyond the first ones.
+    `seconds`: [stage, layout] of a slot of each kind; `transfer`: [layout] of a send between ranks. Numbers of micro
+    batches may differ only by whole rounds beyond the first ones.
     """
     of_round, beyond = rounds_beyond(pipeline, int(micro_batches.max()))
     first = int(micro_batches.max()) - beyond * of_round
@@ -175,11 +174,11 @@ def span(pipeline: Layout, micro_batches: Integers, seconds: Durations, transfer
 def _after(
     rounds: Integers, known: Numbers, of_round: Callable[[Numbers], Numbers], longest: int, looks: int
 ) -> Numbers:
-    """[place, layout]: what is known after so many rounds of each layout, of what was known before them.
+    """[place, layout]: end times after each layout's number of rounds, from those before them.
 
-    A round soon finds what another found some rounds before, all later by as much: then all later ones do. Such a
-    period has one round or several: of 1F1B as many as there are ranks, `longest`, where the slowest way round the
-    pipeline has as many micro batches on it. It is looked for every `looks` rounds.
+    After some rounds the times equal those of an earlier round, all shifted by a constant. From there on they are
+    periodic. A period is one round or several: with 1F1B as many as there are ranks, `longest`, if the slowest way
+    round the pipeline carries as many micro batches. Looked for every `looks` rounds.
     """
     states, found = deque([known], maxlen=longest + 1), known.copy()
     for done in range(1, int(rounds.max()) + 1):
@@ -195,8 +194,8 @@ def _after(
 
 
 def _periods(states: Sequence[Numbers]) -> tuple[Integers, Numbers]:
-    """[layout]: the rounds of its period, 0 where there is none yet; how much later each period ends than the one
-    before. `states`: behind the last rounds."""
+    """[layout]: rounds of its period, 0 if there is none yet; and how much later each period ends than the one before.
+    `states`: after the last rounds."""
     *before, now = states
     grown = now - np.stack(before[::-1])
     least, most = grown.min(axis=1), grown.max(axis=1)
@@ -208,7 +207,7 @@ def _periods(states: Sequence[Numbers]) -> tuple[Integers, Numbers]:
 
 @lru_cache(maxsize=256)
 def _whole(pipeline: Layout, micro_batches: int) -> Part:
-    """A step."""
+    """A step as one part."""
     plan = schedule_plan(pipeline, micro_batches)
     levels, _, last = _levels(plan, plan.orders)
     return Part(levels, np.array(last))
@@ -216,10 +215,10 @@ def _whole(pipeline: Layout, micro_batches: int) -> Part:
 
 @lru_cache(maxsize=256)
 def _parts(pipeline: Layout, first: int, of_round: int) -> tuple[Part, Part, Part]:
-    """The beginning of every step of `first` micro batches and whole rounds, a round, and the end.
+    """Parts of any step of `first` micro batches and whole rounds: the beginning, one round, and the end.
 
-    The slots of a rank in a step with one round more are the same up to a place; there they have the slots of a round
-    besides. Behind it the same slots come as without, of later micro batches.
+    In a step with one more round, a rank's slots are the same up to a place, where the slots of the round are inserted.
+    After them come the same slots as without it, for later micro batches.
     """
     fewer, more = schedule_plan(pipeline, first), schedule_plan(pipeline, first + of_round)
     begin, middle, end = list[Sequence[Slot]](), list[Sequence[Slot]](), list[Sequence[Slot]]()
@@ -250,8 +249,8 @@ def _later(slot: Slot, micro_batches: int) -> Slot:
 def _levels(
     plan: SchedulePlan, orders: Sequence[Sequence[Slot]], known: Sequence[Slot] = ()
 ) -> tuple[tuple[Level, ...], dict[Slot, int], list[int]]:
-    """The slots of all ranks as levels, the place of each that another rank may wait for, and that of each rank's last
-    one. `orders`: of each rank those that are asked. `known`: slots that came before."""
+    """Group the slots of all ranks into levels. Also returns the place of each slot that another rank may wait for, and
+    that of each rank's last one. `orders`: the slots of each rank. `known`: slots that came before."""
     ranks, places = plan.ranks, {slot: plan.ranks + number for number, slot in enumerate(known)}
     last, count, levels = list(range(ranks)), ranks + len(known), list[Level]()
     left = {rank: [(slot, plan.sent(slot)) for slot in reversed(order)] for rank, order in enumerate(orders) if order}

@@ -1,6 +1,6 @@
-"""Questions the other way round: the longest sequence that fits, the fewest devices, the price of a token. No torch.
+"""Inverse questions: the longest sequence that fits, the fewest devices, the price of a token. No torch.
 
-Memory alone decides what fits, so these ask the layouts that need little of it, and run no pipeline.
+Only memory decides what fits, so these try the layouts that need little of it, and run no pipeline.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, S
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import divisors
 
-STEP = 1024  # tokens that lengths are asked in
+STEP = 1024  # granularity of lengths, in tokens
 BYTES_PER_PARAMETER = 16  # at rest in fp32: the parameter, its gradient, two moments
 
 
@@ -30,11 +30,11 @@ class Longest:
 
 
 def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | None = None) -> Longest:
-    """The longest rows that train on the cluster without being tight, in steps of 1,024 tokens; of `layout`, or of any.
+    """Find the longest rows that train on the cluster without being tight, in steps of 1,024 tokens.
 
-    A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It never has fewer rows
-    than a layout deals out, one micro batch to each data rank and as many as a pipeline takes. Raises `UserError` where
-    not even 1,024 tokens fit.
+    A step keeps about the tokens of `workload`: rows that are twice as long are half as many. It has at least the rows
+    that a layout (`layout`, or any) needs: one micro batch for each data rank, and as many as a pipeline takes. Raises
+    `UserError` if not even 1,024 tokens fit.
     """
     fixed = None if layout is None else (_legal(prices, layout),)
 
@@ -52,7 +52,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
 
 
 def _legal(prices: PriceList, layout: Layout) -> Layout:
-    """A layout with its shards known. Raises `UserError` where it cannot run the model."""
+    """Resolve the shards of a layout. Raises `UserError` if it cannot run the model."""
     refuse(layout.against_world(prices.cluster.world, prices.cluster.text))
     layout = layout.resolve(prices.cluster.world)
     refuse(legality.violations(layout, limits_of(prices.facts), world=prices.cluster.world))
@@ -68,8 +68,8 @@ def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) ->
 
 
 def leanest(prices: PriceList, length: int, precision: str = Layout.precision) -> Iterator[Layout]:
-    """Of each set of degrees that is legal, the layout that needs the least memory: everything is sharded, one row runs
-    at a time, and layers are computed again."""
+    """Yield the layout with the least memory for each legal set of degrees: everything sharded, one row at a time, full
+    recompute."""
     limits, cluster = limits_of(prices.facts), prices.cluster
     degrees = divisors(cluster.world)
     for tp, cp, pp in product(degrees, degrees, degrees):
@@ -86,9 +86,9 @@ def leanest(prices: PriceList, length: int, precision: str = Layout.precision) -
 
 
 def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
-    """The fewest devices of the cluster on which a step of `workload` runs: a part of a node, or whole nodes.
+    """Estimate a step of `workload` on the fewest devices of the cluster that run it: a part of a node, or whole nodes.
 
-    The cluster says how many there are at most. Raises `UserError` where all of them are too few.
+    Raises `UserError` if the whole cluster is too small.
     """
     for cluster in _smaller(prices.cluster):
         if (found := lean_step(prices, cluster, workload)) is not None:
@@ -103,7 +103,7 @@ def fewest_devices(prices: PriceList, workload: Workload) -> Estimate:
 def lean_step(
     prices: PriceList, cluster: Cluster, workload: Workload, precision: str = Layout.precision
 ) -> Step | None:
-    """On a cluster, the step of the fastest of the `leanest` layouts that fit; None where none fits."""
+    """The fastest step on a cluster among the `leanest` layouts that fit; None if none fits."""
     trained = sum(each.size for each in prices.facts.parameters.values() if each.is_trained)
     if cluster.world * cluster.chip.memory_bytes < BYTES_PER_PARAMETER * trained:
         return None
@@ -118,7 +118,7 @@ def lean_step(
 
 
 def _smaller(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster with fewer devices, the smallest first, and the cluster itself."""
+    """Clusters with fewer devices, the smallest first, and the cluster itself."""
     for devices in divisors(cluster.devices_per_node)[:-1]:
         yield replace(cluster, nodes=1, devices_per_node=devices)
     for nodes in range(1, cluster.nodes + 1):
@@ -126,14 +126,14 @@ def _smaller(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def cost_per_million_tokens(estimate: Estimate, per_device_hour: float, seconds: float | None = None) -> float:
-    """What training on a million tokens costs, in the currency of `per_device_hour`. `seconds`: of a step, where they
-    are not the estimate's own."""
+    """Cost of training on a million tokens, in the currency of `per_device_hour`. `seconds`: of a step, if not the
+    estimate's own."""
     device_hours = estimate.layout.world * (estimate.step_seconds if seconds is None else seconds) / 3600
     return per_device_hour * device_hours / estimate.workload.tokens * 1e6
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number, from 0 to `most`, for which `holds` is true, where it is true for all numbers below that."""
+    """The largest number from 0 to `most` for which `holds` is true. `holds` must be true for all numbers below it."""
     high = 1
     while high <= most and holds(high):
         high *= 2

@@ -1,4 +1,4 @@
-"""What the planner says of a run that has been trained, from what lies in its folder: for `fivefold report`."""
+"""Planner's prediction for a run that has been trained, from the files of its folder: for `fivefold report`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +18,9 @@ RESIDENT = "planned memory is of tensors, measured of all that a CPU process has
 
 
 def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, Any]) -> Expected:
-    """A step of a run under `layout`. `device`: cpu or cuda:0; `about`: what the history says of its newest start.
+    """Predict a step of a run under `layout`. `device`: cpu or cuda:0; `about`: the history's record of its last start.
 
-    Raises `UserError` where the planner cannot price it.
+    Raises `UserError` if the planner cannot price it.
     """
     own = Layout.parse(layout)
     cluster = cluster_of(own.world, device, about, config.hardware)
@@ -31,7 +31,7 @@ def expected(config: RunConfig, layout: str, device: str, about: Mapping[str, An
 
 
 def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str = "") -> Cluster:
-    """The devices that a start ran on. One that does not say its nodes (an earlier version, damage) was on one."""
+    """Devices that a start ran on. A start without its nodes on record (an earlier version, damage) was on one."""
     said = about.get("devices_per_node")
     size = nodes_of(world, said if isinstance(said, int) and 1 <= said <= world else world)
     if hardware or device == "cpu":
@@ -41,6 +41,6 @@ def cluster_of(world: int, device: str, about: Mapping[str, Any], hardware: str 
 
 
 def vocabulary_of(about: Mapping[str, Any]) -> int | None:
-    """Tokens of a run's tokenizer, as its newest start says; None where it does not."""
+    """Tokens of a run's tokenizer, as recorded at its newest start; None if they are not."""
     found = (about.get("data") or {}).get("vocabulary")
     return found if isinstance(found, int) else None

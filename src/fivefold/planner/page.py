@@ -1,5 +1,4 @@
-"""The page of a plan: one HTML file that needs nothing else. What it shows is chosen here; `page.html.j2` lays it
-out."""
+"""The page of a plan: one self-contained HTML file. Its contents are chosen here; `page.html.j2` lays them out."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,8 @@ FILLS = tuple(f"rank-{number}" for number in range(8))
 
 
 def write_page(report: PlanReport, path: str, beside: Sweeps | None = None) -> None:
-    """Write `report` as one HTML file to `path`, whose folder is made where it is missing. `beside`: throughput of
-    other clusters and rows."""
+    """Write `report` as one HTML file to `path`, and make its folder if it is missing. `beside`: throughput of other
+    clusters and row lengths."""
     write(page(report, beside), Path(path), instead="name another file: --html FILE")
 
 
@@ -40,8 +39,8 @@ def page(report: PlanReport, beside: Sweeps | None = None) -> str:
 
 
 def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, limit: float | None) -> Figure:
-    """A bar for each layout, cut into its items, in the order of the first one's largest. `limit`: where a device is
-    full."""
+    """Draw a bar for each layout, cut into its items, ordered by their largest amount in any layout. `limit`: where a
+    device is full."""
     by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
     names = sorted(
         dict.fromkeys(name for items in by_item for name in items),
@@ -73,7 +72,7 @@ def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sweep: its picture, and a line of the table for each point."""
+    """A sweep: its plot, and a row of the table for each point."""
 
     title: str
     text: str
@@ -83,7 +82,7 @@ class Drawn:
 
 
 def _sweeps(beside: Sweeps | None) -> Iterator[Drawn]:
-    """Those that have more than one point."""
+    """Draw the sweeps that have more than one point."""
     if beside is not None and len(found := beside.devices) > 1:
         text = (
             "The same batch on fewer and on more devices, each with its best layout; none where none fits. Dashed: as "
@@ -104,7 +103,7 @@ def _sweeps(beside: Sweeps | None) -> Iterator[Drawn]:
 def _curves(
     points: Sequence[tuple[str, Estimate]], name: str, title: str, rates: Sequence[float], ideal: Sequence[float] = ()
 ) -> Markup:
-    """Throughput, on an axis of doublings, and beside it MFU; both by the names of the points."""
+    """Plot throughput on an axis of doublings and, next to it, MFU; both by the names of the points."""
     xs, half = range(len(points)), (PAGE - 4 * LEFT) / 2
     places, doublings = Linear(-0.4, len(points) - 0.6), [math.log2(rate) for rate in (*rates, *ideal)]
     low, high = math.floor(min(doublings)), math.ceil(max(doublings) + 0.01)
@@ -124,7 +123,7 @@ def _curves(
 
 
 def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:
-    """The first layout's, with a few of a step's micro batches, whose bubble is larger than that of all."""
+    """Draw the first layout's pipeline with a few of a step's micro batches; its bubble is larger than that of all."""
     if not found:
         return None
     figure = timeline("The first layout's pipeline", found, unit="s")
@@ -144,5 +143,5 @@ def _table(estimates: Sequence[Estimate]) -> list[tuple[str, str, list[str]]]:
 
 
 def _seconds(amount: float) -> str:
-    """What is under a microsecond is a remainder of the sums: 0."""
+    """Format seconds. Less than a microsecond is a remainder of the sums: 0."""
     return f"{amount:.3g} s" if amount >= 1e-6 else "0 s"

@@ -1,4 +1,4 @@
-"""What prices are of: layers, units of FSDP and stages, each priced once and added up to pipeline ranks. No torch."""
+"""Priced parts of a model: layers, FSDP units and stages, each priced once and added up to pipeline ranks. No torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from fivefold.parallel.memory import edge_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import RankGrid
 
-# What the device's time of a slot is made of.
+# Items of a slot's device time.
 ITEMS = ("matmuls", "attention", "element-wise", "tp", "cp", "ep", "data")
 Seconds = NDArray[np.float64]  # one number for each of ITEMS
 Numbers = NDArray[np.float64]
@@ -25,10 +25,10 @@ def nothing() -> Seconds:
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """One FSDP unit. `held`, `trained`: numbers of it at rest on a rank; `gathered`: bytes, and `reduced`: numbers,
-    with padding. `state`: bytes of one kind of the optimizer's state. `shards`: ranks that it is dealt out to. `calls`:
-    of each kind one: all_gather, reduce_scatter, and all_reduce over replicas. `gather_seconds`, `reduce_seconds`: of
-    one each. `largest`: numbers of its largest parameter, gathered."""
+    """One FSDP unit. `held`, `trained`: its numbers at rest on a rank; `gathered`: bytes, and `reduced`: numbers, with
+    padding. `state`: bytes of one kind of the optimizer's state. `shards`: ranks that it is sharded over. `calls`: one
+    of each kind: all_gather, reduce_scatter, and all_reduce over replicas. `gather_seconds`, `reduce_seconds`: of one
+    each. `largest`: numbers of its largest parameter, gathered."""
 
     held: int
     trained: int
@@ -43,7 +43,7 @@ class UnitPrice:
 
     @property
     def is_sent(self) -> bool:
-        """Whether other ranks have parts of it."""
+        """True if other ranks have shards of it."""
         return "all_gather" in self.calls
 
 
@@ -54,10 +54,10 @@ NO_UNIT = UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0)
 class LayerPrice:
     """One layer of a kind, or one of the model's ends, in one micro batch.
 
-    `forward`, `backward`: seconds of the device by item, without FSDP's collectives; `weights`: of the backward, what
-    gives the gradients of weights. `host`: seconds that Python takes to launch a forward and a backward. `kept`: bytes
-    that stay from forward to backward, which are less with recompute. `working`: those that its backward has besides.
-    `calls`: its collectives, without FSDP's.
+    `forward`, `backward`: device seconds by item, without FSDP's collectives; `weights`: the part of the backward that
+    computes weight gradients. `host`: seconds of Python to launch a forward and a backward. `kept`: bytes saved from
+    forward to backward, fewer with recompute. `working`: additional bytes during its backward. `calls`: its
+    collectives, without FSDP's.
     """
 
     forward: Seconds
@@ -71,10 +71,10 @@ class LayerPrice:
 
 @dataclass(frozen=True)
 class Prices:
-    """What one micro batch costs: of all kinds of layers, of the embedding, and of the head.
+    """Cost of one micro batch: all kinds of layers, the embedding, and the head.
 
-    It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks.
-    `logits`: bytes of one chunk of the loss, with its gradients.
+    It depends on tp, cp, ep, the rows and recompute, and not on how parameters are sharded over data ranks. `logits`:
+    bytes of one chunk of the loss, with its gradients.
     """
 
     plan: ParallelPlan
@@ -97,8 +97,8 @@ class Prices:
 
 @dataclass(frozen=True)
 class Shard:
-    """The parameters of a layer of a kind, or of what is in no layer: `units`, and by axis the bytes of gradients that
-    are summed over it once a step."""
+    """Parameters of a layer of a kind, or of the modules outside layers: `units`, and by axis the bytes of gradients
+    that are summed over it once a step."""
 
     units: tuple[UnitPrice, ...] = ()
     sums: Mapping[str, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Content:
-    """What a pipeline rank has of the model: (kind, layers of it), and the ends. Ranks alike are equal."""
+    """A pipeline rank's part of the model: (kind, layers of it), and the ends. Equal for ranks alike."""
 
     kinds: tuple[tuple[int, int], ...]
     has_embedding: bool
@@ -115,8 +115,8 @@ class Content:
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The parameters of a rank, of which data ranks have equal parts: of each kind of layer, of the embedding's unit,
-    and of the model's own unit where a pipeline rank has (embedding, head). It depends on tp, ep and the shards alone.
+    """The parameters of a rank: of each kind of layer, of the embedding's unit, and of the model's own unit for a
+    pipeline rank with (embedding, head). Data ranks have equal shards. Depends on tp, ep and the shards alone.
 
     `tied`: bytes of a tied embedding on a rank.
     """
@@ -130,11 +130,11 @@ class Shards:
     by_fsdp: bool = True
 
     def stage(self, zero: int) -> int:
-        """Of ZeRO: which one `zero` comes to."""
+        """The ZeRO stage that `zero` has in effect."""
         return zero if self.by_fsdp else WITHOUT_FSDP
 
     def of(self, content: Content) -> list[tuple[Shard, int]]:
-        """What a pipeline rank has, and how often; the model's own unit is the last."""
+        """Shards of a pipeline rank, with their counts; the model's own unit is the last."""
         found = [(self.layers[kind], count) for kind, count in content.kinds]
         found += [(self.embedding, 1)] * content.has_embedding
         return [*found, (self.rest((content.has_embedding, content.has_head)), 1)]
@@ -143,7 +143,7 @@ class Shards:
 @dataclass(frozen=True, eq=False)
 class Stages:
     """The stages of a pipeline. `layers[stage, part]`: layers of each kind, then 1 for the embedding, 1 for the head.
-    `ranks[rank, stage]`: 1 where the rank has the stage. `contents`: of each rank. `first`: the first stage of each."""
+    `ranks[rank, stage]`: 1 if the rank has the stage. `contents`, `first`: each rank's content and first stage."""
 
     layers: Numbers
     ranks: Numbers
@@ -162,10 +162,10 @@ class Stages:
 
     @cached_property
     def distinct(self) -> tuple[Content, ...]:
-        """Contents that differ."""
+        """Contents without duplicates."""
         return tuple(dict.fromkeys(self.contents))
 
     @cached_property
     def has(self) -> NDArray[np.bool_]:
-        """[rank, part]: whether a rank has something of a part."""
+        """[rank, part]: True if a rank has something of a part."""
         return self.ranks @ self.layers > 0

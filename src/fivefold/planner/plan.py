@@ -1,4 +1,4 @@
-"""`plan` and `estimate`, as the command and the Python API call them. No torch where the model's facts are known."""
+"""`plan` and `estimate`, as the command and the Python API call them. No torch if the model's facts are known."""
 
 import json
 import tempfile
@@ -32,7 +32,7 @@ Model = str | Path | Mapping[str, Any]  # a name, a folder or file, or the value
 
 
 def price_list(model: Model, cluster: Cluster | str, engine: str = "fivefold") -> PriceList:
-    """The prices of a model on a cluster. Raises `UserError` for a model, cluster or engine that is not known."""
+    """Prices of a model on a cluster. Raises `UserError` for an unknown model, cluster or engine."""
     if engine not in ENGINES:
         raise UserError(f"engine {engine!r} is not known", fix=f"choose one of {', '.join(ENGINES)}")
     _check(cluster, (Cluster, str), "cluster", 'write its text, such as "8xH100"')
@@ -43,7 +43,7 @@ def price_list(model: Model, cluster: Cluster | str, engine: str = "fivefold") -
 def plan(
     model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int], *, top: int = 10
 ) -> list[Estimate]:
-    """The best layouts, best first: see `search`. Raises `UserError` where none fits."""
+    """The best layouts, best first: see `search`. Raises `UserError` if none fits."""
     _check(top, int, "top", "write how many layouts you want")
     if top < 1:
         raise UserError(f"top {top} asks for no layout", fix="top is 1 or more")
@@ -58,7 +58,7 @@ def estimate(
     model: Model, cluster: Cluster | str, workload: Workload | Mapping[str, int],
     layout: Layout | str | Mapping[str, Any], *, engine: str = "fivefold",
 ) -> Estimate:  # fmt: skip
-    """What a step of one layout needs. `layout`: as its text, or its fields. Raises `UserError` where it cannot run."""
+    """Estimate a step of one layout, given as its text or its fields. Raises `UserError` if it cannot run."""
     return estimate_layout(price_list(model, cluster, engine), _layout(layout), _workload(workload))
 
 
@@ -71,12 +71,12 @@ def planned(
     top: int = 10,
     anew: bool = False,
 ) -> report.PlanReport:
-    """What `fivefold plan` shows. With `layout`, that layout is first, before the best ones."""
+    """Report of `fivefold plan`. A `layout` that is given comes first, before the best ones."""
     prices = price_list(model, cluster)
     asked = None if layout is None else estimate_layout(prices, Layout.parse(layout), workload)
     try:
         found = answer(prices, workload, top=top, anew=anew)
-    except UserError as error:  # the search leaves some layouts out; one that is named may run all the same
+    except UserError as error:  # the search omits some layouts; one that is named may still run
         if asked is None:
             raise
         found, can_run = Found(best=(), options=(), legal=0, fitting=0), f"{error.what}, of those that are searched"
@@ -117,9 +117,9 @@ def planned(
 
 
 def longest(model: Model, cluster: str, workload: Workload, *, layout: str | None = None) -> report.PlanReport:
-    """What `fivefold plan --max-seq-length` shows: the longest rows that fit, of `layout` or of any.
+    """Report of `fivefold plan --max-seq-length`: the longest rows that fit, of `layout` or of any.
 
-    A step keeps about the tokens of `workload`. Raises `UserError` where not even 1,024 tokens fit.
+    A step keeps about the tokens of `workload`. Raises `UserError` if not even 1,024 tokens fit.
     """
     prices = price_list(model, cluster)
     found = longest_sequence(prices, workload, None if layout is None else Layout.parse(layout))
@@ -138,8 +138,8 @@ def longest(model: Model, cluster: str, workload: Workload, *, layout: str | Non
 
 
 def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10, anew: bool = False) -> report.PlanReport:
-    """What `fivefold plan --fewest-devices` shows: the ranking on the fewest devices of the cluster that train the
-    model, a part of a node or whole nodes. Raises `UserError` where all of them are too few."""
+    """Report of `fivefold plan --fewest-devices`: the ranking on the fewest devices of the cluster that train the
+    model, a part of a node or whole nodes. Raises `UserError` if all of them are too few."""
     prices = price_list(model, cluster)
     smallest = fewest_devices(prices, workload).cluster
     devices = f"{many(smallest.world, 'device')}, {smallest.text}"
@@ -148,8 +148,8 @@ def fewest(model: Model, cluster: str, workload: Workload, *, top: int = 10, ane
 
 
 def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanReport:
-    """With what a million tokens cost, in the currency of `per_device_hour`: of the best in a sentence, and of each
-    layout, with the interval of 80 %, in JSON."""
+    """Add the cost of a million tokens, in the currency of `per_device_hour`: of the best layout in a sentence, and of
+    each layout, with its 80 % interval, in JSON."""
     costs = {
         str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
                            (each.step_seconds, *each.step_interval)]
@@ -162,7 +162,7 @@ def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanRepor
 
 
 def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload, *, anew: bool = False) -> Sweeps:
-    """What the page shows beside the ranking: throughput over devices and over the length of rows."""
+    """Sweeps of the page: throughput over devices and over the length of rows."""
     return sweeps(price_list(model, cluster), workload, anew=anew)
 
 
@@ -171,7 +171,7 @@ def _named(model: Model, prices: PriceList) -> str:
 
 
 def _timeline(step: Step) -> Mapping[str, Any] | None:
-    """Of the layout's pipeline, with as few micro batches as show what it does."""
+    """Timeline of the layout's pipeline, with as few micro batches as show its pattern."""
     if step.layout.pp == 1:
         return None
     drawn = min(step.micro_batches, 3 * step.layout.pp)
@@ -179,8 +179,8 @@ def _timeline(step: Step) -> Mapping[str, Any] | None:
 
 
 def run_file(model: str, best: Estimate, name: str) -> str:
-    """A run file for `fivefold train` that has the layout and its batch; data and steps are its owner's. `name`: of the
-    run, so that runs of two plans do not share a folder."""
+    """Run file for `fivefold train` with the layout and its batch; the user adds data and steps. `name`: of the run, so
+    that runs of two plans do not share a folder."""
     layout, workload, start, wanted = best.layout, best.workload, "", ""
     if _is_longer(model, best):
         start = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
@@ -199,32 +199,32 @@ def run_file(model: str, best: Estimate, name: str) -> str:
 
 
 def has_weights(model: str) -> bool:
-    """Whether training can start from a model's own weights: a hub id is taken to have some."""
+    """True if training can start from a model's own weights; a hub id is assumed to have some."""
     path = shape_folder(model) or expanded(model)
     return not path.exists() or any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
 
 
 def lacks_tokenizer(model: str) -> bool:
-    """Whether what lies here of a model has no tokenizer."""
+    """True if the model is here and has no tokenizer."""
     path = shape_folder(model) or expanded(model)
     return path.exists() and not any(path.glob("tokenizer*"))
 
 
 def to_add(model: str) -> str:
-    """What its owner adds to a run file, in words."""
+    """Say what the user adds to a run file."""
     random = "" if has_weights(model) else "; the model has no weights here, and starts from random ones"
     return f"add your data{' and a tokenizer' * lacks_tokenizer(model)}{random}"
 
 
 def write_run_file(path: str, model: str, best: Estimate) -> None:
-    """Write `run_file`. An existing file is kept: raises `UserError`."""
+    """Write `run_file`. Raises `UserError` if the file exists."""
     if Path(path).exists():
         raise UserError(f"{path} is there already", fix="name another file: --write FILE")
     put(Path(path), run_file(model, best, Path(path).stem).encode(), instead="name another file: --write FILE")
 
 
 def _command(model: Model, best: Estimate) -> str:
-    """What trains with a layout and its batch."""
+    """Command that trains with a layout and its batch."""
     workload = best.workload
     batch = f"data.seq_length={workload.seq_length} train.global_batch_size={workload.global_batch_size}"
     longer = f" model.overrides.max_position_embeddings={workload.seq_length}" if _is_longer(model, best) else ""
@@ -232,25 +232,25 @@ def _command(model: Model, best: Estimate) -> str:
 
 
 def _positions_told(model: Model, length: int) -> Iterator[str]:
-    """That rows are longer than the model's positions, if they are."""
+    """Note that rows are longer than the model's positions, if they are."""
     if (positions := _positions(model)) and length > positions:
         yield f"the model has positions for {positions:,} (max_position_embeddings)"
 
 
 def _is_longer(model: Model, best: Estimate) -> bool:
-    """Whether rows are longer than the model's positions."""
+    """True if rows are longer than the model's positions."""
     return any(_positions_told(model, best.workload.seq_length))
 
 
 def _positions(model: Model) -> int | None:
-    """How many tokens of a row a model has positions for; None where its config does not say."""
+    """Number of positions of a model; None if its config does not say."""
     values = model if isinstance(model, Mapping) else config_values(model)
     found = (values.get("text_config") or values).get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
 
 def _check(value: object, kinds: type | tuple[type, ...], name: str, fix: str) -> None:
-    """Raises `UserError` for what Python's callers take for one of these."""
+    """Raise `UserError` for a value of another type, which a caller in Python may pass."""
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise UserError(f"{name} is no {type(value).__name__}", fix=fix)
 

@@ -1,8 +1,8 @@
-"""The price of one layer of each kind, and of the model's ends, under a layout: seconds and bytes of a rank. No torch.
+"""Price of one layer of each kind, and of the model's ends, under a layout: seconds and bytes of a rank. No torch.
 
-Everything comes from the plan of the layout (`lower`), for a model with one layer of each kind and no pipeline: so it
+Everything is derived from the layout's plan (`lower`), for a model with one layer of each kind and no pipeline. So it
 costs a millisecond, and all layouts that differ only in the pipeline share it. Nothing about a collective, a shard or a
-saved tensor is said here a second time.
+saved tensor is repeated here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,8 +54,8 @@ AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}
 
 @dataclass(frozen=True)
 class _Pricing:
-    """What prices are computed from. `across`: the layout's pipeline leaves the node. `is_fp8`: the matmuls of layers
-    are. `forwards`: by layer, what was computed of its forward, which all modes of recompute share."""
+    """Inputs of prices. `across`: the layout's pipeline leaves the node. `is_fp8`: the matmuls of layers are in fp8.
+    `forwards`: by layer, the results for its forward, which all modes of recompute share."""
 
     plan: ParallelPlan
     shape: StepShape
@@ -74,13 +74,13 @@ class _Pricing:
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
-        """Those of a micro batch, without FSDP's."""
+        """Collectives of a micro batch, without FSDP's."""
         calls = self.prices.layer_calls(self.plan, self.shape)
         return tuple(call for call in calls if call.axis in AXES and call.phase != "step")
 
     @cached_property
     def calls_of(self) -> dict[str, list[Call]]:
-        """`calls` by the module that sends."""
+        """`calls` by the module that makes them."""
         found: dict[str, list[Call]] = {}
         for call in self.calls:
             found.setdefault(call.layer, []).append(call)
@@ -92,23 +92,23 @@ class _Pricing:
 
     @property
     def matmul_dtype(self) -> str:
-        """Of the matmuls in layers; attention and the head stay in the layout's precision."""
+        """Dtype of the matmuls in layers; attention and the head stay in the layout's precision."""
         return "fp8" if self.is_fp8 else self.dtype
 
     @property
     def tokens(self) -> int:
-        """Of a micro batch on a rank of cp."""
+        """Tokens of a micro batch on a rank of cp."""
         return self.shape.rows * self.shape.tokens
 
     def seconds(self, call: Call) -> float:
-        """One of a call's collectives."""
+        """Seconds of one of a call's collectives."""
         return self.prices.seconds(self.plan.placement.grid.axes[call.axis], call)
 
     # ---- compute -----------------------------------------------------------------------------------------------------
 
     def products(self, layer: str, cost: LayerCost) -> Iterable[Product]:
-        """The matmuls of a layer on this rank. Of a matrix that tp or `expert_tp` splits, the rank has a part; behind a
-        norm whose tokens are split (sequence parallelism), a matrix that is whole sees a part of the tokens."""
+        """Matmuls of a layer on this rank. If tp or `expert_tp` splits a matrix, the rank has a part of it. Under
+        sequence parallelism, a matrix that is whole sees a part of the tokens."""
         roles, layout = self.plan.partition.roles, self.plan.layout
         for each in cost.matmuls:
             name = f"{layer}.{each.name}"
@@ -131,16 +131,16 @@ class _Pricing:
             yield _cut(Product(rows, each.inputs, each.outputs), share, kind != "row")
 
     def scores(self, attention: AttentionShape) -> float:
-        """How many a rank has, those that causality masks with them. Every rank of cp has an equal part of a row's."""
+        """Number of attention scores on a rank, including masked ones. All ranks of cp have equal parts of a row's."""
         return attention.query / self.plan.layout.tp * self.tokens * self.shape.tokens * self.plan.layout.cp
 
     def attention_flops(self, cost: LayerCost) -> float:
-        """Forward, of causal attention in whole rows."""
+        """Forward FLOPs of causal attention in whole rows."""
         return sum((each.key_size + each.value_size) * self.scores(each) for each in cost.attention)
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
-        """One layer. A backward does twice the matmuls of a forward, half of them for the weights (none of frozen ones
-        beside adapters), and 2.5 times the attention (FlashAttention computes the scores again)."""
+        """Price one layer. A backward does twice the matmuls of a forward, half of them for the weights (none for
+        weights frozen by adapters), and 2.5 times the attention (FlashAttention recomputes the scores)."""
         chip, mode = self.chip, self.shape.recompute.of(layer)
         engine = self.engine
         if layer not in self.forwards:
@@ -159,9 +159,9 @@ class _Pricing:
         partly = mode == "selective"
         keeps, again = engine.selective if partly else (1.0, float(mode == "full"))
         backward[:3] += forward[:3] * again
-        if partly and engine.moments:  # all but matmuls and attention is computed again
+        if partly and engine.moments:  # all but matmuls and attention is recomputed
             backward[2] += traffic
-        if partly and engine.score_bytes:  # attention alone is computed again
+        if partly and engine.score_bytes:  # only attention is recomputed
             backward[1:3] += attention, traffic_seconds(chip, engine.score_bytes * scores) / 3
         calls = self._sent(layer, forward, backward)
         host = self._host_seconds()
@@ -169,8 +169,8 @@ class _Pricing:
         return LayerPrice(forward, backward, weights, (host / 3, host * (2 + again) / 3), kept, working, calls)
 
     def _forward(self, layer: str, cost: LayerCost) -> tuple[tuple[Product, ...], float, float, float, float]:
-        """What recompute does not change of a layer: its matmuls; seconds of these, of attention and of memory traffic,
-        forward; scores."""
+        """Price the forward of a layer, without recompute: its matmuls; seconds of matmuls, attention and memory
+        traffic; scores."""
         chip, engine, layout = self.chip, self.engine, self.plan.layout
         products = tuple(self.products(layer, cost))
         matmuls = sum(map(self._matmul_seconds, products))
@@ -181,17 +181,17 @@ class _Pricing:
         return products, matmuls, attention, traffic, scores
 
     def _matmul_seconds(self, product: Product) -> float:
-        """Of a layer, forward."""
+        """Forward seconds of a matmul in a layer."""
         part = self.engine.matmul * (self.engine.grouped if product.count > 1 else 1.0)
         return matmul_seconds(self.chip, product, self.matmul_dtype) / part
 
     def _added(self, products: Sequence[Product]) -> float:
-        """Seconds in which a micro batch's gradients of these matmuls' weights are added to those before."""
+        """Seconds to accumulate a micro batch's gradients of these matmuls' weights."""
         numbers = sum(each.inputs * each.outputs * each.count for each in products)
         return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
 
     def _kept(self, layer: str, cost: LayerCost, keeps: float) -> tuple[int, int]:
-        """Bytes of a layer that stay until backward, and that its backward has besides. `keeps`: the part of what
+        """Bytes of a layer that stay until backward, and additional bytes of its backward. `keeps`: the part of what
         forward saves that selective recompute leaves."""
         own, engine = layer_bytes(self.plan, layer, cost, self.shape), self.engine
         if engine.moments:
@@ -203,7 +203,7 @@ class _Pricing:
         return (own.kept, saved) if mode == "full" and own.kept < saved else (round(saved * keeps), 0)
 
     def _saved(self, layer: str, cost: LayerCost) -> float:
-        """Numbers that a token leaves on a rank of a trainer that is not this one."""
+        """Numbers that a token saves on a rank of another trainer."""
         tp, splits, engine = self.plan.layout.tp, self.plan.splits_sequence, self.engine
         saved = fused_saved(layer, cost, self.plan.facts.partition, self.shape.hidden) if engine.fused else cost.saved
         if engine.gathers_again and splits:
@@ -211,7 +211,7 @@ class _Pricing:
         return saved.on_rank(tp, sequence_parallel=splits, expert_tp=self.plan.layout.expert_tp)
 
     def _host_seconds(self) -> float:
-        """Of Python and launches, forward and backward of a layer."""
+        """Seconds of Python and launches, forward and backward of a layer."""
         engine, tp = self.engine, self.plan.layout.tp
         if not self.across or tp == 1:
             return engine.host_seconds
@@ -219,9 +219,9 @@ class _Pricing:
         return engine.host_seconds + engine.host_across * tp * float(nodes**engine.host_power)
 
     def _sent(self, layer: str, forward: Seconds, backward: Seconds) -> tuple[Call, ...]:
-        """Add a layer's collectives in a micro batch, but for FSDP's. Those of cp that may run beside compute are
-        exposed as far as they outlast attention. A part of tp's, or those that may, run beside the matmuls, and no
-        longer than they."""
+        """Add a layer's collectives in a micro batch, without FSDP's. Those of cp that may overlap compute are exposed
+        as far as they outlast attention. A part of tp's, or those that may, overlap the matmuls, for at most as long as
+        they last."""
         beside = {"forward": 0.0, "backward": 0.0}
         tensor, hides = dict(beside), dict(beside)
         own = [call for module, calls in self.calls_of.items() if _is_of(module, layer) for call in calls]
@@ -234,7 +234,7 @@ class _Pricing:
                 hides[call.phase] += took * (1.0 if call.overlaps else self.engine.overlaps_tensor)
                 where[ITEMS.index("tp")] += call.times * self.engine.tensor_seconds
             elif call.overlaps and self.engine.overlaps_context:
-                beside[call.phase] += took / 2  # a send and a receive go at once
+                beside[call.phase] += took / 2  # a send and a receive overlap
             else:
                 where[ITEMS.index(axis)] += took
         for phase, where in (("forward", forward), ("backward", backward)):
@@ -251,13 +251,13 @@ class _Pricing:
     # ---- the ends ----------------------------------------------------------------------------------------------------
 
     def embedding(self) -> LayerPrice:
-        """A lookup: its collectives alone."""
+        """Price the embedding, a lookup: its collectives alone."""
         forward, backward = nothing(), nothing()
         calls = self._sent(self.plan.anatomy.embedding, forward, backward)
         return LayerPrice(forward, backward, nothing(), calls=calls)
 
     def head(self) -> LayerPrice:
-        """The head's matmul and the loss."""
+        """Price the head's matmul and the loss."""
         chip, outside = self.chip, self.plan.facts.outside
         products = [Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)) for each in outside]
         matmuls = sum(matmul_seconds(chip, each, self.dtype) for each in products) / self.engine.matmul
@@ -269,7 +269,7 @@ class _Pricing:
         return LayerPrice(forward, backward, weights, (host / 3, host * 2 / 3), calls=calls)
 
     def logits(self) -> int:
-        """Bytes of the loss at once: of one chunk, or of all logits where the trainer does not chunk them."""
+        """Bytes of the loss at once: one chunk, or all logits if the trainer does not chunk them."""
         if self.engine.logit_memory is None:
             return logit_bytes(self.plan, self.shape)
         return round(self.engine.logit_memory * self.tokens * self.plan.vocabulary)
@@ -280,28 +280,28 @@ class _Pricing:
 
 @dataclass(frozen=True)
 class _Sharding(_Pricing):
-    """What shards are computed from."""
+    """Inputs of shards."""
 
     @cached_property
     def unit_calls(self) -> tuple[Call, ...]:
         return tuple(unit_calls(self.plan, self.shape))
 
     def shard(self, modules: Sequence[str]) -> Shard:
-        """The parameters of modules that have units of their own."""
+        """Parameters of modules that have units of their own."""
         names = [name for name in self.plan.placement.shards if is_within(name, modules)]
         all_units = self.plan.feature(FsdpPlan).units
         units = tuple(self.unit(unit) for unit in all_units if unit.name and is_within(f"{unit.name}.", modules))
-        if not units:  # of a tied embedding, which is in the model's own unit
+        if not units:  # a tied embedding is in the model's own unit
             return Shard()
         return Shard(units, self.plan.summed_bytes(self.shape.master_bytes, names))
 
     def rest(self) -> Shard:
-        """The model's own unit."""
+        """Parameters of the model's own unit."""
         unit = self.plan.feature(FsdpPlan).units[-1]
         return Shard((self.unit(unit),), self.plan.summed_bytes(self.shape.master_bytes, unit.parameters))
 
     def unit(self, unit: Unit) -> UnitPrice:
-        """Its numbers, and its collectives, found among the calls by its name."""
+        """Price a unit: its numbers, and its collectives, found among the calls by its name."""
         fsdp, placement, master = self.plan.feature(FsdpPlan), self.plan.placement, self.shape.master_bytes
         gathered, (_, reduced) = fsdp.gathered_bytes(unit), fsdp.padded_sizes(unit)
         held = sum(placement.held_bytes(name, placement.rests_in(name, master)) for name in unit.parameters) // master
@@ -322,7 +322,7 @@ class _Sharding(_Pricing):
 
 
 def _cut(product: Product, share: float, cuts_outputs: bool) -> Product:
-    """A part of a matmul: of its outputs, or of its inputs."""
+    """Take a part of a matmul's outputs, or of its inputs."""
     rows, inputs, outputs, count = product.rows, product.inputs, product.outputs, product.count
     if cuts_outputs:
         return Product(rows, inputs, max(1, round(outputs * share)), count)
@@ -334,8 +334,8 @@ def _is_of(module: str, layer: str) -> bool:
 
 
 def work_layout(layout: Layout) -> Layout:
-    """The smallest layout whose ranks do the same in a micro batch, its rows and recompute aside: one stage, and no
-    more shards than `ep` needs."""
+    """The smallest layout whose ranks do the same in a micro batch, rows and recompute aside: one stage, and no more
+    shards than `ep` needs."""
     shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp // layout.etp)
     return Layout(
         dp_shard=shards, tp=layout.tp, cp=layout.cp, ep=layout.ep, cp_method=layout.cp_method,
@@ -345,8 +345,8 @@ def work_layout(layout: Layout) -> Layout:
 
 
 def shard_layout(layout: Layout) -> Layout:
-    """A small layout whose ranks hold the same shards: two replicas stand for any number of data ranks and of stages,
-    but for tensor ranks alone. FSDP shards over cp too."""
+    """A small layout whose ranks hold the same shards: two replicas stand for any number of data ranks and stages,
+    except with tensor ranks alone. FSDP shards over cp too."""
     return Layout(
         dp_replicate=min(2, layout.world // layout.tp), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp,
         ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp,
@@ -356,8 +356,8 @@ def shard_layout(layout: Layout) -> Layout:
 
 @dataclass(eq=False)
 class PriceList:
-    """All prices of a model on a cluster, each computed once. `short`: the model with one layer of each kind.
-    `ends`: with its first and its last layer."""
+    """All prices of a model on a cluster, each computed once. `short`: the model with one layer of each kind. `ends`:
+    the model with its first and its last layer."""
 
     facts: ModelFacts
     cluster: Cluster
@@ -383,20 +383,20 @@ class PriceList:
 
     @property
     def compiled(self) -> bool:
-        """Whether layers are compiled, which on a CPU does not pay."""
+        """True if layers are compiled, which does not pay on a CPU."""
         return self.engine.compiled and not self.cluster.chip.is_host
 
     def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
-        """The same layouts' prices on another cluster or for another trainer, from the same plans."""
+        """Prices of the same layouts on another cluster or for another trainer, from the same plans."""
         other = PriceList(self.facts, cluster, engine)
         other._plans, other._calls = self._plans, self._calls
         return other
 
     def of(self, layout: Layout, tokens: int) -> Prices:
-        """Of a micro batch under a layout, of rows of `tokens` tokens, padded. Recompute is a mode; what a budget of it
-        is spent for, `budget.py` says. Raises `UserError` where the layout does not fit the model."""
+        """Prices of a micro batch under a layout, with rows of `tokens` tokens, padded. Recompute is a mode;
+        `budget.py` decides how a budget is spent. Raises `UserError` if the layout does not fit the model."""
         work = work_layout(layout)
-        if self.engine.moments:  # the agreements on scales, and what is refused, are this runtime's
+        if self.engine.moments:  # collectives for scales, and refusals, are this runtime's
             work = replace(work, fp8=layout.fp8)
         across = self.engine.host_across > 0 and layout.pp > 1 and self.cluster.world > self.cluster.domain
         again = self._gathers_again(layout)
@@ -406,7 +406,7 @@ class PriceList:
         return self._found[key]
 
     def _gathers_again(self, layout: Layout) -> bool:
-        """Whether compiled layers, which are this runtime's, may gather again what enters a column."""
+        """True if compiled layers, which are this runtime's, may all-gather a column's input again."""
         splits_sequence = layout.tp > 1 and layout.sequence_parallel
         can = self.compiled and self.engine.gathers_again
         return can and splits_sequence and not layout.schedule.splits_backward
@@ -414,40 +414,40 @@ class PriceList:
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
         key = shard_layout(layout)
-        if self.engine.moments:  # what travels in fp8 is this runtime's
+        if self.engine.moments:  # collectives in fp8 are this runtime's
             key = replace(key, fp8=layout.fp8)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
         return self._shards[key]
 
     def span(self, axis: Axis) -> Span:
-        """Where the ranks of rank 0's group along an axis stand. In order, nodes are filled: all groups stand alike."""
+        """Placement of rank 0's group along an axis. Ranks fill nodes in order, so all groups are placed alike."""
         if axis not in self._spans:
             self._spans[axis] = self.cluster.tier_of(axis.members(0))
         return self._spans[axis]
 
     def seconds(self, axis: Axis, call: Call) -> float:
-        """One of a call's collectives along an axis."""
+        """Seconds of one of a call's collectives along an axis."""
         key = axis, call.kind, call.bytes
         if key not in self._seconds:
             self._seconds[key] = seconds(self.cluster, self.span(axis), call)
         return self._seconds[key]
 
     def stages(self, pipeline: Layout) -> Stages:
-        """The stages of a layout that says its pipeline alone."""
+        """Stages of a layout with only its pipeline set."""
         if pipeline not in self._stages:
             self._stages[pipeline] = self._staged(pipeline)
         return self._stages[pipeline]
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each layer, as a place in the layers of `short`."""
+        """Kind of each layer, as a place in the layers of `short`."""
         places = {kind: place for place, kind in enumerate(sorted(set(self.facts.kinds)))}
         return tuple(places[kind] for kind in self.facts.kinds)
 
     @cached_property
     def world_calls(self) -> tuple[Call, ...]:
-        """Collectives of all ranks, once a step. Those of routers count all layers, which the plan is told of."""
+        """Collectives of all ranks, once a step. Routers' calls count all layers: the plan gets all experts."""
         plan = self.plan(Layout(dp_shard=self.cluster.world))
         routed = replace(self.short, experts=self.facts.experts)
         plan = replace(plan, placement=replace(plan.placement, facts=routed))
@@ -459,21 +459,21 @@ class PriceList:
         return sum(seconds(self.cluster, span, call) * call.times for call in self.world_calls)
 
     def plan(self, layout: Layout) -> ParallelPlan:
-        """Of the short model, seen from rank 0."""
+        """Plan of the short model, seen from rank 0."""
         if layout not in self._plans:
             in_copies = self.engine.moments and computes_in_copies(self.facts, layout)  # of the whole model
             self._plans[layout] = replace(lower(self.short, layout, 0), in_copies=in_copies)
         return self._plans[layout]
 
     def layer_calls(self, plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
-        """Of a step of one of these plans, those that layers make."""
+        """Collectives that layers make in a step of one of these plans."""
         key = plan.layout, plan.placement.rank, shape
         if key not in self._calls:
             self._calls[key] = tuple(layer_calls(plan, shape))
         return self._calls[key]
 
     def grid(self, layout: Layout) -> RankGrid:
-        """The ranks of a layout, with what the model adds to them."""
+        """The ranks of a layout, with the axes that the model adds."""
         return replace(self.plan(work_layout(layout)).placement.grid, layout=layout)
 
     def _price(
@@ -485,7 +485,7 @@ class PriceList:
             gathers_again=again,
         )  # fmt: skip
         shared = work, tokens, rows, across, is_fp8, again
-        like = self._modes.get(shared)  # of another mode of recompute, whose ends and forwards are these
+        like = self._modes.get(shared)  # another mode of recompute: same ends and forwards
         pricing = _Pricing(plan, shape, self, across, is_fp8, like[0].forwards if like else {})
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
@@ -510,7 +510,7 @@ class PriceList:
         return Shards(pricing.shape, plan.placement.grid, layers, embedding, rest, tied, plan.feature(FsdpPlan).is_used)
 
     def _rest(self, layout: Layout, has_embedding: bool, has_head: bool) -> Shard:
-        """What is in no layer, on the first and on the last rank of a pipeline: a plan of two stages says it."""
+        """Parameters outside layers, on the first or the last rank of a pipeline, taken from a plan of two stages."""
         if not (has_embedding or has_head):
             return Shard((NO_UNIT,))
         layout = replace(layout, pp=2)
@@ -518,7 +518,7 @@ class PriceList:
         return _Sharding(plan, plan.step_shape(1, 2 * layout.tp, 1), self).rest()
 
     def splits(self, pipeline: Layout) -> Sequence[tuple[int, int]]:
-        """Of each stage, its first layer and the one behind its last."""
+        """First layer of each stage, and the one after its last."""
         return self.engine.split(self.facts, pipeline)
 
     def _staged(self, pipeline: Layout) -> Stages:

@@ -1,7 +1,7 @@
-"""Bytes of a pipeline rank, by moment of a step and by item: those of micro batches under way, and those at rest. No
+"""Bytes of a pipeline rank, by moment of a step and by item: those of micro batches in flight, and those at rest. No
 torch.
 
-Moments are those of `parallel/memory.py`. On a CPU, FSDP's collectives beside a backward are moments of their own.
+Moments are those of `parallel/memory.py`. On a CPU, FSDP's collectives during a backward are additional moments.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +25,12 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Work
 
 AT_ONCE = "all at once"  # the one moment of another trainer's memory
-PACKED_BYTES = 15 * 2**19  # of a thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
-OUTSIDE = ("allocator", "runtime")  # what is taken beside tensors
+PACKED_BYTES = 15 * 2**19  # per thread of MKL: 7.3 to 7.8 MiB of fp32 in matmuls of 256 to 1024 rows, measured
+OUTSIDE = ("allocator", "runtime")  # items that are not tensors
 MATMULS, WAITING, BUFFERS = "work space of matmuls", "unreduced gradients", "buffers of gloo"
 GATHERED, SAVED = "gathered parameters", "saved activations"
 
-# Processes on a CPU compute nothing while they exchange. FSDP's collectives beside a backward: kind, and moment.
+# Processes on a CPU compute nothing during an exchange. FSDP's collectives during a backward: kind, and moment.
 LATER = ("a layer later", "a layer later in it")
 EXCHANGES = {
     f"{kind} as {moment}": (kind, moment)
@@ -44,7 +44,7 @@ EXCHANGES = {
 def passing(
     engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
 ) -> Passing:  # fmt: skip
-    """Of each pipeline rank: what micro batches under way take. `logits`: of the loss. `offloads`: activations."""
+    """Bytes of micro batches in flight, for each pipeline rank. `logits`: of the loss. `offloads`: of activations."""
     each = work.kept @ stages.layers.T
     if offloads:
         each = each - moved_bytes(work, stages)
@@ -71,7 +71,7 @@ def passing(
 
 
 def moved_bytes(work: Work, stages: Stages) -> Numbers:
-    """Of each stage and micro batch, what its layers save, but for the last one, which is taken to be the largest."""
+    """Offloaded bytes of each stage and micro batch: all that layers save, except the last, taken as the largest."""
     layers, kept = stages.layers[:, :-2], work.kept[..., :-2]
     largest: Numbers = np.max(np.where(layers > 0, np.expand_dims(kept, -2), 0.0), axis=-1)
     found: Numbers = kept @ layers.T - largest
@@ -79,13 +79,13 @@ def moved_bytes(work: Work, stages: Stages) -> Numbers:
 
 
 def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None) -> Numbers:
-    """Of each pipeline rank, the most of any part that it has. `has`: of fewer parts."""
+    """Largest part on each pipeline rank. `has`: restricts the parts."""
     found: Numbers = np.max(np.where(stages.has if has is None else has, np.expand_dims(parts, -2), 0.0), axis=-1)
     return found
 
 
 def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
-    """Moment -> item -> bytes of each pipeline rank; of another trainer all moments at once."""
+    """Moment -> item -> bytes of each pipeline rank; for another trainer, all moments at once."""
     if engine.moments:
         found = of.at()
         beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
@@ -98,7 +98,7 @@ def resting_bytes(
     away: frozenset[str] = frozenset(), state_dtype: str = "fp32",
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `away`: what rests in host memory. `state_dtype`: of the optimizer's state."""
+    `away`: items that rest in host memory. `state_dtype`: of the optimizer's state."""
     shape, of_rank, zero = shards.shape, shards.of(content), shards.stage(zero)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -130,17 +130,17 @@ def resting_bytes(
 
 
 def largest_shard(units: Iterable[UnitPrice]) -> int:
-    """Numbers of the largest part of a parameter on a rank."""
+    """Numbers of the largest shard of a parameter on a rank."""
     return max((-(-unit.largest // unit.shards) for unit in units), default=0)
 
 
 def _exchanges(
     moments: Mapping[str, Mapping[str, float]], units: Units, sent: UnitPrice, zero: int, shape: StepShape
 ) -> dict[str, dict[str, float]]:
-    """What is there while FSDP sends a unit of a layer beside a backward. `sent`: the largest that it sends.
+    """Bytes while FSDP sends a layer's unit during a backward. `sent`: the largest that it sends.
 
-    gloo gathers into a buffer as large as what is gathered, and then copies it. It reduces a copy of all gradients, and
-    its thread may let go of the copy only after the next gather has begun.
+    gloo gathers into a buffer as large as the result, and then copies it. It reduces a copy of all gradients, and its
+    thread may release the copy only after the next gather has begun.
     """
     compute, reduce, own = shape.compute_bytes, shape.reduce_bytes, units.ahead
     found: dict[str, dict[str, float]] = {}
@@ -163,7 +163,7 @@ def _exchanges(
 
 
 def root_waits(shards: Shards, content: Content, pipeline: Layout) -> bool:
-    """Whether the model's own unit is not reduced after every backward: two stages give to it."""
+    """True if the model's own unit is not reduced after every backward, because two stages contribute to it."""
     return bool(shards.tied) and content.has_embedding and content.has_head and pipeline.pp > 1
 
 
@@ -189,11 +189,11 @@ def _units(shards: Shards, content: Content) -> Units:
 
 
 def unit_bytes(sizes: Sequence[tuple[int, int]], zero: int, shape: StepShape) -> tuple[int, int]:
-    """Bytes of another trainer's gathered parameters, and of gradients before they are reduced. `sizes`: of each unit
-    the bytes that it gathers and the numbers that it reduces; the model's own unit is the last.
+    """Bytes of another trainer's gathered parameters, and of its unreduced gradients. `sizes`: bytes gathered and
+    numbers reduced of each unit; the model's own unit is the last.
 
-    ZeRO-3 has gathered the model's own unit and two more: the unit that runs and the next. ZeRO-1 and 2 have gathered
-    all units. ZeRO-1 keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
+    ZeRO-3 holds the model's own unit and two more: the one that runs and the next. ZeRO-1 and 2 hold all units. ZeRO-1
+    keeps every unreduced gradient until the last micro batch; ZeRO-2 and 3 those of one unit.
     """
     *inner, (root, _) = sizes
     largest = sorted((size for size, _ in inner), reverse=True)[:2]
@@ -213,9 +213,9 @@ def spare_bytes(shards: Shards, content: Content) -> int:
 
 
 def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
-    """What cuBLAS has for itself, in memory that the allocator counts: once for forward, once for backward.
-    (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, what MKL packs
-    matrices into, and keeps, for each thread."""
+    """Work space of matmuls. On a GPU, cuBLAS's, in memory that the allocator counts: once for forward, once for
+    backward. (`CUBLAS_WORKSPACE_CONFIG`: torch asks for 32 MiB from Hopper on, for 8.125 before it.) On a CPU, the
+    buffers that MKL packs matrices into, and keeps, for each thread."""
     chip = cluster.chip
     if not engine.moments:
         return 0
@@ -225,6 +225,6 @@ def matmul_bytes(engine: Engine, cluster: Cluster) -> int:
 
 
 def runtime_bytes(chip: Chip, grid: RankGrid) -> float:
-    """The context, and a communicator for the world and for each axis of several ranks."""
+    """Bytes of the context, and of a communicator for the world and for each axis of several ranks."""
     communicators = sum(axis.size > 1 for axis in grid.axes.values()) + (grid.world > 1)
     return (chip.context_gib + communicators * chip.communicator_gib) * GIB

@@ -1,7 +1,7 @@
-"""What would make a run fit whose memory was too small, as keys of its run file. No torch.
+"""Changes to the keys of a run file that would make a run fit after it ran out of memory. No torch.
 
-The planner that chooses layouts is asked, and no other: the nearest layouts that fit (`explain.py`), the longest rows
-(`inverse.py`). Where a run needed more than was planned for it, changes must fit by as much more.
+They come from the planner that chooses layouts: the nearest layouts that fit (`explain.py`), the longest rows
+(`inverse.py`). If a run needed more than was planned for it, changes must fit by as much more.
 """
 
 from contextlib import suppress
@@ -21,13 +21,13 @@ from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.report import seconds_text
 
-LESS = 0.97  # of what was planned: a change that saves less is none
-MOST_MORE = 2.0  # times what was planned: who needs more does something that is in no plan
+LESS = 0.97  # of the planned bytes: a change may need at most this much
+MOST_MORE = 2.0  # times the planned bytes: a run that needs more does something that no plan knows
 
 
 @dataclass(frozen=True)
 class Change:
-    """`overrides`: of the run file, as the command line takes them: `memory.recompute=full`."""
+    """A change of the run file. `overrides`: as the command line takes them: `memory.recompute=full`."""
 
     overrides: str
     estimate: Estimate
@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Relief:
-    """`planned`: of the run as it is; `items`: bytes of the rank by item. `changes`: what would fit, fastest first."""
+    """Remedies of a run. `planned`: the run as it is; `items`: bytes of the rank by item. `changes`: fastest first."""
 
     planned: Estimate
     items: dict[str, float]
@@ -48,12 +48,12 @@ class Relief:
 
 
 def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int = 0, needed: float = 0) -> Relief:
-    """Of a run on a cluster whose global rank `rank` ran out of memory when it had `needed` bytes of its device, or was
-    to have them; 0: nobody knows. Raises `UserError` where the planner cannot price the run."""
+    """Find remedies for a run whose global rank `rank` ran out of memory with `needed` bytes of its device, or about to
+    have them; 0 if unknown. Raises `UserError` if the planner cannot price the run."""
     step = planned(config, cluster, facts)
     prices, layout, workload = step.price_list, step.layout, step.workload
     own, has = step.estimate(), cluster.chip.memory_bytes
-    # Example: 70 GiB planned, 84 needed, 80 there. A change that is planned with 66 is taken to need 79.
+    # Example: 70 GiB planned, 84 needed, 80 available. A change planned with 66 is taken to need 79.
     more = min(max(needed / own.reserved, 1.0), MOST_MORE)
     budget = min(has / more, LESS * own.reserved)
     lean = prices.repriced(replace(cluster, chip=replace(cluster.chip, memory_gib=budget / GIB)), prices.engine)
@@ -69,13 +69,13 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
 
 
 def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
-    """The step of a run on a cluster. Raises `UserError` where the planner cannot price it."""
+    """The step of a run on a cluster. Raises `UserError` if the planner cannot price it."""
     engine = replace(ENGINES["fivefold"], compiled=config.train.compile is not False)
     return Step(PriceList(facts, cluster, engine), config.layout.resolve(cluster.world), workload_of(config))
 
 
 def changed(layout: Layout, other: Layout) -> str:
-    """What makes another layout of a run: `layout.dp_shard=4 layout.tp=2`."""
+    """Overrides that turn a run's layout into another: `layout.dp_shard=4 layout.tp=2`."""
     pairs = ((said, getattr(layout, name), getattr(other, name)) for name, said in SAID.items())
     return " ".join(f"{said.section}.{said.key}={_written(new)}" for said, old, new in pairs if old != new)
 

@@ -1,4 +1,4 @@
-"""What `fivefold plan` shows: the ranking, where the winner's time and memory go, and why the others are behind.
+"""Report of `fivefold plan`: the ranking, the winner's time and memory by item, and why the others are behind.
 
 The terminal shows it in 80 columns; JSON has every item of every layout. No torch.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
-BEST = "best"  # of the ranking
+BEST = "best"  # the first of the ranking
 CURES = "would make it fit, the fastest first:"
 INTERVALS = (
     "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
@@ -33,8 +33,8 @@ INTERVALS = (
 
 @dataclass(frozen=True)
 class Ranked:
-    """One line of the ranking. `memory_gib`: of tensors at the peak of the fullest rank; `reserved_gib`: of the device,
-    all in all. Intervals hold the truth in 80 % of cases. `behind`: what it loses most to the best, in words."""
+    """One line of the ranking. `memory_gib`: tensors at the peak of the fullest rank; `reserved_gib`: total of the
+    device. Intervals hold the truth in 80 % of cases. `behind`: its largest loss to the best, in words."""
 
     layout: str
     memory_gib: float
@@ -49,20 +49,20 @@ class Ranked:
 
     @property
     def step(self) -> str:
-        """`1.31 ±13%`: its seconds, and how far 80 % of cases are from that."""
+        """`1.31 ±13%`: seconds of a step, and how far off 80 % of cases are at most."""
         return f"{seconds_text(self.step_seconds)} ±{self.step_seconds_interval[1] / self.step_seconds - 1:.0%}"
 
     @property
     def says(self) -> str:
-        """Whether it fits, unless it does, and what it loses."""
+        """The verdict, unless it fits, and what it loses."""
         return "; ".join(filter(None, ("" if self.verdict == "fits" else self.verdict, self.behind)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(Report[Ranked]):
-    """`estimates`: those of the rows, in order. `notes`: sentences about all. `cures`: what would make the first one
-    fit, where it does not. `timeline`: the slots of the first one's pipeline, as `Timeline.to_json` has them; None
-    where it has none."""
+    """Report of a plan. `estimates`: those of the rows, in order. `notes`: sentences about all. `cures`: changes that
+    would make the first one fit, if it does not. `timeline`: slots of the first one's pipeline, as in
+    `Timeline.to_json`; None without a pipeline."""
 
     estimates: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class PlanReport(Report[Ranked]):
     timeline: Mapping[str, Any] | None = None
 
     def show(self, console: "Console") -> None:
-        """The ranking, and under it the first layout item by item."""
+        """Print the ranking, and under it the first layout item by item."""
         from rich.text import Text
 
         console.print(Text(self.title, style="bold"))
@@ -102,7 +102,7 @@ def _table(rows: Sequence[Ranked]) -> "Table":
 
 
 def seconds_text(seconds: float) -> str:
-    """In three digits, or whole where it has more."""
+    """Format seconds with three digits, or as a whole number if it has more."""
     return f"{seconds:.3g}" if seconds < 999.5 else f"{seconds:,.0f}"
 
 
@@ -129,7 +129,7 @@ def _itemised(estimate: Estimate) -> Iterator[str]:
 
 
 def bound(estimate: Estimate) -> str:
-    """What a step takes its time for, in words: what the model needs, and what binds it besides."""
+    """Say how much of a step the model needs, and what binds it otherwise."""
     own = sum(estimate.seconds.get(item, 0.0) for item in USEFUL) / estimate.step_seconds
     return f"{own:.0%} is {' and '.join(USEFUL)}; of the rest, most is {binds(estimate).item}"
 
@@ -141,7 +141,7 @@ def _line(row: Item, total: float) -> str:
 
 
 def behind(first: Estimate, other: Estimate) -> str:
-    """What costs another layout the most against the first: the item of time that grows most."""
+    """Largest loss of a layout to the first one, in words: the item of time that grows most."""
     if other.layout == first.layout:
         return BEST
     more = other.step_seconds / first.step_seconds - 1
@@ -151,7 +151,7 @@ def behind(first: Estimate, other: Estimate) -> str:
 
 
 def ranked(estimate: Estimate, first: Estimate) -> Ranked:
-    """An estimate as a line of the ranking. What does not fit is not held against the first."""
+    """An estimate as a line of the ranking. A layout that does not fit is not compared with the first."""
     low, high = (size / GIB for size in estimate.reserved_interval)
     return Ranked(
         str(estimate.layout), round(estimate.memory_gib, 3), round(estimate.reserved / GIB, 3),
@@ -161,7 +161,7 @@ def ranked(estimate: Estimate, first: Estimate) -> Ranked:
 
 
 def judged(asked: Estimate, best: Estimate | None) -> str:
-    """Whether a layout fits, and what it loses to the best, in a sentence."""
+    """Say if a layout fits, and what it loses to the best."""
     has, needs = (f"{size / GIB:.1f}" for size in (asked.cluster.chip.memory_bytes, asked.reserved))
     if not asked.fits:
         most = max((row for row in asked.rows if row.part == "memory"), key=lambda row: row.amount)
@@ -184,26 +184,26 @@ def _against(asked: Estimate, best: Estimate | None) -> str:
 
 
 def faster(fastest: Estimate, first: Estimate) -> str:
-    """That another layout takes less than the first, in a sentence."""
+    """Say that another layout takes less time than the first."""
     less = 1 - fastest.step_seconds / first.step_seconds
     return f"{first.layout} is the simplest within {NEAR:.0%} of the fastest: {fastest.layout} takes {less:.1%} less"
 
 
 def proposed(budget: Estimate, best: Estimate) -> str:
-    """What a budget of recompute would bring, in a sentence."""
+    """Say what a budget of recompute would gain."""
     less = 1 - budget.step_seconds / best.step_seconds
     needs = f"{budget.reserved / GIB:.1f} GiB"
     return f"{budget.layout}, which keeps as much as there is room for, takes {less:.1%} less than the fastest: {needs}"
 
 
 def title(model: str, cluster: Cluster, workload: Workload) -> str:
-    """What is planned."""
+    """Title of a plan."""
     rows, tokens = many(workload.global_batch_size, "row"), many(workload.seq_length, "token")
     return f"{model} on {cluster.text}, {rows} of {tokens} a step"
 
 
 def guessed(chip: Chip) -> str:
-    """What nobody has measured of a chip, in words; empty where its efficiencies are its own."""
+    """Say what nobody has measured of a chip; empty if its efficiencies are its own."""
     if chip.is_guess:
         return f"what a {chip.name} does is a guess, fivefold calibrate measures it"
     if not chip.efficiencies:
@@ -213,7 +213,7 @@ def guessed(chip: Chip) -> str:
 
 
 def assumptions(estimate: Estimate) -> str:
-    """What the numbers rest on, in a sentence or two."""
+    """State the assumptions of the numbers, in a sentence or two."""
     cluster, chip = estimate.cluster, estimate.cluster.chip
     rate = chip.flops_per_second(estimate.layout.precision) or 0
     links = f"{cluster.node.inside.kind} {_rate(cluster.node.inside.bytes_per_second, 1e9)} GB/s"
@@ -225,7 +225,7 @@ def assumptions(estimate: Estimate) -> str:
 
 
 def _rate(a_second: float, unit: float) -> str:
-    """Whole from 10 on; two digits below, as of a CPU: 0.14."""
+    """Format a rate: whole from 10 on; two digits below, as for a CPU: 0.14."""
     found = a_second / unit
     return f"{found:.0f}" if found >= 10 else f"{found:.2g}"
 

@@ -1,8 +1,8 @@
 """`plan`: every legal layout of a cluster, ranked. No torch.
 
 All layouts are bounded from below at once (`bounds.py`). Those that may be among the best are run slot by slot. The
-simplest of those near the fastest comes first. A set of degrees is shown once, with the best of its options. Layouts
-that fit tightly are left out while others fit.
+simplest of those near the fastest comes first. A set of degrees is shown once, with the best of its options. Tight
+layouts are left out if others fit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.space import Integers, Rows, Space
 from fivefold.planner.sums import ROUNDING
 
-ALIKE = 1.005  # the ratio of two numbers that nobody tells apart
-FAR = 1.5  # a layout that takes so many times as long is not shown
+ALIKE = 1.005  # two numbers whose ratio is smaller count as equal
+FAR = 1.5  # a layout that takes this many times as long is not shown
 NEAR = 0.02  # two layouts whose times are this close are tied: the simpler one comes first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """`best`: estimates, best first, of different degrees. `options`: of each, how many layouts of its degrees fit;
-    sets that are no faster, leaner or simpler than another are left out. `fastest`: of all that may be in `best`.
-    `legal`: layouts that can run. `fitting`: those that fit the memory. `closest`: where none does, the smallest."""
+    """Result of a search. `best`: estimates, best first, of different degrees; sets no faster, leaner or simpler than
+    another are left out. `options`: for each, how many layouts of its degrees fit. `fastest`: of all that may be in
+    `best`. `legal`: layouts that can run. `fitting`: those that fit. `closest`: the smallest, if none fits."""
 
     best: tuple[Estimate, ...]
     options: tuple[int, ...]
@@ -43,22 +43,22 @@ class Found:
 
     @property
     def faster(self) -> Estimate | None:
-        """The fastest layout, where its step is shorter than that of the first."""
+        """The fastest layout, if its step is shorter than that of the first."""
         fastest = self.fastest
         return fastest if fastest and fastest.step_seconds * ALIKE < self.best[0].step_seconds else None
 
 
 def _way_out(space: Space, given: Mapping[str, Any]) -> str | None:
-    """What keeps every layout with the fields `given` from running, whatever the batch, and what to write instead; None
-    where these fields can be."""
+    """Say what keeps every layout with the fields `given` from running, whatever the batch, and what to write instead;
+    None if these fields are possible."""
     layout = Layout(**{"dp_shard": -1, **given})
     wrong = legality.violations(layout, space.limits, world=space.prices.cluster.world)
     return f"{wrong[0].error.what}: {wrong[0].error.fix}" if wrong else None
 
 
 def simplicity(layout: Layout) -> tuple[int, ...]:
-    """The simpler layout has the smaller one: fewer kinds of parallelism beside that over data, then fewer options in
-    its text, of which replicas are one; then fewer pipeline stages, and smaller cp, tp and ep; then the milder options.
+    """Sort key, smaller for simpler layouts: fewer kinds of parallelism besides data parallelism, then fewer options in
+    its text, replicas included; then fewer pipeline stages, and smaller cp, tp and ep; then the milder options.
 
     `shard8.tp8` is simpler than `shard16.tp4+full`, and that than `shard8.tp4.pp2`.
     """
@@ -70,8 +70,7 @@ def simplicity(layout: Layout) -> tuple[int, ...]:
 
 
 def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mapping[str, Any] | None = None) -> Found:
-    """The best layouts; `given`: of those that have these fields of `Layout`. Raises `UserError` where none is
-    legal."""
+    """Find the best layouts, among those with the fields `given` of `Layout`. Raises `UserError` if none is legal."""
     space = Space(prices, workload, given or {})
     legal = sum(map(len, space.rows))
     if not legal:
@@ -107,8 +106,8 @@ def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best layout of a set of degrees: the simplest of those that are about as fast as the fastest. `needs`: bytes
-    of a device. `options`: layouts of the set."""
+    """The best layout of a set of degrees: the simplest of those about as fast as the fastest. `needs`: bytes of a
+    device. `options`: layouts of the set."""
 
     layout: Layout
     seconds: float
@@ -120,7 +119,7 @@ class Chosen:
         return simplicity(self.layout)
 
     def says_nothing_beside(self, other: "Chosen") -> bool:
-        """Whether another one has simpler degrees, is as fast and needs no more memory. Example: shard2.cp4+mb2 beside
+        """True if another one has simpler degrees, is as fast and needs no more memory. Example: shard2.cp4+mb2 and
         shard4.cp2."""
         is_as_good = other.seconds <= self.seconds * ALIKE and other.needs <= self.needs * ALIKE
         own, others = ((_axes(each.layout), *_degrees(each.layout)) for each in (self, other))
@@ -129,8 +128,8 @@ class Chosen:
 
 @dataclass(eq=False)
 class _Candidates:
-    """Layouts that fit, as arrays: `at_least` seconds; `batch`: those of one pipeline and number of micro batches;
-    `set`: those of the same degrees."""
+    """Layouts that fit, as arrays: `at_least` seconds; `batch`: equal for one pipeline and number of micro batches;
+    `set`: equal for the same degrees."""
 
     bounding: Bounding
     bounds: Sequence[Bounds]
@@ -151,12 +150,12 @@ class _Candidates:
         return self.bounding.space.layout(rows, int(self.number[candidate]))
 
     def seconds(self, batch: Integers) -> Numbers:
-        """Of steps. Without a pipeline the bound is the time."""
+        """Seconds of steps. Without a pipeline the bound is exact."""
         rows = self.bounds[self.pipeline[batch[0]]].rows
         return self.at_least[batch] if rows.pp == 1 else self.bounding.seconds(rows.at(self.number[batch]))
 
     def best(self, top: int) -> tuple[list[Chosen], Layout | None]:
-        """Of the `top` best sets of degrees, best first; and the fastest layout of all."""
+        """The `top` best sets of degrees, best first; and the fastest layout of all."""
         if not len(self.at_least):
             return [], None
         order = np.lexsort((self.at_least, self.set))
@@ -193,7 +192,7 @@ class _Set:
 
     @property
     def fastest(self) -> float:
-        """Seconds."""
+        """Seconds of the fastest."""
         return float(self.seconds.min())
 
     @property
@@ -201,11 +200,11 @@ class _Set:
         return self.candidates.layout(int(self.own[self.seconds.argmin()]))
 
     def is_near(self, fastest: float) -> bool:
-        """Whether one of them is near the fastest of all."""
+        """True if one of them is near the fastest of all."""
         return self.fastest <= fastest * (1 + NEAR)
 
     def simplest(self, fastest: float) -> Chosen:
-        """Of those near the fastest of all; where none is, of those near the fastest of its own."""
+        """The simplest of those near the fastest of all; if there are none, of those near the fastest of the set."""
         most = (fastest if self.is_near(fastest) else self.fastest) * (1 + NEAR)
         near = np.flatnonzero(self.bounds <= most)
         layouts = {int(each): self.candidates.layout(int(self.own[each])) for each in near}
@@ -218,7 +217,7 @@ class _Set:
         raise AssertionError("the fastest is near itself")
 
     def _run(self, one: int) -> None:
-        """With it those of its batch that may be near."""
+        """Run one, and with it those of its batch that may be near."""
         near = self.bounds <= min(self.fastest, self.bounds[one]) * (1 + NEAR)
         batches = self.candidates.batch[self.own]
         batch = np.flatnonzero(near & ~self.is_run & (batches == batches[one]))
@@ -226,8 +225,8 @@ class _Set:
 
 
 def _batches(number: int, rows: Rows) -> Integers:
-    """Of rows of one pipeline, `number`: equal where numbers of micro batches differ by whole rounds, so that all are
-    run at once."""
+    """Batch of each row of one pipeline, `number`: equal if numbers of micro batches differ by whole rounds, so that
+    all are run at once."""
     counts, inverse = np.unique(rows.micro_batches, return_inverse=True)
     firsts = []
     for count in counts.tolist():
@@ -237,18 +236,18 @@ def _batches(number: int, rows: Rows) -> Integers:
 
 
 def _axes(layout: Layout) -> int:
-    """How many kinds of parallelism it has, beside that over data."""
+    """Number of kinds of parallelism of a layout, besides data parallelism."""
     return sum(degree > 1 for degree in _degrees(layout))
 
 
 def _degrees(layout: Layout) -> tuple[int, ...]:
-    """What layouts of one set have in common. Of data parallelism, how many ranks are replicas is an option."""
+    """Degrees that layouts of one set share. The number of replicas within data parallelism is an option."""
     return layout.pp, layout.cp, layout.tp, layout.ep
 
 
 def _ranked(found: Sequence[Chosen], fastest: float) -> list[Chosen]:
-    """Those within `NEAR` of `fastest` seconds, the simplest first; then those within it of the fastest that is left,
-    and so on. Those that say nothing beside one before them are left out."""
+    """Order layouts: those within `NEAR` of `fastest` seconds, the simplest first; then those within it of the fastest
+    that is left, and so on. A layout is left out if it `says_nothing_beside` an earlier one."""
     left, order = sorted(found, key=lambda each: each.seconds), list[Chosen]()
     while left:
         near = [each for each in left if each.seconds <= fastest * (1 + NEAR)]

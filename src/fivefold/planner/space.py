@@ -1,8 +1,8 @@
 """Every layout worth pricing, as arrays. No torch.
 
 A layout is a place (degrees, and how ranks share a micro batch), the rows of a micro batch, recompute, the ZeRO stage
-and the schedule of a pipeline. The rules of `core/legality.py` are asked once for each part, not for each layout: a
-layout is legal where its parts are.
+and the schedule of a pipeline. The rules of `core/legality.py` are checked once for each part, not for each layout: a
+layout is legal if its parts are.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,10 +24,10 @@ from fivefold.planner.parts import Prices
 from fivefold.planner.price import PriceList, work_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # rows of a forward pass
-ENOUGH_TOKENS = 2**15  # of a micro batch on a rank: with more, nothing is done faster or hidden better
+ENOUGH_TOKENS = 2**15  # per micro batch on a rank: more make nothing faster, and hide nothing better
 VIRTUAL = (1, 2, 4, 8)  # stages of a pipeline rank
 PLACED = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "expert_tp")  # fields of `Layout` that a place has
-LEAST_TOKENS = 256  # of a row on a rank of cp and tp: with fewer, collectives outlast all compute
+LEAST_TOKENS = 256  # per row on a rank of cp and tp: with fewer, collectives outlast all compute
 
 Integers = NDArray[np.int64]
 Which = NDArray[np.bool_] | NDArray[np.int64] | slice
@@ -50,7 +50,7 @@ class Rows:
         return len(self.work)
 
     def at(self, which: Which) -> "Rows":
-        """Some of them."""
+        """The subset `which`."""
         arrays = (self.work[which], self.place[which], self.micro_batches[which], self.zero[which])
         return Rows(self.pp, self.schedule, self.virtual, *arrays)
 
@@ -64,9 +64,9 @@ class Rows:
 class Space:
     """The layouts of a model on a cluster for a workload.
 
-    `works`: the rows, recompute and prices of each kind of micro batch. `places`: layouts without these, without ZeRO
-    stage and schedule. `given`: fields of `Layout` and the values that all of them have. `_split`: of works, the number
-    of the same one where a schedule puts gradients of weights off.
+    `works`: rows, recompute and prices of each kind of micro batch. `places`: layouts without these, without ZeRO stage
+    and schedule. `given`: fields of `Layout` with values that all of them have. `_split`: maps a work to the same one
+    under a schedule that delays weight gradients.
     """
 
     prices: PriceList
@@ -96,7 +96,7 @@ class Space:
         )
 
     def _agreeing(self, rows: Rows) -> Rows:
-        """Those that have what is given."""
+        """The rows that have the given fields."""
 
         def agree(**values: Any) -> bool:
             return all(self.given.get(name, value) == value for name, value in values.items())
@@ -108,11 +108,11 @@ class Space:
         places = np.array([agree(**{name: getattr(place, name) for name in PLACED}) for place in self.places])
         works = np.array([agree(recompute=recompute) for _, recompute, _ in self.works])
         zeros = np.array([agree(zero=zero) for zero in range(4)])
-        is_whole = np.array([place.dp_shard * place.cp == 1 for place in self.places])  # no stage means anything
+        is_whole = np.array([place.dp_shard * place.cp == 1 for place in self.places])  # ZeRO stages make no difference
         return rows.at(places[rows.place] & works[rows.work] & (zeros[rows.zero] | is_whole[rows.place]))
 
     def layout(self, rows: Rows, number: int) -> Layout:
-        """One of some rows."""
+        """The layout of one row."""
         size, recompute, _ = self.works[rows.work[number]]
         place: Layout = self.places[rows.place[number]]
         return replace(
@@ -120,13 +120,13 @@ class Space:
             pp_schedule=rows.schedule, pp_virtual=rows.virtual,
         )  # fmt: skip
 
-    # ---- what shares a micro batch -----------------------------------------------------------------------------------
+    # ---- sharing a micro batch ---------------------------------------------------------------------------------------
 
     def _shared(self) -> Iterator[Layout]:
-        """How ranks can share a micro batch: tp, cp and its method, ep and `expert_tp`.
+        """Ways for ranks to share a micro batch: tp, cp and its method, ep and `expert_tp`.
 
-        Tensor parallelism stays inside a node: over the network it loses everywhere that it was measured. It splits the
-        sequence wherever the model lets it: without, ranks send as many bytes and keep more.
+        Tensor parallelism stays inside a node: over the network it lost in every measurement. It splits the sequence if
+        the model allows it: otherwise ranks send as many bytes and keep more.
         """
         cluster, length = self.prices.cluster, self.workload.seq_length
         degrees, split = divisors(cluster.world), "sequence_parallel" not in self.limits.refusals
@@ -145,7 +145,7 @@ class Space:
                     yield from self._methods(basis)
 
     def _methods(self, basis: Layout) -> Iterator[Layout]:
-        """With every `cp_method` that means something of its own: auto first."""
+        """Layouts with every `cp_method` that has an effect of its own: auto first."""
         means = set()
         for method in ("auto", "ring", "ulysses", "allgather") if basis.cp > 1 else ("auto",):
             layout = replace(basis, cp_method=method)
@@ -156,7 +156,7 @@ class Space:
                 means.add(meant)
 
     def _of(self, shared: Layout) -> Iterator[tuple[Layout, tuple[Integers, ...]]]:
-        """The places of layouts that share a micro batch so; arrays of work, place, micro batches and ZeRO stage."""
+        """Places of layouts that share a micro batch this way; arrays of work, place, micro batches and ZeRO stage."""
         world, batch = self.prices.cluster.world, self.workload.global_batch_size
         rest = world // (shared.tp * shared.cp)
         works = None
@@ -165,7 +165,7 @@ class Space:
                 place = replace(shared, pp=pp, dp_shard=shards, dp_replicate=rest // pp // shards)
                 sizes = self._sizes(place.data_ranks)
                 laid = self.prices.engine.laid
-                is_own = laid(place).dp_shard == shards  # a trainer that shares states over all data ranks has no other
+                is_own = laid(place).dp_shard == shards  # a trainer that shards states over all data ranks has only one
                 if not len(sizes) or not is_own or any(place.against_world(world)):
                     continue
                 works = self._works(shared) if works is None else works
@@ -178,7 +178,7 @@ class Space:
                 yield place, (np.tile(own, len(zeros)), numbers, counts, np.repeat(zeros, len(own)))
 
     def _works(self, shared: Layout) -> Integers:
-        """[number in `works`, rows] of every micro batch that is shared so."""
+        """[number in `works`, rows] of every micro batch that is shared this way."""
         found = []
         length = self.workload.seq_length // shared.cp
         useful = [rows for rows in self._all_sizes if rows == 1 or (rows // 2) * length < ENOUGH_TOKENS]
@@ -187,12 +187,12 @@ class Space:
             layout = replace(shared, micro_batch_size=rows, recompute=recompute)
             number = self._add(layout)
             found.append((number, rows))
-            if recompute == "none":  # what is computed again would stay until the gradients of weights
+            if recompute == "none":  # recomputed activations would stay until the weight gradients
                 self._split[number] = self._add(replace(layout, pp=2, pp_schedule="zb"))
         return np.array(found)
 
     def _add(self, layout: Layout) -> int:
-        """The number in `works` of a layout's micro batches: of the last one, where they have its prices."""
+        """Number in `works` of a layout's micro batches: that of the last one if prices are the same."""
         prices = self.prices.of(layout, layout.padded(self.workload.seq_length))
         if not self.works or self.works[-1][2] is not prices:
             self.works.append((layout.micro_batch_size, layout.recompute, prices))
@@ -200,11 +200,11 @@ class Space:
 
     @cached_property
     def _all_sizes(self) -> tuple[int, ...]:
-        """Rows of a micro batch that some layout can have."""
+        """Micro batch sizes, in rows, that some layout can have."""
         return tuple(sorted({size for ranks in divisors(self.prices.cluster.world) for size in self._sizes(ranks)}))
 
     def _sizes(self, data_ranks: int) -> tuple[int, ...]:
-        """Rows of a micro batch that deal out the batch."""
+        """Micro batch sizes, in rows, that divide the batch."""
         given = self.given.get("micro_batch_size")
         return _sizes(data_ranks, self.workload.global_batch_size, MICRO_BATCHES if given is None else (given,))
 
@@ -217,7 +217,7 @@ class Space:
         return self._pipelines[pp]
 
     def _legal_schedules(self, pp: int) -> list[Layout]:
-        """GPipe takes as long as 1F1B and keeps more."""
+        """Legal schedules with each number of stages a rank. GPipe is left out: as slow as 1F1B, and keeps more."""
         names = [name for name in SCHEDULES if name != "gpipe"] if pp > 1 else ["1f1b"]
         found: dict[tuple[str, int], Layout] = {}
         for name, virtual in product(names, VIRTUAL):
@@ -228,7 +228,7 @@ class Space:
         return list(found.values())
 
     def _scheduled(self, pp: int, work: Integers, place: Integers, count: Integers, zero: Integers) -> Iterator[Rows]:
-        """Of each schedule the layouts whose micro batches it takes."""
+        """Yield, for each schedule, the layouts whose micro batches it takes."""
         split = np.array([self._split.get(number, -1) for number in range(len(self.works))])
         counts = np.unique(count)
         for pipeline in self._schedules(pp):
@@ -241,12 +241,12 @@ class Space:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """In order."""
+    """Divisors of a number, in order."""
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 
 @cache
 def _sizes(data_ranks: int, batch: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `sizes` that deal out the batch."""
+    """The members of `sizes` that divide the batch."""
     layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in sizes)
     return tuple(each.micro_batch_size for each in layouts if not any(each.against_batch(batch)))

@@ -1,7 +1,7 @@
-"""Sums of prices over the stages and the ranks of a pipeline, of one layout or of many at once. No torch.
+"""Sums of prices over the stages and the ranks of a pipeline, for one layout or for many at once. No torch.
 
 The last dimension of an array counts parts (kinds of layers, embedding, head), stages, or pipeline ranks. Dimensions
-before it, if there are any, count layouts.
+before it, if any, count layouts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from fivefold.planner.flow import Gathers
 from fivefold.planner.parts import LayerPrice, Numbers, Prices, Shard, Shards, Stages
 
 Places = NDArray[np.int64] | int | tuple[NDArray[np.int64], ...]
-ROUNDING = 1e-9  # of sums in another order
-MEET = 4  # how sharply the two bounds of a crowded pipeline's time take turns: judgement
+ROUNDING = 1e-9  # of sums in a different order
+MEET = 4  # sharpness of the smooth maximum of a crowded pipeline's two bounds: judgement
 
 
 def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, overlaps: bool) -> tuple[Numbers, Numbers]:
-    """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage. Neighbours
-    are taken to be alike: a layer's parameters are gathered while the one before it runs."""
+    """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage.
+    Neighbouring layers are taken to be alike: a layer's parameters are gathered while the previous one runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
     ahead, both, again, after = (
         np.maximum(0.0, each) @ stages.layers.T
@@ -37,9 +37,9 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, ove
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Of each part: seconds of a forward, of a backward, of the backward's gradients of weights, on the device; seconds
-    of the host for a forward and for a backward; bytes kept until backward, and those that a backward has besides.
-    `edges`: of a stage's input and output, which a pipeline holds, and of the head's gradients."""
+    """Work of each part. Device seconds of a forward, of a backward, and of the backward's weight gradients; host
+    seconds of a forward and of a backward; bytes kept until backward, and additional bytes of a backward. `edges`:
+    bytes of a stage's input and output, which a pipeline holds, and of the head's gradients."""
 
     forward: Numbers
     backward: Numbers
@@ -52,7 +52,7 @@ class Work:
 
     @staticmethod
     def of(prices: Sequence[Prices]) -> "Work":
-        """[one for each of prices, part]."""
+        """Stack prices: [one for each of `prices`, part]."""
 
         def each(value: Callable[[LayerPrice], float]) -> Numbers:
             return np.array([[value(part) for part in price.parts] for price in prices])
@@ -65,20 +65,20 @@ class Work:
         )  # fmt: skip
 
     def at(self, places: Places) -> "Work":
-        """Those at some places."""
+        """The entries at `places`."""
         return Work(*(getattr(self, each.name)[places] for each in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Of each part: seconds of one gather of its units, and of one reduction."""
+    """Seconds of one gather, and of one reduction, of each part's units."""
 
     gather: Numbers
     reduce: Numbers
 
     @staticmethod
     def of(shards: Sequence[Shards]) -> "Sent":
-        """[one for each of shards, part]. The head is in the model's own unit, which stays gathered."""
+        """Stack shards: [one for each of `shards`, part]. The head is in the model's own unit, which stays gathered."""
         units = [[each.units for each in (*shard.layers, shard.embedding, Shard())] for shard in shards]
         return Sent(
             np.array([[sum(unit.gather_seconds for unit in part) for part in each] for each in units]),
@@ -86,7 +86,7 @@ class Sent:
         )
 
     def at(self, places: Places) -> "Sent":
-        """Those at some places."""
+        """The entries at `places`."""
         return Sent(self.gather[places], self.reduce[places])
 
 
@@ -100,20 +100,20 @@ def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) 
 
 
 def met(device: Numbers, host: Numbers, meet: float) -> Numbers:
-    """Seconds of a slot. Python runs ahead of the device, and only where it takes longer for the whole slot does the
-    device wait. The two times meet smoothly."""
+    """Seconds of a slot. Python runs ahead of the device, which waits only if Python takes longer for the whole slot.
+    The result is a smooth maximum of both times."""
     found: Numbers = (device**meet + host**meet) ** (1 / meet)
     return found
 
 
 def durations(forward: Numbers, backward: Numbers, work: Work, stages: Stages) -> dict[Kind, Numbers]:
-    """Seconds of each kind of slot, of each stage."""
+    """Seconds of each kind of slot, for each stage."""
     weights = work.weights @ stages.layers.T
     return {"F": forward, "B": backward, "I": backward - weights, "W": weights}
 
 
 def busiest(forward: Numbers, backward: Numbers, stages: Stages) -> "NDArray[np.int64]":
-    """The pipeline rank with the most to do: the first of those that have it."""
+    """The pipeline rank with the most to do, the first one of equals."""
     work = (forward + backward) @ stages.ranks.T
     found: NDArray[np.int64] = np.argmax(work >= work.max(axis=-1, keepdims=True) * (1 - ROUNDING), axis=-1)
     return found
@@ -123,9 +123,9 @@ def least_span(
     slots: Mapping[Kind, Numbers], stages: Stages, left: Numbers, micro_batches: NDArray[np.int64] | int,
     transfer: Numbers | float, *, splits_backward: bool,
 ) -> Numbers:  # fmt: skip
-    """No schedule is shorter. A rank waits until the first micro batch has passed the stages before its first one. It
-    has all of its work. And behind its last backward, that micro batch still has to come back through those stages,
-    while the rank can compute the gradients of weights that are `left`, of each stage."""
+    """Lower bound of any schedule's span. A rank waits until the first micro batch has passed the stages before its
+    first one. It does all of its work. After its last backward, that micro batch still has to return through those
+    stages, while the rank can compute the weight gradients that are `left`, for each stage."""
     forward, backward, weights = slots["F"], slots["B"], slots["W"]
     back = slots["I"] if splits_backward else backward
     hops = stages.first * np.expand_dims(transfer, -1)
@@ -139,8 +139,8 @@ def crowded(
     span: Numbers | float, forward: Numbers, backward: Numbers, micro_batches: NDArray[np.int64] | int, pp: int,
     crowding: float,
 ) -> Numbers | float:  # fmt: skip
-    """`span` of a pipeline whose devices share cores (`Cluster.crowding`): one that waits leaves its part to others. No
-    step is shorter than with a core for each device, nor than all work on all cores."""
+    """`span` of a pipeline whose devices share cores (`Cluster.crowding`): a device that waits leaves its share to
+    others. No step is shorter than with a core for each device, nor than all work on all cores."""
     if crowding == 1:
         return span
     work = (forward + backward).sum(axis=-1) * micro_batches / pp

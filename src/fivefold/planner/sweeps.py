@@ -1,5 +1,4 @@
-"""How fast a model trains on more or fewer devices, and with longer or shorter rows, each with its best layout. No
-torch."""
+"""Training speed on more or fewer devices, and with longer or shorter rows, each with its best layout. No torch."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -11,23 +10,23 @@ from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.price import PriceList
 
-FEWER, MORE = 4, 1  # halvings and doublings of the devices that are asked for
+FEWER, MORE = 4, 1  # halvings and doublings of the devices
 SHORTER, LONGER = 3, 5  # and of the rows
 LEAST_LENGTH = 512
-MOST_DEVICES = 2048  # a search over more takes seconds: it is made for the cluster itself alone
+MOST_DEVICES = 2048  # a search over more takes seconds: only the cluster itself is searched
 
 
 @dataclass(frozen=True)
 class Sweeps:
     """The best layout for each number of devices, with the same batch, and for each length of rows, with about as many
-    tokens a step. Where none fits or can run there is none."""
+    tokens a step. Points without a layout that runs and fits are missing."""
 
     devices: tuple[Estimate, ...]
     lengths: tuple[Estimate, ...]
 
 
 def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Sweeps:
-    """Around a cluster and a workload. `anew`: see `answer`."""
+    """Sweep around a cluster and a workload. `anew`: see `answer`."""
     clusters = [each for each in scaled(prices.cluster) if each == prices.cluster or each.world <= MOST_DEVICES]
     few = SHORTER if prices.cluster.world <= MOST_DEVICES else 1
     workloads = [_with_rows(workload, times) for times in range(-few, LONGER + 1)]
@@ -35,8 +34,8 @@ def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Swee
     def best(asked: Iterable[tuple[PriceList, Workload]]) -> tuple[Estimate, ...]:
         found = list[Estimate]()
         for own, each in asked:
-            top = TOP if (own.cluster, each) == (prices.cluster, workload) else 1  # that one is known: it was planned
-            with suppress(UserError):  # none is legal
+            top = TOP if (own.cluster, each) == (prices.cluster, workload) else 1  # cached: it was planned before
+            with suppress(UserError):  # no layout is legal
                 found += answer(own, each, top=top, anew=anew).best[:1]
         return tuple(found)
 
@@ -47,7 +46,7 @@ def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Swee
 
 
 def scaled(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with fewer and with more devices, by twos: whole nodes, or a part of one."""
+    """The cluster with fewer and with more devices, by factors of two: whole nodes, or a part of one."""
     nodes, devices, smaller = cluster.nodes, cluster.devices_per_node, list[Cluster]()
     while (nodes % 2 == 0 or devices % 2 == 0) and len(smaller) < FEWER:
         nodes, devices = (nodes // 2, devices) if nodes % 2 == 0 else (nodes, devices // 2)
@@ -58,6 +57,6 @@ def scaled(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _with_rows(workload: Workload, times: int) -> Workload:
-    """With rows 2^times as long."""
+    """The workload with rows 2^times as long."""
     length = max(1, int(workload.seq_length * 2.0**times))
     return Workload(length, max(1, workload.tokens // length))

@@ -1,6 +1,5 @@
-"""All that a rehearsal changes of fivefold, and why: what other ranks would have said, what kernels would have
-computed, and the disk of the machine that the run is for. Everything else is the code that trains.
-"""
+"""All changes that a rehearsal makes to fivefold, and why: they replace answers of other ranks, results of kernels, and
+the disk of the run's machine. Everything else is the code that trains."""
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from fivefold.checkpoint.manifest import FileRecord
 
-Wrap = Callable[[Any], Any]  # the function as it is -> what stands for it
+Wrap = Callable[[Any], Any]  # original function -> its replacement
 
 
 @dataclass(frozen=True)
 class Change:
-    """`place`: the module or class, and the name of a function there. `on`: where it is made, with the stand-in for the
-    driver, where no kernel runs, or on the CPU, where all of them do."""
+    """A replaced function. `place`: the module or class, and the name of the function there. `on`: with the stand-in
+    for the driver, where no kernel runs, or on the CPU, where all of them do."""
 
     place: str
     why: str
@@ -30,14 +29,14 @@ class Change:
     on: Literal["both", "stand-in", "cpu"] = "both"
 
 
-# ---- values that nobody reads --------------------------------------------------------------------------------------
+# ---- unused values ---------------------------------------------------------------------------------------------------
 
 
 def _nothing(_: Any) -> Any:
     return lambda *_, **__: None
 
 
-# ---- what other ranks would say ------------------------------------------------------------------------------------
+# ---- answers of the other ranks --------------------------------------------------------------------------------------
 
 
 def _alike(_: Any) -> Any:
@@ -66,7 +65,7 @@ def _without_gloo(new_group: Any) -> Any:
 
 
 class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, untyped
-    """Where the ranks meet: whatever another rank would have left there is there."""
+    """Rendezvous store in which everything is present that other ranks would have left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, unt
         self.values[key] = value if isinstance(value, bytes) else bytes(value, "utf-8")
 
     def get(self, key: str) -> bytes:
-        return self.values.get(key, bytes(128))  # as long as the identity of a communicator
+        return self.values.get(key, bytes(128))  # the size of a communicator's identity
 
     def add(self, key: str, amount: int) -> int:
         self.values[key] = str(total := int(self.values.get(key, b"0")) + amount).encode()
@@ -86,16 +85,16 @@ class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, unt
         return all(key in self.values for key in keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
-        """Nobody is waited for."""
+        """Return at once: no other rank exists."""
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nobody is waited for."""
+        """Ignore the timeout: nothing waits."""
 
     def clone(self) -> "_AnswersAll":
         return self
 
 
-_STORE: list[Any] = []  # torch keeps no reference to what is written in Python
+_STORE: list[Any] = []  # torch keeps no reference to a store written in Python
 
 
 def _met(_: Any) -> Any:
@@ -106,11 +105,11 @@ def _met(_: Any) -> Any:
     return store
 
 
-# ---- what kernels would have computed: where tokens go --------------------------------------------------------------
+# ---- results of kernels: routing of tokens ---------------------------------------------------------------------------
 
 
 def put(tensor: Tensor, values: Sequence[int]) -> Tensor:
-    """Write `values` into the int64 memory of a tensor, without a word to CUDA: it is this process's own memory."""
+    """Write `values` into the int64 memory of a tensor without calling CUDA: it is this process's own memory."""
     import ctypes
 
     ctypes.memmove(tensor.data_ptr(), (ctypes.c_int64 * len(values))(*values), 8 * len(values))
@@ -118,7 +117,7 @@ def put(tensor: Tensor, values: Sequence[int]) -> Tensor:
 
 
 def even(total: int, parts: int) -> list[int]:
-    """`total` dealt to `parts`: 10 to 4 is [3, 3, 2, 2]."""
+    """Deal `total` to `parts`: 10 to 4 is [3, 3, 2, 2]."""
     return [total // parts + (at < total % parts) for at in range(parts)]
 
 
@@ -152,7 +151,7 @@ def _on_host(plain: Any) -> Any:
 
 
 def read(tensor: Tensor) -> list[int]:
-    """A tensor that `put` has written, as it was written."""
+    """Read a tensor that `put` has written."""
     import ctypes
 
     return list((ctypes.c_int64 * tensor.numel()).from_address(tensor.data_ptr()))
@@ -195,7 +194,7 @@ NO_RESERVE = 0x4000  # of mmap(2), on Linux
 def _unreserved(_: Any) -> Any:
     def allocate(size: int, dtype: torch.dtype) -> Tensor:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-        memory = mmap.mmap(-1, max(size, 1) * dtype.itemsize, flags=flags)  # none of 0 bytes can be had
+        memory = mmap.mmap(-1, max(size, 1) * dtype.itemsize, flags=flags)  # mmap refuses 0 bytes
         return torch.frombuffer(memory, dtype=dtype)[:size]
 
     return allocate
@@ -268,7 +267,7 @@ CHANGES = (
 
 @contextmanager
 def changed(*, is_full: bool) -> Iterator[None]:
-    """Inside, the changes are in force: those for the stand-in (`is_full`), or those for the CPU."""
+    """Inside, apply the changes: those for the stand-in (`is_full`), or those for the CPU."""
     with ExitStack() as stack:
         for each in CHANGES:
             if each.on in ("both", "stand-in" if is_full else "cpu"):
@@ -278,7 +277,7 @@ def changed(*, is_full: bool) -> Iterator[None]:
 
 
 def place_of(change: Change) -> tuple[Any, str]:
-    """The module or class that a change is made in, and the name there."""
+    """The module or class of a change, and the name there."""
     path, _, name = change.place.rpartition(".")
     try:
         return import_module(path), name

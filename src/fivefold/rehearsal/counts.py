@@ -1,4 +1,4 @@
-"""What the stand-in for the driver has counted, read from the process that it is loaded in."""
+"""Counts of the stand-in for the driver, read from the process in which it is loaded."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "s
 
 @dataclass(frozen=True)
 class Entry:
-    """What the host asked of a stream, in order: a kernel, an event to record or to wait for, a collective.
+    """A request of the host to a stream, in order: a kernel, an event to record or to wait for, or a collective.
 
-    `object`: the event, or the communicator. `kind`, `bytes`: of the collective, as NCCL is asked for it. `group`: of
-    calls that NCCL was given as one; 0: alone.
+    `object`: the event, or the communicator. `kind`, `bytes`: of the collective, as passed to NCCL. `group`: the same
+    for calls that NCCL got as one group; 0: alone.
     """
 
     what: int
@@ -35,14 +35,14 @@ class _Entry(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Counts:
-    """Since the process began: kernels, and how often the host waited for the device."""
+    """Counts since the process began: kernels, and waits of the host for the device."""
 
     launches: int
     syncs: int
 
 
 class Driver:
-    """The stand-in that this process was started with."""
+    """The stand-in with which this process was started."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -50,16 +50,16 @@ class Driver:
         self._library.rehearsal_entries.restype = ctypes.POINTER(_Entry)
 
     def counts(self) -> Counts:
-        """What was counted until now."""
+        """Counts so far."""
         return Counts(*(int(self._library.rehearsal_count(which)) for which in range(2)))
 
     def tell(self, communicator: int, size: int, rank: int) -> None:
-        """Say how many ranks a communicator has, and which this one is."""
+        """Tell the stand-in the size of a communicator, and this process's rank in it."""
         self._library.rehearsal_communicator(ctypes.c_uint64(communicator), size, rank)
 
     @contextmanager
     def calling(self, heard: Callable[[], None]) -> Iterator[None]:
-        """Inside, `heard` is called wherever the host waits for the device, in the thread that waits."""
+        """Inside, call `heard` whenever the host waits for the device, in the thread that waits."""
         call = ctypes.CFUNCTYPE(None)(heard)
         self._library.rehearsal_on_sync(call)
         try:
@@ -69,7 +69,7 @@ class Driver:
 
     @contextmanager
     def noting(self, noted: list[Entry]) -> Iterator[None]:
-        """What is asked for inside is in `noted` afterwards."""
+        """Inside, note the requests; afterwards they are in `noted`."""
         self._library.rehearsal_note(1)
         try:
             yield

@@ -1,7 +1,7 @@
-"""What a step may take: the planner's estimate of the rehearsed layout, beside what the rehearsal counted of the step.
+"""Expected time of a step: the planner's estimate of the rehearsed layout, with the counts of the rehearsed step.
 
-An estimate, not a measurement. How long the issued work takes is the planner's roofline (`planner/estimate.py`), item
-by item. How many kernels the step launches, how often the host waits and which collectives nothing hides was counted.
+An estimate, not a measurement. Durations are the planner's roofline (`planner/estimate.py`), item by item. Numbers of
+launched kernels, of host waits and of exposed collectives are counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ from fivefold.rehearsal.request import Phase, Seen
 
 TRAFFIC = "element-wise"  # the planner's item that is memory traffic alone
 IDLE = ("host", "bubble")  # its items in which the device waits for Python, and for other stages
-SMALL = 5e-4  # of a step: items below it are 0.0 % of it, and left out on the screen
+SMALL = 5e-4  # of a step: smaller items would show as 0.0 %, and are left out on the screen
 
 
 def or_why(planned: Callable[[], Estimate]) -> tuple[Estimate | None, str]:
-    """What the planner says when it is asked; or None, and why it has no estimate."""
+    """The planner's estimate; or None, and the reason."""
     try:
         return planned(), ""
     except UserError as error:
@@ -29,7 +29,7 @@ def or_why(planned: Callable[[], Estimate]) -> tuple[Estimate | None, str]:
 
 @dataclass(frozen=True)
 class TimeRow:
-    """Of the step's time in milliseconds; -: counted, with no time of its own. `of`: what it is made of."""
+    """A part of the step's time in milliseconds; -: counted, with no time of its own. `of`: its composition."""
 
     item: str
     ms: str
@@ -39,8 +39,8 @@ class TimeRow:
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """A step as planned and as counted. `counted`: the last step of the rank that launches most; None where kernels
-    were not seen (on the CPU). Seconds are of the whole step, and estimates all."""
+    """A step as planned and as counted. `counted`: the last step of the rank that launches most; None if kernels were
+    not seen (on the CPU). Seconds are of the whole step, and all are estimates."""
 
     planned: Estimate
     seen: Seen
@@ -48,7 +48,7 @@ class ExpectedStep:
 
     @classmethod
     def of(cls, planned: Estimate, seen: tuple[Seen, ...], step: str) -> "ExpectedStep | None":
-        """Of what the ranks have seen in the phase `step`; None where one of them did not come through it."""
+        """Combine the plan with the phase `step` of the ranks; None if one of them did not complete it."""
         steps = [(each, phase) for each in seen for phase in each.phases if phase.name == step]
         if len(steps) < len(seen) or any(each.failed or each.out_of_memory for each in seen):
             return None
@@ -59,38 +59,38 @@ class ExpectedStep:
 
     @property
     def launch_seconds(self) -> float:
-        """Of the host, for one kernel: the chip's constant, no measurement."""
+        """Host seconds of one kernel: the chip's constant, not a measurement."""
         chip = self.planned.cluster.chip
         return chip.launch_us * 1e-6 * chip.host_scale
 
     @property
     def device_seconds(self) -> float:
-        """What the device needs, by the roofline of the issued work: the planner's items but those it is idle in."""
+        """Seconds of the device's work, by roofline: the planner's items, without those in which it is idle."""
         return sum(amount for item, amount in self.planned.seconds.items() if item not in IDLE)
 
     @property
     def launch_floor(self) -> float:
-        """What the host needs at least: no kernel starts before it is launched."""
+        """Minimum seconds of the host: no kernel starts before it is launched."""
         return (self.counted.launches or 0) * self.launch_seconds if self.counted else 0.0
 
     @property
     def sync_seconds(self) -> float:
-        """What host syncs cost at least: behind each the device has nothing to do until the next launch."""
+        """Minimum cost of host syncs: after each one, the device idles until the next launch."""
         return (self.counted.syncs or 0) * self.launch_seconds if self.counted else 0.0
 
     @property
     def floor_beyond(self) -> float:
-        """By how much the launch floor outlasts the planned step."""
+        """Seconds by which the launch floor outlasts the planned step."""
         return max(0.0, self.launch_floor - self.planned.step_seconds)
 
     @property
     def step_seconds(self) -> float:
-        """The planned step, and what was counted beyond it."""
+        """Seconds of the planned step, plus the costs counted beyond it."""
         return self.planned.step_seconds + self.floor_beyond + self.sync_seconds
 
     @property
     def step_interval(self) -> Interval:
-        """Between these the seconds lie in 80 % of cases, by the planner's doubt of its own items."""
+        """80 % interval of the seconds, by the planner's doubt of its own items."""
         low, high = (each / self.planned.step_seconds for each in self.planned.step_interval)
         return self.step_seconds * low, self.step_seconds * high
 
@@ -101,7 +101,7 @@ class ExpectedStep:
 
     @property
     def mfu_interval(self) -> Interval:
-        """Between these it lies in 80 % of cases."""
+        """80 % interval of the MFU."""
         low, high = self.step_interval
         return self._mfu(high), self._mfu(low)
 
@@ -110,13 +110,13 @@ class ExpectedStep:
 
     @property
     def longer(self) -> str:
-        """What sets the pace: `device` or `launches`."""
+        """The limit: `device` or `launches`."""
         return "launches" if self.launch_floor > self.device_seconds else "device"
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- output ------------------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[TimeRow]:
-        """The planner's items, the longest first; then what was counted."""
+        """The planner's items, the longest first; then the counts."""
         for item in sorted(self._items(), key=lambda item: -item.amount):
             if abs(item.amount) >= SMALL * self.step_seconds:
                 yield self._row(item.item, item.amount, self._made_of(item))
@@ -151,7 +151,7 @@ class ExpectedStep:
 
     @property
     def exposed(self) -> dict[str, tuple[int, int]]:
-        """By mesh axis: collectives that no kernel could hide, and all of them."""
+        """Exposed collectives, and all of them, by mesh axis. No kernel could hide an exposed one."""
         found: dict[str, tuple[int, int]] = {}
         for sent in self.seen.sent:
             exposed, issued = found.get(sent.axis, (0, 0))
@@ -160,7 +160,7 @@ class ExpectedStep:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Sentences: the MFU, and which is longer, the device's time or the launch floor."""
+        """Sentences: the MFU, and the longer of the device's time and the launch floor."""
         low, high = (100 * each for each in self.mfu_interval)
         mfu = (
             f"estimated MFU, not measured: {100 * self.mfu:.0f} % ({low:.0f} to {high:.0f} % in 80 % of cases), "
@@ -197,6 +197,6 @@ class ExpectedStep:
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds in three digits, whole above."""
+    """Format milliseconds with three digits, whole above."""
     amount = 1e3 * seconds
     return f"{amount:,.0f}" if abs(amount) >= 99.95 else f"{amount:.3g}"

@@ -1,4 +1,4 @@
-"""`fivefold rehearse`: what is asked for as requests, a process for every rank, and what they have seen."""
+"""`fivefold rehearse`: turn its arguments into requests, run a process for every rank, and collect the results."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from fivefold.rehearsal.report import Rehearsal
 from fivefold.rehearsal.request import Request, Seen
 
 STAGE = "fivefold.rehearsal.stage"
-EVALUATED = 2  # micro batches of the evaluation on each rank: the others would be alike
+EVALUATED = 2  # micro batches of the evaluation on each rank: more would be the same
 
 
 def rehearse(
@@ -41,8 +41,8 @@ def rehearse(
 ) -> Rehearsal:  # fmt: skip
     """Rehearse the run file at `path` (None: the demo) on one rank of `cluster`, or on one of each kind.
 
-    `synthetic`: random documents in place of its text. `quiet`: what the run prints is not shown. Raises `UserError`
-    for a request that cannot be met, and `RunFailed` where a rank ended without a word.
+    `synthetic`: random documents in place of its text. `quiet`: hide the run's output. Raises `UserError` for an
+    impossible request, and `RunFailed` if a rank ended without a report.
     """
     place = Cluster.parse(cluster)
     lacks = stand_in.lacking()
@@ -80,7 +80,7 @@ def rehearse(
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for what ranks write, removed afterwards."""
+    """A folder for the ranks' files, removed afterwards."""
     folder = scratch_folder("rehearsal")
     try:
         yield folder
@@ -89,15 +89,15 @@ def scratch() -> Iterator[Path]:
 
 
 def kinds(layout: Layout) -> list[int]:
-    """A rank of each kind: the first, a middle and the last of a pipeline, whose stages and micro batches under way
-    differ. Ranks beside each other on the other axes have as much, and do the same."""
+    """A rank of each kind: the first, a middle and the last of a pipeline, whose stages and micro batches in flight
+    differ. Ranks along the other axes hold as much and do the same."""
     grid = RankGrid(layout)
     first = {grid.coords(rank).pp: rank for rank in reversed(range(layout.world))}
     return sorted({first[0], first[layout.pp // 2], first[layout.pp - 1]})
 
 
 def resolved(path: Path | None, overrides: Sequence[str], place: Cluster) -> tuple[RunConfig, Layout]:
-    """The run on its cluster, once it is known that both go together; its evaluation is short."""
+    """The run with its layout resolved on the cluster, checked, with a short evaluation."""
     config = load_config(path, overrides)
     check_supported(config)
     if config.is_automatic:
@@ -108,12 +108,12 @@ def resolved(path: Path | None, overrides: Sequence[str], place: Cluster) -> tup
 
 
 def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
-    """Keys of the run file that a rehearsal sets: where it writes, and that it evaluates and saves when it ends."""
+    """Overrides of the run file for a rehearsal: where it writes, and evaluation and save at the end only."""
     return [
         f"run.dir={folder}", "run.name=rehearsal", f"eval.every={steps}", "sample.every=0", "checkpoint.every=0",
         "checkpoint.remote=null", "checkpoint.export_hf=false", 'log.to=["jsonl"]', "log.every=1",
-        "memory.trial=false",  # its phases are those of the run
-        "train.check_every=0",  # the standing checks compare values, and are of one step in a hundred
+        "memory.trial=false",  # a trial runs the same phases as the run
+        "train.check_every=0",  # these checks compare values, and run in one step of a hundred
         f"train.device={'cuda' if is_full else 'cpu'}", *([] if is_full else ["train.compile=false"]),
     ]  # fmt: skip
 
@@ -130,8 +130,8 @@ def _short_evaluation(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def _prepare(config: RunConfig) -> int:
-    """Tokenise the text here, where a missing file is said in words; a rank finds it in the cache. Gives the tokens of
-    its vocabulary."""
+    """Tokenise the text here, so that a missing file gives a proper error; ranks find it in the cache. Returns the size
+    of the vocabulary."""
     from fivefold.data import prepare
 
     return prepare(config).tokenizer.vocab_size
@@ -140,7 +140,7 @@ def _prepare(config: RunConfig) -> int:
 def _planned(
     config: RunConfig, layout: Layout, place: Cluster, vocabulary: int | None, *, synthetic: bool
 ) -> tuple[Estimate | None, str]:
-    """The planner's estimate of what is rehearsed; or None, and why it has none."""
+    """The planner's estimate of the rehearsed layout; or None, and the reason."""
     if synthetic:  # the model keeps the vocabulary of its own config
         config = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"name_or_path": "auto"})})
     return or_why(
@@ -152,8 +152,8 @@ def _planned(
 
 @contextmanager
 def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -> Iterator[Callable[[Request], Seen]]:
-    """Inside, what rehearses the rank of a request, each in a process of its own. They are forked from one that has
-    imported what all of them need. `folder`: of its log, and of what compilers put aside."""
+    """Inside, provide a function that rehearses the rank of a request, each in its own process. They are forked from
+    one that has imported everything they need. `folder`: for its log, and for files of compilers."""
     reports, theirs = os.pipe()
     with (folder / "log").open("w+b") as log, os.fdopen(reports) as codes:
         out = log if quiet else sys.stderr
@@ -161,14 +161,14 @@ def stage(environment: Mapping[str, str], folder: Path, *, quiet: bool = True) -
             [sys.executable, "-P", "-m", STAGE, str(theirs)],
             env={**environment, "TMPDIR": str(folder), LAUNCHER: str(os.getpid())},
             stdin=subprocess.PIPE, stdout=out, stderr=out, pass_fds=[theirs],
-            start_new_session=True,  # Ctrl-C in the terminal comes to this process alone
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
         )  # fmt: skip
         os.close(theirs)
         try:
             yield partial(_played, process, codes, log)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and those that it has forked, and the compilers of these
+                os.killpg(process.pid, signal.SIGKILL)  # with its forks, and their compilers
             process.communicate()
 
 
@@ -177,7 +177,7 @@ def _played(process: "subprocess.Popen[bytes]", codes: IO[str], log: IO[bytes], 
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(vars(request)), encoding="utf-8")
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended, which its code says
+    with suppress(BrokenPipeError):  # it has ended: its exit code tells
         process.stdin.write(f"{folder}\n".encode())
         process.stdin.flush()
     code = int(codes.readline() or process.wait())

@@ -1,7 +1,7 @@
-"""What lay in memory at the peak of a phase, by the history of the caching allocator.
+"""Contents of memory at the peak of a phase, from the history of the caching allocator.
 
-An allocation is named by who made it: a line of Python that is not torch's, or what it is to FSDP or the optimizer; and
-by the module that was running, with the numbers of layers as *.
+An allocation is named after its origin: a line of Python outside torch, or its role in FSDP or the optimizer; and after
+the module that was running, with the numbers of layers as *.
 """
 
 import re
@@ -16,7 +16,7 @@ from fivefold.core.text import any_layer
 from fivefold.rehearsal.request import Item
 
 SHOWN = 12  # items of a peak
-# Part of a file's name, and of a function's in it -> what it allocates.
+# Part of a file's name, part of a function's name in it, and what that allocates.
 _KNOWN = (
     ("_fsdp_collectives.py", "foreach_reduce", "gradients (FSDP)"),
     ("_fsdp_collectives.py", "foreach_all_gather", "gathered parameters (FSDP)"),
@@ -27,14 +27,14 @@ _KNOWN = (
     ("fivefold/training/optimizers/", "", "the optimizer's update"),
 )
 _IN_TORCH = ("/torch/", "torch/_", "<frozen", "<string>")
-_COMPILED = "inductor/"  # part of the folder that compiled code lies in
+_COMPILED = "inductor/"  # part of the path of compiled code
 _SHAPE = re.compile(r"empty_strided_\w+\(\(([\d, ]+?),?\)")  # as compiled code allocates
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Of the allocator's history: when it was made (microseconds), its size, and the frames that made it, innermost
-    first, as (file, line, function)."""
+    """An event of the allocator's history: its time (microseconds), its size, and its stack frames, innermost first, as
+    (file, line, function)."""
 
     time: int
     size: int
@@ -44,15 +44,15 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that was allocated within a phase, and what it was."""
+    """The most bytes allocated within a phase, and the allocations alive then."""
 
     bytes: int
     live: tuple[Allocation, ...]
 
 
 def peak_of(history: Sequence[Mapping[str, Any]], begin: int, end: int) -> Peak:
-    """The peak between two times (microseconds) of a history that begins with the process; where an allocation failed
-    between them, what was there then."""
+    """The peak between two times (microseconds) of a history that begins with the process; if an allocation failed
+    between them, the state at the failure."""
     held = most = at_most = 0
     for at, event in enumerate(history):
         if event["time_us"] > end:
@@ -75,19 +75,19 @@ def peak_of(history: Sequence[Mapping[str, Any]], begin: int, end: int) -> Peak:
 
 @dataclass
 class Running:
-    """Which module ran when: names with the times (microseconds) since which they ran; "" between modules."""
+    """The running module at each time: names with the times (microseconds) since which they ran; "" between modules."""
 
     times: list[int]
     names: list[str]
 
     def at(self, time: int) -> str:
-        """The module that ran at a time."""
+        """The module that was running at a time."""
         place = bisect_right(self.times, time) - 1
         return self.names[place] if place >= 0 else ""
 
 
 def items(live: Iterable[Allocation], running: Running, named: Mapping[int, str]) -> tuple[Item, ...]:
-    """The largest of what lay in memory, alike ones together. `named`: addresses of parameters."""
+    """The largest items in memory, equal ones together. `named`: addresses of parameters."""
     found: dict[tuple[str, str], list[int]] = {}
     for each in live:
         name = named.get(each.address)
@@ -98,7 +98,7 @@ def items(live: Iterable[Allocation], running: Running, named: Mapping[int, str]
 
 
 def made_by(frames: Sequence[tuple[str, int, str]]) -> str:
-    """Who made an allocation, in words."""
+    """Origin of an allocation, in words."""
     for file, line, function in frames:
         for part, name, says in _KNOWN:
             if part in file and name in function:
@@ -112,8 +112,8 @@ def made_by(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def short(file: str) -> str:
-    """The file without the folder that its package lies in: `transformers/models/llama/modeling_llama.py` keeps its
-    name and package, `fivefold/models/packed.py` all of its path."""
+    """Shorten a path: fivefold's files start at the package, as `fivefold/models/packed.py`; of others only the file
+    name stays."""
     parts = Path(file).parts
     if "fivefold" in parts:
         return "/".join(parts[len(parts) - 1 - parts[::-1].index("fivefold") :])

@@ -1,4 +1,4 @@
-"""The page of a rehearsal: one HTML file that needs nothing else. `rehearsal.html.j2` lays it out."""
+"""The page of a rehearsal: one self-contained HTML file. `rehearsal.html.j2` lays it out."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ BAR, LEFT, COLOURS = 20.0, 74.0, 6  # pixels of a bar, and of the names before i
 
 
 def write_page(rehearsal: Rehearsal, path: str) -> None:
-    """Write `rehearsal` as one HTML file to `path`, whose folder is made where it is missing."""
+    """Write `rehearsal` as one HTML file to `path`, and make its folder if it is missing."""
     write(page(rehearsal), Path(path), instead="name another file: --html FILE")
 
 
@@ -34,8 +34,8 @@ def page(rehearsal: Rehearsal) -> str:
 
 
 def memory(rehearsal: Rehearsal) -> Figure | None:
-    """A bar for every phase, as wide as the device has memory: its largest items, what else is allocated, and what is
-    reserved beyond that. None where memory is not seen."""
+    """Draw a bar for every phase, as wide as the device's memory: its largest items, the rest of what is allocated, and
+    what is reserved beyond that. None if memory was not seen."""
     rows = [(seen.rank, phase) for seen in rehearsal.seen for phase in seen.phases if phase.allocated is not None]
     if not rows:
         return None
@@ -50,7 +50,7 @@ def memory(rehearsal: Rehearsal) -> Figure | None:
 
 
 def _words(rehearsal: Rehearsal) -> dict[str, int]:
-    """What has a colour of its own: the largest items of all ranks' peaks, and their colours."""
+    """Items with a colour of their own: the largest of all ranks' peaks, and their colours."""
     found: dict[str, int] = {}
     for seen in rehearsal.seen:
         for item in largest(seen)[1]:

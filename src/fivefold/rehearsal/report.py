@@ -1,4 +1,4 @@
-"""What a rehearsal tells: tables for the screen, JSON, and the sentences around them."""
+"""Report of a rehearsal: tables for the screen, JSON, and sentences."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from fivefold.report.table import Report
 if TYPE_CHECKING:
     from rich.console import Console
 
-TIGHT = 0.95  # of the memory of a device: NCCL takes some of it as well
+TIGHT = 0.95  # of a device's memory: NCCL needs some as well
 SHOWN = 10  # rows of a table
 CURES = (
     "Less is needed with memory.recompute: full, a smaller train.micro_batch_size, a shorter data.seq_length, or more "
@@ -31,7 +31,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A phase of a rank. Memory in GiB; - where it is not seen."""
+    """A phase of a rank. Memory in GiB; - if it was not seen."""
 
     rank: int
     phase: str
@@ -45,7 +45,7 @@ class PhaseRow:
 
 @dataclass(frozen=True)
 class ItemRow:
-    """Tensors alike at the peak."""
+    """Equal tensors at the peak."""
 
     GiB: str
     count: int
@@ -64,7 +64,7 @@ class SyncRow:
 
 @dataclass(frozen=True)
 class SentRow:
-    """Collectives of a step, alike."""
+    """Equal collectives of a step."""
 
     axis: str
     kind: str
@@ -76,7 +76,7 @@ class SentRow:
 
 @dataclass(frozen=True)
 class CompileRow:
-    """What was compiled again, or where a graph broke."""
+    """A recompiled function, or a graph break."""
 
     count: int
     what: str
@@ -85,8 +85,8 @@ class CompileRow:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """All that was seen. `lacks`: what was missing for a full rehearsal. `planned`: the planner's estimate of the same
-    layout; None where it has none, `unplanned` says why."""
+    """All results. `lacks`: missing requirements of a full rehearsal. `planned`: the planner's estimate of the same
+    layout; if None, `unplanned` gives the reason."""
 
     model: str
     layout: str
@@ -99,18 +99,18 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """Whether every rank came to its end, within memory, and sent what its plan declares."""
+        """True if every rank finished within memory and sent what its plan declares."""
         return all(each.ok for each in self.seen)
 
     @property
     def peak(self) -> tuple[Seen, Phase] | None:
-        """The rank and the phase that reserve most; None where memory is not seen."""
+        """The rank and phase with the most reserved memory; None if memory was not seen."""
         phases = [(seen, each) for seen in self.seen for each in seen.phases if each.reserved is not None]
         return max(phases, key=lambda one: one[1].reserved or 0, default=None)
 
     @cached_property
     def expected(self) -> ExpectedStep | None:
-        """The estimated time of a step, and its MFU; None where a rank did not come through its last step."""
+        """The estimated time of a step, and its MFU; None if a rank did not complete its last step."""
         return ExpectedStep.of(self.planned, self.seen, f"step {self.steps}") if self.planned else None
 
     @property
@@ -119,7 +119,7 @@ class Rehearsal:
 
     @property
     def verdict(self) -> str:
-        """A sentence: whether it fits, and by how much; or what failed."""
+        """A sentence: how well it fits; or what failed."""
         for seen in self.seen:
             if (lack := seen.out_of_memory) is not None:
                 return (
@@ -144,7 +144,7 @@ class Rehearsal:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not in the figures, and what a real run would do otherwise."""
+        """Limits of the figures, and differences from a real run."""
         if self.lacks:
             missing = tuple(f"Not a full rehearsal: {each.what}; {each.fix}." for each in self.lacks)
             return (
@@ -180,13 +180,13 @@ class Rehearsal:
         return Report(title=f"{self.title} (GiB)", rows=rows, ok=self.ok)
 
     def items(self, seen: Seen) -> Report[ItemRow]:
-        """The largest of what lay in memory at a rank's peak, or when it ran out."""
+        """The largest items at a rank's memory peak, or when it ran out."""
         name, found = largest(seen)
         rows = tuple(ItemRow(gib(each.bytes), each.count, each.what, each.where) for each in found[:SHOWN])
         return Report(title=f"largest at the peak of rank {seen.rank}, {name}", rows=rows, ok=True)
 
     def syncs(self, seen: Seen) -> Report[SyncRow]:
-        """Where the host waits for the device, in the last step, the evaluation and the save."""
+        """Lines at which the host waits for the device, in the last step, the evaluation and the save."""
         names = (f"step {self.steps}", "evaluation", "save")
         rows = tuple(SyncRow(each.count, each.phase, each.where) for each in seen.syncs if each.phase in names)
         return Report(title=f"host syncs of rank {seen.rank}", rows=rows[:SHOWN], ok=True)
@@ -203,7 +203,7 @@ class Rehearsal:
         return Report(title=f"collectives of rank {seen.rank}, step {self.steps}", rows=rows, ok=not seen.undeclared)
 
     def recompiles(self, seen: Seen) -> Report[CompileRow]:
-        """What Dynamo compiled again, and where it broke graphs."""
+        """Recompilations by Dynamo, and graph breaks."""
         rows = tuple(CompileRow(each.count, each.what, each.why) for each in seen.recompiles[:SHOWN])
         return Report(title=f"compiled again, and graph breaks, on rank {seen.rank}", rows=rows, ok=True)
 
@@ -225,7 +225,7 @@ class Rehearsal:
             yield times
 
     def show(self, console: "Console") -> None:
-        """The tables and the sentences, for people."""
+        """Print the tables and the sentences."""
         for table in self.tables():
             table.show(console)
             console.print()
@@ -233,7 +233,7 @@ class Rehearsal:
             console.print(line, highlight=False, markup=False)
 
     def to_json(self) -> str:
-        """One JSON object: the phases as rows, and everything that was seen by rank."""
+        """One JSON object: the phases as rows, and all results by rank."""
         details = {
             "model": self.model, "layout": self.layout, "cluster": self.cluster.text, "steps": self.steps,
             "memory_bytes": self.cluster.chip.memory_bytes, "verdict": self.verdict, "notes": list(self.notes),
@@ -245,7 +245,7 @@ class Rehearsal:
 
 
 def largest(seen: Seen) -> tuple[str, Sequence[Item]]:
-    """The phase of a rank's peak, or the one that ran out of memory, and what lay there."""
+    """The phase of a rank's peak, or the one that ran out of memory, and its items."""
     if seen.out_of_memory is not None:
         return seen.out_of_memory.phase, seen.out_of_memory.items
     most = max(seen.phases, key=lambda phase: phase.allocated or 0, default=None)
@@ -253,7 +253,7 @@ def largest(seen: Seen) -> tuple[str, Sequence[Item]]:
 
 
 def gib(size: int | None) -> str:
-    """In GiB, as 1.42; - where it is not seen."""
+    """Format as GiB: 1.42; - if it was not seen."""
     return "-" if size is None else f"{size / GIB:.2f}"
 
 

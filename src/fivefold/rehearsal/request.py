@@ -1,4 +1,4 @@
-"""What is rehearsed, and what was seen, as plain data between the command and the process of a rank."""
+"""Requests and results of a rehearsal, as plain data between the command and the process of a rank."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rank: `config` is the resolved run file as YAML, `folder` where the run writes, `local_size` the devices of a
-    node. `synthetic`: random documents in place of `data.train`. `is_full`: with the stand-in for the driver; else on
-    the CPU, with a process group that sends nothing."""
+    """One rank to rehearse. `config`: the resolved run file as YAML. `folder`: where the run writes. `local_size`:
+    devices of a node. `synthetic`: random documents in place of `data.train`. `is_full`: with the stand-in for the
+    driver; else on the CPU, with a process group that sends nothing."""
 
     config: str
     folder: str
@@ -23,8 +23,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Item:
-    """What lay in memory at a peak: `count` tensors alike, `bytes` in all. `where`: the module, numbers of layers as *,
-    and what made it."""
+    """Memory at a peak: `count` equal tensors, `bytes` in all. `what`: their origin. `where`: the module, numbers of
+    layers as *."""
 
     what: str
     where: str
@@ -34,8 +34,8 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of the run. Bytes are those of the caching allocator: the most inside, and what is there at the end.
-    `seconds`: of this machine's CPU."""
+    """A part of the run. Bytes are the caching allocator's: the most inside, and those at the end. `seconds`: of this
+    machine's CPU."""
 
     name: str
     allocated: int | None
@@ -59,7 +59,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives of the last step by axis and kind. `exposed`: those behind which no kernel ran; None: not known."""
+    """Collectives of the last step by axis and kind. `exposed`: those that no kernel hides; None: not known."""
 
     axis: str
     kind: str
@@ -72,7 +72,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Recompile:
-    """What Dynamo compiled again, or where it broke a graph, and why."""
+    """A function that Dynamo compiled again, or a graph break, and the reason."""
 
     what: str
     why: str
@@ -93,7 +93,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Of one rank. `failed`: the error it stopped with, other than memory."""
+    """Results of one rank. `failed`: the error that stopped it, other than memory."""
 
     rank: int
     coordinates: Mapping[str, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Seen:
 
     @property
     def undeclared(self) -> tuple[Sent, ...]:
-        """Collectives that came otherwise than the plan says; bytes of all-to-alls depend on where tokens go."""
+        """Collectives that differ from the plan. The bytes of all-to-alls are not compared: they depend on routing."""
         return tuple(
             each for each in self.sent
             if each.count != each.declared or (each.bytes != each.declared_bytes and each.kind != "all_to_all")

@@ -1,6 +1,6 @@
 """The process of a rank: the real trainer, watched. `python -m fivefold.rehearsal.stage REPORTS` forks one for every
-folder that a line of standard input names: the request is there, and what was seen is left beside it. The descriptor
-REPORTS is told the exit code of each. `alone FOLDER`: that one, without a fork."""
+folder named by a line of standard input: it reads the request there, and writes its results next to it. The exit code
+of each goes to the descriptor REPORTS. `alone FOLDER`: run that one without a fork."""
 
 import faulthandler
 import gc
@@ -32,7 +32,7 @@ from fivefold.training.run_log import RunLog
 
 
 def rehearse(request: Request) -> Seen:
-    """The run of `request` on its rank, from the build to the save after its last step."""
+    """Run `request` on its rank, from the build to the save after its last step."""
     watch = Watch.of(request)
     try:
         with ExitStack() as stack:
@@ -49,7 +49,7 @@ def rehearse(request: Request) -> Seen:
     except Exception as error:
         if watch.is_out_of_memory(error):
             return watch.seen()
-        if isinstance(error, OSError) and is_users(error):  # compilers write there, and to the folder of the request
+        if isinstance(error, OSError) and is_users(error):  # compilers write to both
             return watch.seen(failed=cannot_write(f"{cache_root()} or {request.folder}", error).what)
         traceback.print_exc()
         return watch.seen(failed=f"{type(error).__name__}: {error}")
@@ -57,8 +57,8 @@ def rehearse(request: Request) -> Seen:
 
 
 def world_of(request: Request) -> World:
-    """The rank in its world, as `launch/world.py` would have found it in the environment."""
-    if not request.is_full:  # this machine has the memory of one rank to give
+    """The rank in its world, as `launch/world.py` would read it from the environment."""
+    if not request.is_full:  # a single rank has this machine's memory
         return World(rank=request.rank, size=request.world, backend="fake")
     local = request.rank % request.local_size
     return World(
@@ -72,7 +72,7 @@ def world_of(request: Request) -> World:
 
 
 def _train(request: Request, watch: Watch) -> None:
-    """As `training.run.train`, without its watchdog: nobody is waited for."""
+    """Train as `training.run.train` does, without its watchdog: there are no ranks to wait for."""
     config = parse_config(request.config)
     (config.run_dir / "logs").mkdir(parents=True, exist_ok=True)
     data = synthetic(config, Path(request.folder)) if request.synthetic else prepare(config)
@@ -86,7 +86,7 @@ def _train(request: Request, watch: Watch) -> None:
 def play(folder: Path) -> NoReturn:
     """Rehearse, and end this process at once: threads of NCCL would wait for the other ranks."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # says where it is
+    faulthandler.register(signal.SIGUSR1)  # prints a traceback
     request = Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
     seen = json.dumps(rehearse(request).to_json())
     (folder / "seen.json").write_text(seen, encoding="utf-8")
@@ -97,9 +97,9 @@ def play(folder: Path) -> NoReturn:
 def main(reports: int) -> None:
     """Fork a process for each folder, one after the other."""
     die_with_parent(by=signal.SIGKILL)
-    torch_internals.import_compiler()  # which takes seconds, that no process of a rank spends again
-    gc.freeze()  # what is there is shared by all: the collector of a rank does not write to it
-    os.environ[LAUNCHER] = str(os.getpid())  # of those that are forked here
+    torch_internals.import_compiler()  # takes seconds: once here, instead of in every rank
+    gc.freeze()  # keeps these pages shared: a rank's garbage collector does not write to them
+    os.environ[LAUNCHER] = str(os.getpid())  # for the processes forked here
     for line in sys.stdin:
         sys.stdout.flush()
         process = os.fork()

@@ -1,8 +1,8 @@
-"""The stand-in for the CUDA driver: what it needs, how it is built for the installed torch, and the environment in
-which a process sees it. No torch here: it is built before torch is imported.
+"""The stand-in for the CUDA driver: its requirements, its build for the installed torch, and the environment of a
+process that sees it. No torch here: it is built before torch is imported.
 
-`driver/driver.c` has what must do something. Every other name that torch's libraries take from CUDA, cuBLAS and NCCL is
-generated as a function that returns 0: those names differ between versions of torch.
+`driver/driver.c` has the functions that must do something. Every other name that torch's libraries import from CUDA,
+cuBLAS and NCCL is generated as a function that returns 0: those names differ between versions of torch.
 """
 
 import importlib.util
@@ -25,21 +25,21 @@ from fivefold.rehearsal.symbols import undefined
 
 SOURCE = Path(__file__).with_name("driver") / "driver.c"
 LIBRARY = "libcuda.so.1"  # the name under which torch and Triton look for the driver
-MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library, which is the same file here
+MONITOR = "libnvidia-ml.so.1"  # and for NVIDIA's management library: here the same file
 INSTALL = "pip install torch, whose usual build for Linux has CUDA, in an environment of its own"
-# Libraries of torch that call CUDA, and the names that they take from it. cuDNN's computing routines are not called.
+# Libraries of torch that call CUDA, and the names that they import. cuDNN's computing routines are not called.
 _LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "caffe2_nvrtc")
 _TAKEN = re.compile(r"(__cuda|cuda|nccl|cublas|cu[A-Z]|cudnn(Create|Destroy|SetStream|GetVersion)$)\w*")
 _NOT_TAKEN = re.compile(r"cuFile")
 _COMPUTES = re.compile(r"cublas\w*(gemm|Gemm|gemv|trsm|Dot|dot|getrf|getrs|geqrf|gels)")
-_MONITORS = re.compile(rb"nvml[A-Z]\w+(?=\0)")  # by name too, as strings
+_MONITORS = re.compile(rb"nvml[A-Z]\w+(?=\0)")  # these are looked up by name, as strings
 _DRIVER_CALL = re.compile(r"CUDAAPI\s+(cu[A-Z]\w*)\s*\(|#define\s+(cu[A-Z]\w*)\s+\w+")
 _DEFINED = re.compile(r"^[\w *]*?\b(\w+)\(", re.MULTILINE)  # a function of `driver.c`
 
 
 @dataclass(frozen=True)
 class Torch:
-    """The installed torch: its folder, and the CUDA that it was built with ("13.0"; None: without)."""
+    """The installed torch: its folder, and the CUDA version that it was built with ("13.0"; None: without)."""
 
     folder: Path
     version: str
@@ -47,7 +47,7 @@ class Torch:
 
     @classmethod
     def installed(cls) -> "Torch | None":
-        """None where there is no torch."""
+        """The installed torch; None if there is none."""
         origin = getattr(importlib.util.find_spec("torch"), "origin", None)
         if origin is None:
             return None
@@ -57,8 +57,8 @@ class Torch:
 
     @cached_property
     def includes(self) -> list[Path]:
-        """The folders of `driver_types.h`, of torch's own CUDA first; none: there are no headers. NVIDIA's package
-        leaves some out that Triton has."""
+        """Folders that contain `driver_types.h`, torch's own CUDA first; empty if there are no headers. NVIDIA's
+        package lacks some that Triton has."""
         site = self.folder.parent
         places = [*sorted(site.glob("nvidia/*/include")), site / "triton/backends/nvidia/include"]
         places += [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
@@ -66,20 +66,20 @@ class Torch:
 
     @property
     def libraries(self) -> list[Path]:
-        """Those of its own that call CUDA."""
+        """Its libraries that call CUDA."""
         return [path for name in _LIBRARIES if (path := self.folder / "lib" / f"lib{name}.so").is_file()]
 
 
 @dataclass(frozen=True)
 class Lack:
-    """What is missing for a full rehearsal, and how to get it."""
+    """A missing requirement of a full rehearsal, and how to get it."""
 
     what: str
     fix: str
 
 
 def lacking() -> list[Lack]:
-    """What is missing of: Linux, a torch built with CUDA, its headers, a C compiler."""
+    """List what is missing of: Linux, a torch built with CUDA, its headers, a C compiler."""
     torch = Torch.installed()
     lacks = []
     if sys.platform != "linux":
@@ -94,14 +94,14 @@ def lacking() -> list[Lack]:
 
 
 def stands_for(chip: Chip) -> bool:
-    """Whether this can stand for `chip`: a CUDA device whose kernels torch brings. AMD numbers its chips otherwise."""
+    """True if this can stand for `chip`: a CUDA device with kernels in torch. AMD numbers its chips differently."""
     return tuple(chip.capability) in SHARED and not chip.name.startswith("MI")
 
 
 def library() -> Path:
-    """The stand-in for the installed torch, built into the cache at first use.
+    """Build the stand-in for the installed torch into the cache, at first use.
 
-    Raises `UserError` where something is missing for it, and `RunFailed` where it does not compile.
+    Raises `UserError` if a requirement is missing, and `RunFailed` if it does not compile.
     """
     if lacks := lacking():
         raise UserError(f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="docs/rehearse.md")
@@ -110,7 +110,7 @@ def library() -> Path:
     key = (torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())
 
     def load(library: Path) -> Path:
-        library.with_name(MONITOR).stat()  # without it torch would find no driver
+        library.with_name(MONITOR).stat()  # raises if it is missing: torch would find no driver
         return library
 
     return kept_library("rehearsal", LIBRARY, key, build=partial(_build, torch), load=load)
@@ -128,11 +128,11 @@ def _build(torch: Torch, library: Path) -> None:
 
 
 def rest(torch: Torch, source: str) -> str:
-    """C source: a function for every name that torch's libraries take and that `source` does not define."""
+    """C source: a function for every name that torch's libraries import and that `source` does not define."""
     taken = {name for path in torch.libraries for name in undefined(path)}
     taken = {name for name in taken if _TAKEN.fullmatch(name) and not _NOT_TAKEN.match(name)}
     taken |= {name.decode() for path in torch.libraries[:1] for name in _MONITORS.findall(path.read_bytes())}
-    # Of the driver, torch and Triton ask by name, at run time: all of it.
+    # Torch and Triton look up the driver's functions by name at run time, so all of them are defined.
     for header in (each / "cuda.h" for each in torch.includes[:1]):
         taken |= {next(filter(None, found)) for found in _DRIVER_CALL.findall(header.read_text(encoding="utf-8"))}
     return "int rehearsal_blas(void);\n" + "".join(
@@ -142,12 +142,12 @@ def rest(torch: Torch, source: str) -> str:
 
 
 def _number(version: str, *factors: int) -> int:
-    """ "13.0" with the factors 1000 and 10 is 13000."""
+    """Number of a version: "13.0" with the factors 1000 and 10 is 13000."""
     return sum(int(part) * factor for part, factor in zip(version.split("."), factors, strict=False))
 
 
 def _nccl(torch: Torch) -> int:
-    """The version of NCCL, as `ncclGetVersion` says it: that of the installed header."""
+    """Version of NCCL in the format of `ncclGetVersion`, from the installed header."""
     for header in torch.folder.parent.glob("nvidia/nccl/include/nccl.h"):
         if found := re.search(r"NCCL_VERSION_CODE\s+(\d+)", header.read_text(encoding="utf-8", errors="replace")):
             return int(found[1])
@@ -155,7 +155,7 @@ def _nccl(torch: Torch) -> int:
 
 
 def environment(chip: Chip, devices: int, *, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """That of a process which sees `devices` of a chip."""
+    """Environment of a process that sees `devices` of a chip."""
     path = library()
     major, minor = chip.capability
     own = {
@@ -169,15 +169,15 @@ def environment(chip: Chip, devices: int, *, base: Mapping[str, str] = os.enviro
         "FIVEFOLD_CHIP_MAJOR": major,
         "FIVEFOLD_CHIP_MINOR": minor,
         "FIVEFOLD_CHIP_SHARED": SHARED.get((major, minor), 101376),
-        "TORCH_NCCL_ENABLE_MONITORING": 0,  # no thread that ends a process whose collectives "hang"
+        "TORCH_NCCL_ENABLE_MONITORING": 0,  # the monitor would end a process whose collectives "hang"
         "OMP_NUM_THREADS": 1,
-        # What is compiled is tuned by timing kernels that do not run: no other process may find it.
+        # Compiled code is tuned by timing kernels that do not run: no other process may find it.
         "TORCHINDUCTOR_CACHE_DIR": path.with_name("inductor"),
         "TRITON_CACHE_DIR": path.with_name("triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": 1,
     }
     env = {**base, **{name: str(value) for name, value in own.items()}}
-    set_for_cuda(env)  # already here: a rank is watched, which starts CUDA, before it joins its world
+    set_for_cuda(env)  # set here: watching a rank starts CUDA before it joins its world
     return env
 
 

@@ -1,7 +1,7 @@
-"""From what the host asked of the streams: the collectives of a step, and which of them no kernel could hide.
+"""Collectives of a step, from the host's requests to streams, and which of them no kernel could hide.
 
-A collective is exposed when the compute stream waits for it and has had no kernel to run since it could begin. Nothing
-is known of durations: one kernel of any length hides a collective here.
+A collective is exposed if the compute stream waits for it and has had no kernel to run since it could begin. Durations
+are unknown: one kernel of any length hides a collective here.
 """
 
 from collections import Counter, defaultdict
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry
 
-COMPUTE = 0  # the stream that a process has unless it asks for another
-_BY_RANK = ("all_gather", "reduce_scatter", "all_to_all")  # NCCL is told the part of one rank
+COMPUTE = 0  # the default stream
+_BY_RANK = ("all_gather", "reduce_scatter", "all_to_all")  # NCCL gets the size of one rank's part
 
 
 @dataclass(frozen=True)
 class Group:
-    """The group of a communicator: its mesh axis, its ranks, and which of them this one is."""
+    """The group of a communicator: its mesh axis, its size, and this process's rank in it."""
 
     axis: str
     size: int
@@ -25,7 +25,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective: bytes of its larger buffer, as plans count them, and whether it is exposed."""
+    """A collective. `bytes`: of its larger buffer, as plans count them. `exposed`: no kernel hides it."""
 
     axis: str
     kind: str
@@ -53,7 +53,7 @@ def issued(entries: Sequence[Entry], groups: Mapping[int, Group]) -> list[Issued
 
 
 def _calls(entries: Sequence[Entry]) -> Iterator[list[int]]:
-    """The places of collectives; of those that were given to NCCL as one, together."""
+    """Indices of collectives; those that NCCL got as one group, together."""
     together: dict[tuple[int, int], list[int]] = defaultdict(list)
     for at, entry in enumerate(entries):
         if entry.what == COLLECTIVE:
@@ -62,16 +62,16 @@ def _calls(entries: Sequence[Entry]) -> Iterator[list[int]]:
 
 
 def _is_exchange(entries: Iterable[Entry], size: int) -> bool:
-    """Whether a group of calls sends to every rank and hears from every rank: torch's all-to-all of uneven parts."""
+    """True if a group of calls sends to and receives from every rank: torch's all-to-all of uneven parts."""
     kinds = Counter(KINDS[entry.kind] for entry in entries)
     return kinds["send"] == kinds["recv"] == size
 
 
 def _exposed(entries: Sequence[Entry]) -> set[int]:
-    """The places of collectives that the compute stream waits for with nothing run since they could begin.
+    """Indices of collectives that the compute stream waits for without a kernel since they could begin.
 
-    `ran[s]`: how many kernels of the compute stream are over, at the latest, when stream s is where it is. `open[s]`:
-    collectives that are over then, and that the compute stream has not met.
+    `ran[s]`: how many kernels of the compute stream are certain to be done at the current point of stream s.
+    `still[s]`: collectives that are done at that point, and that the compute stream has not waited for.
     """
     ran: Counter[int] = Counter()
     still: defaultdict[int, set[int]] = defaultdict(set)

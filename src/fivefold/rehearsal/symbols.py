@@ -1,11 +1,11 @@
-"""What a shared library takes from others: the undefined names in its table of dynamic symbols."""
+"""Imports of a shared library: the undefined names in its dynamic symbol table."""
 
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_DYNSYM = 11  # the type of the section that holds dynamic symbols
+_DYNSYM = 11  # type of the section of dynamic symbols
 _SECTION, _SYMBOL = "<IIQQQQIIQQ", "<IBBHQQ"  # of a 64-bit ELF file, little endian
 
 
@@ -18,7 +18,7 @@ class _Section:
 
 
 def undefined(library: Path) -> frozenset[str]:
-    """Names that `library` (64-bit ELF, little endian) expects from other libraries. Raises `ValueError` for another
+    """Names that `library` (64-bit ELF, little endian) imports from other libraries. Raises `ValueError` for another
     kind of file."""
     with library.open("rb") as file:
         head = file.read(64)

@@ -1,4 +1,4 @@
-"""Random documents in place of `data.train`: to rehearse a run whose text or tokenizer is not on this machine."""
+"""Random documents in place of `data.train`, to rehearse a run without its text or tokenizer on this machine."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from fivefold.data.store import StoreMeta, TokenStore
 from fivefold.data.tokenizer import TokenizerInfo
 from fivefold.models.build import load_model_config
 
-DOCUMENTS, ROWS = 4, 16  # of a row; of the data, which is read again and again
+DOCUMENTS, ROWS = 4, 16  # documents of a row; rows of the data, which repeat
 SEED = 1234
 
 
 def synthetic(config: RunConfig, folder: Path) -> PreparedData:
-    """Rows of four documents each, alike in training and validation, of all tokens of the model's own vocabulary.
+    """Build rows of four documents each, the same for training and validation, from the model's whole vocabulary.
     `folder`: where they are written."""
     vocabulary = int(load_model_config(config.model.name_or_path, config.model.overrides).get_text_config().vocab_size)
     length, tokenizer = config.data.seq_length, TokenizerInfo(folder, "synthetic", vocabulary, 0)

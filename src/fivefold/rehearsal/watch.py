@@ -1,4 +1,4 @@
-"""What is seen of a rehearsal, from outside: memory by phase, host syncs by line, launches, compiles, collectives."""
+"""Observation of a rehearsal from outside: memory by phase, host syncs by line, launches, compiles, collectives."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ _AROUND = ("/torch/", "<frozen", "/unittest/", "/contextlib.py", "/functools.py"
 
 @dataclass(frozen=True)
 class _Span:
-    """When a phase ran, in microseconds of the clock that the allocator uses."""
+    """Begin and end of a phase, in microseconds of the allocator's clock."""
 
     begin: int
     end: int
@@ -43,8 +43,8 @@ class _Span:
 
 @dataclass
 class Watch:
-    """Of one rank. `full`: the stand-in for the driver; None: on the CPU, where memory, kernels and waiting are not
-    seen."""
+    """Observer of one rank. `full`: the stand-in for the driver; None on the CPU, where memory, kernels and waits are
+    not seen."""
 
     request: Request
     full: Driver | None
@@ -66,11 +66,11 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, the parts of a run are phases."""
+        """Inside, the parts of a run are recorded as phases."""
         from fivefold.training import run
         from fivefold.training.checkpoints import CheckpointManager
 
-        torch_internals.compiles()  # which are kept from here on
+        torch_internals.compiles()  # starts recording them
         with ExitStack() as stack:
             if self.full:
                 torch_internals.record_allocations()
@@ -89,7 +89,7 @@ class Watch:
         return run
 
     def _step(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A step is a phase; the last one's collectives are noted."""
+        """Wrap a step as a phase, and note the collectives of the last one."""
 
         @wraps(function)
         def run(model: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, the run is in this phase; of a phase that comes again, the last time counts."""
+        """Inside, the run is in this phase. If a phase repeats, the last time counts."""
         self.current, before = name, self.full and self.full.counts()
         self.syncs = Counter({key: count for key, count in self.syncs.items() if key[0] != name})
         compiled, began, begin = len(torch_internals.compiles()), time.process_time(), _now()
@@ -139,7 +139,7 @@ class Watch:
         )
 
     def built(self, model: nn.Module) -> None:
-        """When the model is there: its parameters have names, and its modules say when they run."""
+        """Register the built model: names of its parameters, and hooks that record which module runs."""
         state = state_of(model)
         self.coordinates = state.plan.layout.coordinates(self.request.rank)
         if not self.full:
@@ -163,7 +163,7 @@ class Watch:
     # ---- host syncs --------------------------------------------------------------------------------------------------
 
     def _waited(self) -> None:
-        """Called where the host waits for the device."""
+        """Called when the host waits for the device."""
         if self.current:
             self.syncs[self.current, line_of(sys._getframe(1))] += 1
 
@@ -171,11 +171,11 @@ class Watch:
 
     @contextmanager
     def _sending(self, model: Any, batch: Sequence[Any]) -> Iterator[None]:
-        """Inside, the collectives of a step are noted, and held against those that its plan declares."""
+        """Inside, note the collectives of a step; then compare them with those that its plan declares."""
         mesh, noted, seen = state_of(model).mesh, list[Entry](), list[Collective]()
         is_compiled = state_of(model).compiled is not None
         exposed: Counter[tuple[str, str]] | None = None
-        # The recorder is a mode of the dispatcher, under which Dynamo compiles nothing.
+        # Dynamo compiles nothing under the recorder, a mode of the dispatcher.
         with self.full.noting(noted) if self.full else nullcontext() if is_compiled else record(mesh) as found:
             yield
         if self.full:
@@ -200,7 +200,7 @@ class Watch:
     # ---- out of memory -----------------------------------------------------------------------------------------------
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether that was it; then it is known what lay in memory."""
+        """True for an out-of-memory error; also records the contents of memory."""
         if not isinstance(error, torch.OutOfMemoryError):
             return False
         phase = self.phases[-1]
@@ -208,7 +208,7 @@ class Watch:
         failed = next((event for event in reversed(trace) if event["action"] == "oom"), None)
         span = self.spans[phase.name]
         peak = peak_of(trace, span.begin, span.end)
-        # The allocator's history has what it would have reserved for them.
+        # The allocator's history only has the size that it would have reserved for it.
         asked = int(asked_bytes(str(error))) or (int(failed["size"]) if failed else 0)
         frames = [(f["filename"], f["line"], f["name"]) for f in (failed or {}).get("frames", ())]
         where = " ".join(filter(None, (made_by(frames), self.running.at(failed["time_us"]) if failed else "")))
@@ -220,10 +220,10 @@ class Watch:
     def _history(self) -> list[dict[str, Any]]:
         return torch_internals.allocations(torch.cuda.current_device())
 
-    # ---- all of it ---------------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def seen(self, failed: str = "") -> Seen:
-        """What was seen until now."""
+        """All observations so far."""
         history = self._history() if self.full and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         phases = self.phases
         if history:
@@ -249,7 +249,7 @@ def _now() -> int:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """The line that asked: the innermost one of fivefold, or else of another package than torch."""
+    """The line that caused a wait: the innermost one of fivefold, or else of a package other than torch."""
     other = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -262,7 +262,7 @@ def line_of(frame: FrameType | None) -> str:
 
 
 def _groups(mesh: Mesh) -> dict[int, Group]:
-    """The groups of a mesh by communicator."""
+    """Groups of a mesh by communicator."""
     world = {"world": dist.group.WORLD} if dist.group.WORLD else {}
     return {
         torch_internals.communicator(group): Group(mesh.axis_of(group.group_name), group.size(), group.rank())
@@ -283,7 +283,7 @@ def _against_plan(
 
 
 def _recompiles() -> tuple[Recompile, ...]:
-    """What was compiled more than once, by cause, and where graphs broke."""
+    """Functions that were compiled more than once, by cause, and graph breaks."""
     again = Counter(
         (f"{short(each.file)}:{each.line} {each.function}", any_layer(each.again))
         for each in torch_internals.compiles() if each.again

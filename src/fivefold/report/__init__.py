@@ -1,5 +1,5 @@
-"""What a person opens in a browser: pages in one HTML file each.
+"""Pages for a browser, each in one HTML file.
 
-`run.py` is the page of a run (`fivefold report`). That of a proof lies in `verification/`, in the same frame, with the
-same drawing and maps.
+`run.py` is the page of a run (`fivefold report`). The page of a proof is in `verification/`, with the same frame,
+drawing and maps.
 """

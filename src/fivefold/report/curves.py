@@ -1,6 +1,6 @@
-"""The curves of a run: a small SVG for each thing measured, over steps.
+"""Curves of a run: a small SVG for each metric, over steps.
 
-They are whole without a script; `curves.js` redraws them over tokens or hours and reads their values under the pointer,
+They are complete without a script. `curves.js` redraws them over tokens or hours, and reads values under the pointer,
 from the numbers that each carries as JSON.
 """
 
@@ -15,10 +15,10 @@ from fivefold.core import terminal
 from fivefold.core.units import human
 from fivefold.report.plot import Axes, Linear, label, nice
 
-POINTS = 400  # of a curve; of more, neighbours are averaged
-DOTTED = 60  # curves of fewer points show each
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420.0, 190.0, 44.0, 10.0, 8.0, 22.0  # pixels, of a panel and around it
-RIGHT_AXIS = 44.0  # pixels where the right side has labels too
+POINTS = 400  # of a curve; neighbours are averaged if there are more
+DOTTED = 60  # curves with fewer points show each of them
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420.0, 190.0, 44.0, 10.0, 8.0, 22.0  # pixels: a panel and its margins
+RIGHT_AXIS = 44.0  # pixels, if the right side has labels too
 LABELS = {
     "train/loss": "training", "eval/loss": "validation",
     "memory/peak_gib": "allocated", "memory/peak_reserved_gib": "reserved",
@@ -41,7 +41,7 @@ _LEFT_OUT = (
 
 
 class Point(NamedTuple):
-    """A value, and where it lies on each of the x axes; None: not recorded."""
+    """A value, and its position on each of the x axes; None: not recorded."""
 
     step: float
     value: float
@@ -56,7 +56,7 @@ Grid = tuple[tuple[float, float | None], ...]  # the steps and tokens of a curve
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened after a step: `kind` is how it is drawn."""
+    """An event after a step. `kind`: how it is drawn."""
 
     step: float
     kind: str
@@ -65,8 +65,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class PanelDrawing:
-    """A panel in pixels: `ticks` as (y, label, label on the right side), `lines` as (path, its points where they are
-    few). `right`: what the labels on the right side are; `data`: its numbers, for the script."""
+    """A panel in pixels. `ticks`: (y, label, label on the right side). `lines`: (path, its points if they are few).
+    `right`: title of the labels on the right side. `data`: its numbers, for the script."""
 
     title: str
     legend: Sequence[str]
@@ -78,7 +78,7 @@ class PanelDrawing:
 
 @dataclass(frozen=True)
 class Drawing:
-    """All panels, over one axis, whose `ticks` are (x, label). `data`: the numbers that they share."""
+    """All panels, over one axis with `ticks` (x, label). `data`: the numbers that they share."""
 
     panels: Sequence[PanelDrawing]
     ticks: Sequence[tuple[float, str]]
@@ -89,8 +89,8 @@ class Drawing:
 
 
 def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
-    """Of `metrics.jsonl`, what is drawn in one place, by its title: what is known by name first, then everything else
-    that was measured."""
+    """Group the metrics of `metrics.jsonl` into panels by title: the known ones first, then everything else that was
+    measured."""
     known = {name for _, names in _PANELS for name in names}
     others = dict.fromkeys(name for row in rows for name in row if name not in (*known, *_LEFT_OUT))
     found: dict[str, Curves] = {}
@@ -102,13 +102,13 @@ def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> Curve:
-    """Its numbers."""
+    """Curve of one metric."""
     measured = [row for row in rows if _is_number(row, name)]
     return thinned([Point(row["step"], row[name], row.get("train/tokens_seen"), _hours(row)) for row in measured])
 
 
 def thinned(values: Curve) -> Curve:
-    """At most `POINTS`, each the mean of neighbours."""
+    """Reduce to at most `POINTS`, each the mean of neighbours."""
     size = -(-len(values) // POINTS) or 1
     groups = [values[at : at + size] for at in range(0, len(values), size)]
     return [Point(*map(_mean, zip(*group, strict=True))) for group in groups]  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) -> Drawing:
-    """The panels in pixels, over steps, with what happened on the way."""
+    """Lay out the panels in pixels, over steps, with the marks."""
     points = {_grid(curve): curve for curves in found.values() for curve in curves.values()}
     grids = list(points)
     first, last = min(grid[0][0] for grid in grids), max(grid[-1][0] for grid in grids)
@@ -160,7 +160,7 @@ def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> Pan
     values = [point.value for curve in curves.values() for point in curve]
     ticks = nice(min(values), max(values), 5)
     low, high = min(ticks[0], *values), max(ticks[-1], *values)
-    if high <= low:  # a constant lies in the middle
+    if high <= low:  # draw a constant in the middle
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
     axes = replace(axes, y=Linear(low, high))
     lines, data = [], []
@@ -168,7 +168,7 @@ def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> Pan
         places = axes.places([point.step for point in curve], [point.value for point in curve])
         dots = "".join(f"M{place}h0" for place in places) if len(places) < DOTTED else ""
         lines.append(("M" + "L".join(places), dots))
-        told = terminal.shown(LABELS.get(name, name))  # a browser reads the escapes of JSON
+        told = terminal.shown(LABELS.get(name, name))  # a browser decodes the escapes of JSON
         data.append([grids.index(_grid(curve)), [_short(point.value) for point in curve], told])
     is_loss = title == LOSS
     labels = [
@@ -182,7 +182,7 @@ def _panel(title: str, curves: Curves, grids: Sequence[Grid], axes: Axes) -> Pan
 
 
 def _grid(curve: Curve) -> Grid:
-    """Where a curve has points; most of a run's have the same."""
+    """Steps and tokens of a curve's points; most curves of a run share them."""
     return tuple((point.step, point.tokens) for point in curve)
 
 
@@ -192,7 +192,7 @@ def perplexity(loss: float) -> str:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Five digits are enough for a curve."""
+    """Round to five digits, enough for a curve."""
     if value is None:
         return None
     rounded = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)

@@ -1,4 +1,4 @@
-"""Boxes with a label each: what a page draws of parameters, of a pipeline's step and of experts."""
+"""Labelled boxes: a page's drawings of parameters, of a pipeline's step and of experts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,18 +26,18 @@ class Box:
 
     @property
     def label(self) -> str:
-        """Its text, "" where that would not fit."""
+        """Its text, "" if it does not fit."""
         return self.text if len(self.text) * CHARACTER <= self.width and self.height >= LINE else ""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a label needs a ground of its own."""
+        """True if a label needs a background of its own."""
         return self.fill.startswith("ranks-") or (self.fill.startswith("series-") and self.opacity > 0.75)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Boxes as wide as the page, `names` at the left as (y, name), and what the colours mean as (fill, word)."""
+    """Boxes as wide as the page. `names`: labels at the left as (y, name). `words`: the legend as (fill, word)."""
 
     title: str
     says: str
@@ -49,19 +49,19 @@ class Figure:
 
 # ---- how evenly experts were used ------------------------------------------------------------------------------------
 
-LAST = 0.1  # of the run is looked at
-FAR = 2.0  # powers of two from even at which a colour is full
-TALLEST, SMALLEST, GAP = 26.0, 9.0, 1.0  # pixels: of a box; between two
-EVERY = 12.0  # pixels from one row's name to the next, at least
+LAST = 0.1  # part of the run that is shown
+FAR = 2.0  # powers of two from even load to full colour
+TALLEST, SMALLEST, GAP = 26.0, 9.0, 1.0  # pixels: sides of a box; space between two
+EVERY = 12.0  # minimum pixels from one row's name to the next
 WORDS = (
     ("series-0", "a quarter of the mean, or less"), ("band", "the mean"), ("series-1", "four times the mean, or more"),
 )  # fmt: skip
 
 
 def heat(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """A row for each layer with experts, a box for each expert, over the last part of `metrics.jsonl`; None for a run
-    without experts. Colours are of the logarithm of an expert's load over the mean of its layer: half and twice are as
-    far from even."""
+    """Draw a row for each layer with experts and a box for each expert, over the last part of `metrics.jsonl`; None for
+    a run without experts. Colours show the logarithm of an expert's load over the mean of its layer: half and twice are
+    equally far from even."""
     rows = [row for row in rows if row.get(LOAD)]
     rows = rows[-max(1, round(LAST * len(rows))) :]
     if not rows:
@@ -81,7 +81,7 @@ def heat(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def _boxes(layer: int, evens: Sequence[float], counts: Sequence[float], row: float) -> list[Box]:
-    """Those of a layer, over a ground of the mean's colour."""
+    """Boxes of a layer, on a background in the mean's colour."""
     width, y, height = WIDTH / len(evens), layer * row, row - GAP
     found = [Box(0, y, WIDTH, height, "band")]
     for expert, (even, count) in enumerate(zip(evens, counts, strict=True)):
@@ -111,11 +111,12 @@ PHASES = {"F": "forward", "B": "backward", "I": "backward, of the input", "W": "
 
 
 def timeline(title: str, found: Mapping[str, Any], *, unit: str, ideal: float | None = None) -> Figure:
-    """A lane for each rank, a bar for each slot, in the time that it took.
+    """Draw a lane for each rank and a bar for each slot, over time.
 
-    `found`: `ranks`, `bubble` and `slots`, each with rank, stage, kind, micro_batch, start and end in `unit`, and,
-    where it was measured, how long it `waited` before its start for what another rank sends. `ideal`: the closed form
-    of the bubble, where there is one."""
+    `found`: `ranks`, `bubble` and `slots`, each with rank, stage, kind, micro_batch, start and end in `unit`. Measured
+    slots also have `waited`: the wait before the start for another rank's data. `ideal`: the closed form of the bubble,
+    if there is one.
+    """
     slots, ranks = found["slots"], range(found["ranks"])
     first = min(each["start"] for each in slots)
     scale = WIDTH / (max(each["end"] for each in slots) - first)

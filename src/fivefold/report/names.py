@@ -1,4 +1,4 @@
-"""Names of parameters and modules, short enough for a plot, and which layer they belong to."""
+"""Names of parameters and modules, short enough for a plot, and the layer they belong to."""
 
 import re
 from collections import Counter
@@ -15,14 +15,14 @@ LONGEST = 26  # characters of a short name
 
 
 class Layer(NamedTuple):
-    """That of `model.layers.3.mlp.up_proj` has the stem `model.layers` and the number 3."""
+    """A layer of the model: `model.layers.3.mlp.up_proj` is in the one with stem `model.layers` and number 3."""
 
     stem: str
     number: int
 
 
 def in_layer(name: str) -> tuple[Layer | None, str]:
-    """The layer that `name` is in, None for what is outside of all layers, and its name there."""
+    """Split `name` into its layer, None outside all layers, and its name there."""
     match = _LAYER.match(name)
     if match is None:
         return None, name
@@ -30,7 +30,7 @@ def in_layer(name: str) -> tuple[Layer | None, str]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """`3 attn.q_proj`, `embed_tokens`: unique among `names`, or else cut from the whole names."""
+    """Shorten to `3 attn.q_proj` or `embed_tokens`: unique among `names`, or else cut from the whole names."""
     short = [_cut(_short(name)) for name in names]
     counts = Counter(short)
     return [each if counts[each] == 1 else _cut(name) for each, name in zip(short, names, strict=True)]
@@ -50,12 +50,12 @@ def _short(name: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """The two ends of a text that is too long; its end tells most."""
+    """Keep both ends of a text that is too long; its end tells most."""
     return text if len(text) <= LONGEST else f"{text[:7]}…{text[8 - LONGEST :]}"
 
 
 def layers_of(names: Sequence[str]) -> dict[int, tuple[int, int]]:
-    """layer -> the first and the last place of its names in a row."""
+    """Layer -> the first and the last position of its names."""
     found: dict[int, tuple[int, int]] = {}
     for number, own in groupby(enumerate(names), key=lambda each: (layer := in_layer(each[1])[0]) and layer.number):
         xs = [x for x, _ in own]
@@ -65,7 +65,7 @@ def layers_of(names: Sequence[str]) -> dict[int, tuple[int, int]]:
 
 
 def ranks_text(ranks: Sequence[int], world: int) -> str:
-    """`0–3,6` of rank numbers; `all 8` for all of several."""
+    """Format rank numbers as `0–3,6`; `all 8` for all of several."""
     if len(ranks) == world > 1:
         return f"all {world}"
     runs: list[list[int]] = []
@@ -79,5 +79,5 @@ def ranks_text(ranks: Sequence[int], world: int) -> str:
 
 
 def of_ranks(ranks: Sequence[int], world: int) -> str:
-    """`rank 3`, `ranks 0–3,6`."""
+    """Format as `rank 3` or `ranks 0–3,6`."""
     return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, world)}"

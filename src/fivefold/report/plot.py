@@ -1,6 +1,5 @@
-"""Plots as inline SVG: they follow the page's light or dark colours (`--ink`, `--series-0` ...) and ask nothing of a
-network. A `Figure` is as wide as the page and holds `Axes`, boxes in pixels with a scale on each side.
-"""
+"""Plots as inline SVG: they follow the page's light or dark colours (`--ink`, `--series-0` ...) and load nothing. A
+figure is as wide as the page and consists of `Axes`, boxes in pixels with a scale on each side."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,10 +9,10 @@ from markupsafe import Markup, escape
 
 from fivefold.core.units import human
 
-WIDTH, LEFT = 1056, 44  # pixels: the page's width, and what labels take of it to the left of an axis
-SERIES = 7  # colours, then they come again with other dashes
+WIDTH, LEFT = 1056, 44  # pixels: width of the page, and of the labels to the left of an axis
+SERIES = 7  # colours, which repeat with other dashes
 CHARACTER, LINE = 6.4, 18.0  # pixels: of a letter, from one line of the legend to the next
-EXTREMES = 1e-100, 1e100  # sizes on a logarithmic axis
+EXTREMES = 1e-100, 1e100  # limits of a logarithmic axis
 _DASHES = ("", "6 3", "2 2", "8 3 2 3")
 _MARKERS = (  # around the current point: a dot, a square, a diamond, triangles up and down, a plus, a bow
     "m-2.6 0a2.6 2.6 0 1 0 5.2 0a2.6 2.6 0 1 0-5.2 0z", "m-2.3-2.3h4.6v4.6h-4.6z", "m0-3.4 3.4 3.4-3.4 3.4-3.4-3.4z",
@@ -23,7 +22,7 @@ _RING = "m-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z"
 
 
 class LogScale:
-    """A logarithmic axis for errors of any size: its lowest line is zero, its highest what is not finite."""
+    """A logarithmic axis for errors of any size: its lowest line is zero, its highest stands for non-finite values."""
 
     def __init__(self, values: Iterable[float]) -> None:
         listed = [_size(each) for each in values]
@@ -33,15 +32,15 @@ class LogScale:
         self._low, self._high = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
 
     def place(self, value: float) -> float:
-        """The value of the axis at which `value` is drawn."""
+        """The position, as a value of the axis, at which `value` is drawn."""
         return min(_size(value), 10.0**self._high) or 10.0**self._low
 
     def part(self, value: float) -> float:
-        """How far up the axis `value` is, 0 to 1."""
+        """Position of `value` on the axis, from 0 to 1."""
         return (math.log10(self.place(value)) - self._low + 0.3) / (self._high - self._low + 0.6)
 
     def ticks(self, count: int) -> dict[float, str]:
-        """About `count` powers of ten, and the two extremes where something is there."""
+        """About `count` powers of ten, and the two extremes if a value is there."""
         step = max(1, -(-(self._high - self._low) // count))
         ticks = {10.0**decade: f"1e{decade}" for decade in range(self._low + 1, self._high, step)}
         ticks |= {0.0: "0"} if self._has_zero else {}
@@ -49,7 +48,7 @@ class LogScale:
 
 
 def _size(value: float) -> float:
-    """Of a value; what no axis can hold is zero or infinite."""
+    """Magnitude of a value; those beyond the limits of an axis become zero or infinite."""
     size = abs(value)
     return 0.0 if size < EXTREMES[0] else size if size < EXTREMES[1] else math.inf
 
@@ -62,13 +61,13 @@ class Linear:
     high: float
 
     def part(self, value: float) -> float:
-        """How far up the axis `value` is, 0 to 1."""
+        """Position of `value` on the axis, from 0 to 1."""
         return (value - self.low) / (self.high - self.low)
 
 
 @dataclass
 class Axes:
-    """A box in pixels; what is drawn in it keeps its order. `y` grows upwards."""
+    """A box in pixels; drawings keep their order. `y` grows upwards."""
 
     left: float
     top: float
@@ -79,8 +78,8 @@ class Axes:
     drawn: list[Markup] = field(default_factory=list)
 
     def curve(self, xs: Sequence[float], ys: Sequence[float], number: int, *, line: float = 1.4) -> None:
-        """Series `number`: a line with markers; `line` is its width, 0 for markers alone. What the axis cannot hold is
-        a gap."""
+        """Draw series `number`: a line with markers; `line` is its width, 0 for markers alone. Values that the axis
+        cannot hold leave a gap."""
         _, colour, dash = entry("", number)
         if line:
             self.line(xs, ys, colour, width=line, dash=dash)
@@ -88,7 +87,7 @@ class Axes:
         self.drawn.append(Markup('<path fill="{}" d="{}"/>').format(colour, marks))
 
     def line(self, xs: Sequence[float], ys: Sequence[float], colour: str, *, width: float = 1, dash: str = "") -> None:
-        """From point to point."""
+        """Draw a line from point to point."""
         path, before = "", ""
         for place in self.places(xs, ys):
             path += f"{'L' if before else 'M'}{place}" if place else ""
@@ -100,12 +99,12 @@ class Axes:
         )
 
     def rings(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        """Around what is wrong."""
+        """Draw rings around wrong points."""
         path = "".join(f"M{place}{_RING}" for place in self.places(xs, ys))
         self.drawn.append(Markup('<path fill="none" stroke="var(--wrong)" stroke-width="1.8" d="{}"/>').format(path))
 
     def band(self, first: float, last: float) -> None:
-        """A tinted ground from `first` to `last`, below all that is drawn before."""
+        """Tint the background from `first` to `last`, below everything drawn before."""
         left, right = self.x_at(first), self.x_at(last)
         self.drawn.insert(
             0,
@@ -115,11 +114,11 @@ class Axes:
         )
 
     def title(self, text: str, *, bold: bool = False) -> None:
-        """Above the box."""
+        """Write a title above the box."""
         self.drawn.append(text_at(self.left, self.top - 7, text, more=' font-weight="700"' if bold else ""))
 
     def label_x(self, ticks: Mapping[float, str], name: str = "", *, upright: bool = False) -> None:
-        """Labels under the box, and what they are; `upright`: long ones, which read upwards."""
+        """Write labels under the box, and the name of the axis; `upright`: long labels, which read upwards."""
         base = self.top + self.height
         for x, text in ticks.items():
             at = self.x_at(x)
@@ -130,7 +129,7 @@ class Axes:
         self.drawn.append(text_at(middle, base + 31, name, more=' text-anchor="middle"') if name else Markup())
 
     def label_y(self, ticks: Mapping[float, str]) -> None:
-        """Labels to the left, and a line across from each."""
+        """Write labels to the left, each with a line across."""
         for y, text in ticks.items():
             at = self.y_at(y)
             self.drawn.insert(0, Markup('<path stroke="var(--grid)" stroke-width=".7" d="M{} {:.1f}h{}"/>').format(
@@ -138,16 +137,16 @@ class Axes:
             self.drawn.append(text_at(self.left - 6, at + 3.5, text, more=' text-anchor="end"'))
 
     def places(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
-        """`x y` of each point in pixels; "" where the axis has no place for it."""
+        """`x y` of each point in pixels; "" if it is off the axis."""
         pixels = [(self.x_at(x), self.y_at(y)) for x, y in zip(xs, ys, strict=True)]
         return [f"{x:.1f} {y:.1f}" if math.isfinite(y) else "" for x, y in pixels]
 
     def x_at(self, value: float) -> float:
-        """Where a value of the lower axis is, in pixels."""
+        """Pixel position of a value of the lower axis."""
         return self.left + self.x.part(value) * self.width
 
     def y_at(self, value: float) -> float:
-        """Where a value of the left axis is, in pixels."""
+        """Pixel position of a value of the left axis."""
         return self.top + (1 - self.y.part(value)) * self.height
 
 
@@ -162,7 +161,7 @@ def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[fl
 
 
 def label(tick: float, ticks: Iterable[float]) -> str:
-    """Short, and all of an axis alike."""
+    """Format a tick: short, and in the same form for a whole axis."""
     largest = max(abs(each) for each in ticks)
     if largest >= 1000:
         return human(tick) if tick else "0"
@@ -172,17 +171,17 @@ def label(tick: float, ticks: Iterable[float]) -> str:
 
 
 def text_at(x: float, y: float, text: str, *, more: str = "") -> Markup:
-    """A text that starts at a place; `more`: further attributes."""
+    """A text that starts at a position; `more`: further attributes."""
     return Markup(f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>')
 
 
 def entry(name: str, number: int) -> tuple[str, str, str]:
-    """Of the legend, what series `number` is: its name, colour and dashes."""
+    """Legend entry of series `number`: its name, colour and dashes."""
     return name, f"var(--series-{number % SERIES})", _DASHES[number % len(_DASHES)]
 
 
 def svg(axes: Iterable[Axes], height: float, legend: Sequence[tuple[str, str, str]]) -> str:
-    """The figure. `legend`: name, colour and dashes of each entry; they stand above all axes."""
+    """Build the figure. `legend`: name, colour and dashes of each entry; they stand above all axes."""
     drawn, x, y = Markup(), 0.0, LINE / 2
     for name, colour, dash in legend:
         width = 44 + CHARACTER * len(name)

@@ -1,4 +1,4 @@
-"""Templates to text: every page is one HTML file that needs nothing else."""
+"""Rendering of templates: every page is one self-contained HTML file."""
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +20,8 @@ def render(
     template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], *,
     script: Path | None = None, **values: Any,
 ) -> str:  # fmt: skip
-    """The page that `template` of `package` makes of `values`, with control characters written out as on a terminal.
-    `maps`: the slice maps on it; `script`: the one script that its policy lets a browser run, by its hash."""
+    """Render `template` of `package` with `values`; control characters are written out as on a terminal. `maps`: the
+    slice maps on the page. `script`: the only script that the page's policy allows, by its hash."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.report", ".")]),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
@@ -42,7 +42,7 @@ def render(
 
 
 def _policy(script: str) -> str:
-    """Nothing is fetched, and no script runs but this one, if any."""
+    """Security policy: nothing is fetched, and only `script` runs, if any."""
     allowed = f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'; " if script else ""
     return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:"
 

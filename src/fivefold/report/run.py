@@ -1,4 +1,4 @@
-"""`fivefold report`: the page of a run, from what lies in its folder. `run.html.j2` lays it out."""
+"""`fivefold report`: the page of a run, from the files in its folder. `run.html.j2` lays it out."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,22 +23,22 @@ from fivefold.report.render import render, write
 from fivefold.report.slices import slice_map
 
 SCRIPT = Path(__file__).with_name("curves.js")
-SAMPLES = 12  # the last ones are shown
+SAMPLES = 12  # the last ones, shown
 Rows = Sequence[Mapping[str, Any]]
 Sent = tuple[tuple[str, str, int, str], ...]  # the collectives of a step: axis, kind, how many, their size in words
 
 
-# What a step of a run should take, by its config, layout, device (cpu or cuda:0) and the record of its newest start.
+# Predicts a step of a run from its config, layout, device (cpu or cuda:0) and the record of its newest start.
 Expect = Callable[[RunConfig, str, str, Mapping[str, Any]], story.Expected]
 
 
 def main(
     run: Path, out: Path | None = None, *, expect: Expect | None = None, tell: Callable[[str], object] | None = None
 ) -> Path:
-    """Write the page of the run folder `run` to `out` (None: `report.html` in it) and return where it lies.
+    """Write the page of the run folder `run` to `out` (None: `report.html` in it) and return its path.
 
-    `expect`: what is planned, to stand beside what was measured; `tell` is given both in lines. Raises `UserError` when
-    that is no run folder, or the run has not come to its first step.
+    `expect`: predicts a step, for a comparison with the measurements; `tell` gets both as lines. Raises `UserError` if
+    that is no run folder, or the run has not completed a step.
     """
     check_run(run)
     config = load_config(run)
@@ -57,14 +57,14 @@ def main(
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned beside what was measured; `why`: what it is of, or why there is nothing."""
+    """Planned and measured numbers. `why`: what was planned, or why there is nothing."""
 
     why: str = ""
     rows: tuple[story.Compared, ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig, run: Path, rows: Rows, expect: Expect | None) -> "Planned":
-        """Of the newest start of a run. A planner that fails costs the run nothing but this."""
+        """Plan the newest start of a run. If the planner fails, the page lacks this comparison alone."""
         spread, past = _spread(run / "spread.json")[0], history.load(run)
         if expect is None or not spread.get("layout") or not past.starts:
             return cls()
@@ -79,12 +79,12 @@ class Planned:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """For the terminal."""
+        """Lines for the terminal."""
         return (self.why, *(f"  {row}" for row in self.rows)) if self.why else ()
 
 
 def check_run(run: Path) -> None:
-    """Raise `UserError` unless `run` is a run folder, naming those that are near."""
+    """Raise `UserError` unless `run` is a run folder, and name those nearby."""
     if run.is_dir() and is_run(run):
         return
     if not run.exists():
@@ -101,18 +101,18 @@ def check_run(run: Path) -> None:
 
 
 def _run_of(file: Path) -> str:
-    """The run that a run file is trained in, if there is one."""
+    """Name the run of a run file, if there is one."""
     if not file.is_file():
         return ""
     try:
         folder = file.parent if file.name == "run.yaml" else load_config(file).run_dir
-    except UserError:  # no run file either
+    except UserError:  # not a run file either
         return ""
     return f"its run: fivefold report {quote(str(folder))}" if is_run(folder) else ""
 
 
 def page(config: RunConfig, run: Path, rows: Rows, planned: Planned | None = None) -> str:
-    """The HTML of a run. `rows`: its metrics. Where the history says what it cannot, the page does without it."""
+    """The HTML of a run. `rows`: its metrics. If the history is malformed, the page is made without it."""
     past = history.load(run)
     try:
         return _page(config, run, rows, past, planned or Planned())
@@ -140,7 +140,7 @@ def _page(config: RunConfig, run: Path, rows: Rows, past: history.History, plann
 
 
 def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """What `spread.json` says, nothing where it is not there; and, in words, that it is damaged."""
+    """Contents of `spread.json`, empty if it is missing; and a message if it is damaged."""
     try:
         said = json.loads(_text(path) or "{}")
     except (ValueError, RecursionError):
@@ -150,7 +150,7 @@ def _spread(path: Path) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _sample(row: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Its step, the prompt and the text without it."""
+    """Step of a sample, its prompt, and its text without the prompt."""
     prompt, text = str(row.get("prompt", "")), str(row.get("text", ""))
     return row["step"], prompt, text.removeprefix(prompt)
 
@@ -165,7 +165,7 @@ def _headline(config: RunConfig, rows: Rows) -> str:
 def _facts(
     config: RunConfig, run: Path, rows: Rows, spread: Mapping[str, Any], past: history.History, spans: list[story.Span]
 ) -> dict[str, str]:
-    """What a run is and came to, in words; what is not known is left out."""
+    """Facts and results of a run, in words; unknown ones are left out."""
     last, newest = rows[-1], past.starts[-1].about if past.starts else {}
     validation = [(row["eval/loss"], row["step"]) for row in rows if row.get("eval/loss") is not None]
     saved = ", ".join(str(step) for step in steps(run / "checkpoints"))
@@ -196,7 +196,7 @@ def _facts(
 
 
 def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:
-    """Of the whole run, or of its last start where there were several: layouts are not averaged."""
+    """Speed of the whole run, or of its last start if there were several: layouts are not averaged."""
     tokens, seconds, peak = _measured(rows, spans)
     of = "since the last start; the table of starts has them all" if len(spans) > 1 else "medians"
     is_known = tokens is not None and seconds is not None
@@ -207,14 +207,14 @@ def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:
 
 
 def _measured(rows: Rows, spans: Sequence[story.Span]) -> tuple[float | None, float | None, float | None]:
-    """Tokens per second, seconds of a step, peak GiB: of the last start, where there were several."""
+    """Tokens per second, seconds of a step, peak GiB: of the last start, if there were several."""
     if len(spans) < 2:
         return story.speeds(rows)
     return spans[-1].tokens_per_second, spans[-1].step_seconds, spans[-1].peak_gib
 
 
 def _timelines(found: Mapping[str, Any]) -> list[Figure]:
-    """Of a pipeline: as it ran, where that was measured, and as its schedule is meant."""
+    """Timelines of a pipeline: as measured, if it was, and as scheduled."""
     ideal = found.get("ideal_bubble")
     drawn = [timeline(f"measured at step {found['step']}", found["measured"], unit="s")] if "measured" in found else []
     if "simulated" in found:
@@ -224,7 +224,7 @@ def _timelines(found: Mapping[str, Any]) -> list[Figure]:
 
 
 def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Sent]]:
-    """Ranks that send alike together."""
+    """Collectives by rank, with ranks that send the same merged."""
     alike: dict[Sent, list[int]] = {}
     for rank, listed in enumerate(by_rank):
         rows = tuple((each["axis"], each["kind"], each["count"], human_bytes(each["bytes"])) for each in listed)
@@ -238,7 +238,7 @@ def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Sen
 
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Keys that are not at their default: (key, value, default)."""
+    """Keys that differ from their default: (key, value, default)."""
     own, default = (_flat(each.model_dump(mode="json", by_alias=True)) for each in (config, RunConfig()))
     return [(key, _written(value), _written(default[key])) for key, value in own.items() if value != default.get(key)]
 
@@ -248,7 +248,7 @@ def _flat(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _written(value: Any) -> str:
-    """As a run file has it, on one line."""
+    """Format as in a run file, on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -1,4 +1,4 @@
-"""Which rank holds which slice of every parameter, as rectangles to draw: the slice map of a page.
+"""Slice map of a page: which rank holds which slice of every parameter, drawn as rectangles.
 
 A region is `[[start, stop], ...]`, a pair for each dimension; a rank may hold several regions of a parameter.
 """
@@ -14,9 +14,9 @@ from fivefold.core.layout import Layout
 from fivefold.report.figures import Box
 from fivefold.report.names import Layer, in_layer, of_ranks, ranks_text
 
-LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; of a vector's other side
-COLOURS = 8  # then they come again; the labels tell
-STRIPES = 4  # more ranks than these are one grey hatch
+LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; height of a vector
+COLOURS = 8  # colours repeat; labels tell ranks apart
+STRIPES = 4  # more ranks are drawn as a grey hatch
 PER_LAYER = 40  # drawings
 
 Region = tuple[tuple[int, int], ...]
@@ -25,7 +25,7 @@ Holders = dict[Region, tuple[int, ...]]  # region -> the ranks that hold it
 
 @dataclass(frozen=True)
 class Drawing:
-    """A parameter as a rectangle of boxes: dimension 0 downwards (a vector lies)."""
+    """A parameter as a rectangle of boxes: dimension 0 downwards; a vector is horizontal."""
 
     name: str
     shape: str
@@ -36,7 +36,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Part:
-    """The embedding, a layer, what comes after; `alike` says which layers lie as this one does."""
+    """A layer, or the modules before or after the layers; `alike` names the layers with the same slices."""
 
     title: str
     drawings: tuple[Drawing, ...]
@@ -45,8 +45,8 @@ class Part:
 
 @dataclass(frozen=True)
 class SliceMap:
-    """All of a model under one layout. `shares`: percent of all parameters that each rank holds; `places`: where each
-    stands, as `tp 1, dp_shard 0`, nothing where that is not known."""
+    """A whole model under one layout. `shares`: percent of all parameters that each rank holds; `places`: coordinates
+    of each rank, as `tp 1, dp_shard 0`, empty if unknown."""
 
     parts: tuple[Part, ...]
     shares: tuple[float, ...]
@@ -59,9 +59,10 @@ class SliceMap:
 
 
 def slice_map(holds: Mapping[str, Mapping[str, Any]], layout: str = "") -> SliceMap | None:
-    """`holds`: parameter -> `{"shape": [...], "ranks": [[region, ...] of each rank]}`. None where there is nothing.
+    """Draw `holds`: parameter -> `{"shape": [...], "ranks": [[region, ...] of each rank]}`. None if it is empty.
 
-    Of the layers that lie alike, the first is drawn."""
+    Only the first of several layers with the same slices is drawn.
+    """
     if not holds:
         return None
     world = max(len(each["ranks"]) for each in holds.values())
@@ -72,7 +73,7 @@ def slice_map(holds: Mapping[str, Mapping[str, Any]], layout: str = "") -> Slice
 
 
 def _places(text: str, world: int) -> list[str]:
-    """`tp 1, dp_shard 0` of each of the first `world` ranks; nothing where the text is no layout of so many."""
+    """`tp 1, dp_shard 0` of each of the first `world` ranks; empty if the text is no layout for that many."""
     try:
         layout = Layout.parse(text)
         fits = 1 < world <= layout.world
@@ -83,7 +84,7 @@ def _places(text: str, world: int) -> list[str]:
 
 
 def _holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
-    """Each region that is not empty, with the ranks that hold it."""
+    """Each non-empty region, with the ranks that hold it."""
     found: dict[Region, list[int]] = {}
     for rank, regions in enumerate(ranks):
         for region in regions:
@@ -104,7 +105,7 @@ def _shares(holds: Mapping[str, Mapping[str, Any]], world: int) -> tuple[float, 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter, and who holds what of it."""
+    """A parameter, and the ranks that hold its regions."""
 
     name: str
     shape: tuple[int, ...]
@@ -112,20 +113,20 @@ class _Parameter:
 
     @property
     def inner(self) -> str:
-        """Its name in its layer, or the whole where it is in none."""
+        """Its name in its layer, or the whole name outside layers."""
         return (in_layer(self.name)[1] or self.name).removesuffix(".weight")
 
     def looks(self, ranks: Sequence[int]) -> tuple[Any, ...]:
-        """Equal for parameters that lie alike: `held` by places among `ranks`, which differ in another stage."""
+        """Key, equal for parameters with the same slices: holders as positions in `ranks`, which differ by stage."""
         places = frozenset((region, tuple(map(ranks.index, own))) for region, own in self.held.items())
         return self.inner, self.shape, places
 
 
 def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
-    """Every part of the model, of layers that lie alike the first."""
+    """Every part of the model; only the first of several layers with the same slices."""
     runs = [(layer, list(run)) for layer, run in groupby(parameters, lambda each: in_layer(each.name)[0])]
     stems = {layer.stem for layer, _ in runs if layer}
-    alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}  # what a layer looks like -> number and ranks of each
+    alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}  # key of a layer -> number and ranks of each
     for layer, own in runs:
         if layer:
             alike.setdefault(_looks(layer, own), []).append((layer.number, _ranks(own)))
@@ -145,18 +146,18 @@ def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
 
 
 def _ranks(parameters: Sequence[_Parameter]) -> tuple[int, ...]:
-    """All that hold something of these."""
+    """All ranks that hold something of these."""
     return tuple(sorted({rank for each in parameters for own in each.held.values() for rank in own}))
 
 
 def _looks(layer: Layer, parameters: Sequence[_Parameter]) -> tuple[Any, ...]:
-    """Equal for layers that lie alike, though on other ranks (of another pipeline stage)."""
+    """Key that is equal for layers with the same slices, though on other ranks (of another pipeline stage)."""
     ranks = _ranks(parameters)
     return (layer.stem, *(each.looks(ranks) for each in parameters))
 
 
 def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:
-    """`layers 1–3 alike; layers 4–7 alike, on ranks 2,3`."""
+    """Describe as `layers 1–3 alike; layers 4–7 alike, on ranks 2,3`."""
     (_, first), *others = layers
     texts = []
     for ranks, run in groupby(others, key=lambda layer: layer[1]):
@@ -182,7 +183,7 @@ def _draw(parameter: _Parameter, longest: int, world: int) -> Drawing:
 
 
 def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]:
-    """The dimensions drawn downwards and across: of more than two, those that are cut, else the last."""
+    """Dimensions drawn downwards and across: of more than two, those that are cut, else the last."""
     if len(shape) == 1:
         return None, 0
     cut = [dim for dim, size in enumerate(shape) if any(region[dim] != (0, size) for region in held)]
@@ -192,7 +193,7 @@ def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]
 
 
 def _side(size: int, longest: int) -> float:
-    """Pixels of a side: its root, so that a vocabulary does not hide the rest."""
+    """Pixels of a side: by the square root, so that a vocabulary does not hide the rest."""
     return round(max(SMALLEST, LARGEST * math.sqrt(size / longest)), 1)
 
 

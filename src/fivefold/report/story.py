@@ -1,4 +1,4 @@
-"""What the page of a run tells beside its curves: its starts, what happened on the way, and its data."""
+"""Text of a run's page: its starts, the events during the run, and its data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class Span:
-    """A start of the run and the steps that it gave: medians over them, the first left out, which also sets up."""
+    """A start of the run and the steps that it made: medians without the first step, which includes setup."""
 
     began: str
     took: str
@@ -35,8 +35,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a planner says of a step: its seconds, GiB of tensors on the fullest rank, and on which devices; between
-    which seconds a step is in 80 % of cases, where that is known."""
+    """A planner's prediction of a step: its seconds, GiB of tensors on the fullest rank, and the devices;
+    `likely_seconds`: 80 % interval, if known."""
 
     step_seconds: float
     peak_gib: float
@@ -46,7 +46,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Compared:
-    """A number that was planned, beside the measured one."""
+    """A planned number and the measured one."""
 
     what: str
     unit: str
@@ -56,7 +56,7 @@ class Compared:
 
     @property
     def likely(self) -> str:
-        """`1.2 to 1.5`, in 80 % of cases."""
+        """`1.2 to 1.5`, the 80 % interval."""
         return "{:.3g} to {:.3g}".format(*self.interval) if self.interval else ""
 
     @property
@@ -71,7 +71,7 @@ class Compared:
 
 
 def compared(planned: Expected, step_seconds: float | None, peak_gib: float | None) -> tuple[Compared, ...]:
-    """What was planned and measured both."""
+    """Pair the numbers that were both planned and measured."""
     found = list[Compared]()
     if step_seconds is not None:
         found.append(Compared("step time", "s", planned.step_seconds, step_seconds, planned.likely_seconds))
@@ -84,7 +84,7 @@ def compared(planned: Expected, step_seconds: float | None, peak_gib: float | No
 
 
 def spans(history: History, rows: Rows) -> list[Span]:
-    """Each start that gave steps to the run as it is now."""
+    """List each start that made steps of the run as it is now."""
     found = []
     for start, first, last in history.spans():
         own = [row for row in rows if row["step"] > first and (last is None or row["step"] <= last)]
@@ -107,7 +107,7 @@ def _span(start: Start, rows: Rows) -> Span:
 
 
 def speeds(rows: Rows) -> tuple[float | None, float | None, float | None]:
-    """Tokens per second and seconds of a step, medians without the first row, which also sets up; the highest peak of
+    """Tokens per second and seconds of a step, medians without the first row, which includes setup; the highest peak of
     memory, GiB. None: not measured."""
 
     def known(name: str, some: Rows) -> list[float]:
@@ -120,7 +120,7 @@ def speeds(rows: Rows) -> tuple[float | None, float | None, float | None]:
 
 
 def marks(history: History, rows: Rows) -> list[Mark]:
-    """What happened on the way, in the order of time: `kind` is `start`, `layout`, `skipped`, `died` or `note`."""
+    """Events during the run, in order of time: `kind` is `start`, `layout`, `skipped`, `died` or `note`."""
     found: list[tuple[int, Mark]] = []
     for number, (before, start) in enumerate(zip(history.starts, history.starts[1:], strict=False), start=1):
         found.append((number, _resumed(before, start, rows)))
@@ -151,13 +151,13 @@ def _event(event: Event, history: History) -> Mark:
 
 
 def _skipped(rows: Rows) -> list[Mark]:
-    """Of a run without a history: the losses that were no numbers."""
+    """Non-finite losses of a run without a history."""
     wrong = [row["step"] for row in rows if "train/loss" in row and row["train/loss"] is None]
     return [Mark(step, "skipped", "the loss was not finite; the update was skipped") for step in wrong]
 
 
 def took(history: History) -> str:
-    """The wall clock of all starts."""
+    """Wall-clock time of all starts."""
     known = [start.seconds for start in history.starts if start.seconds is not None]
     more = len(history.starts) - len(known)
     if not known:
@@ -170,7 +170,7 @@ def took(history: History) -> str:
 
 
 def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) -> dict[str, str]:
-    """The data of a run in words. `about`: the record of its newest start; what it does not say is left out."""
+    """Describe the data of a run. `about`: the record of its newest start; unknown facts are left out."""
     data = about.get("data") or {}
     paths = ", ".join(source.path for source in config.data.train)
     vocabulary = f", {data['vocabulary']:,} tokens" if data.get("vocabulary") else ""
@@ -192,7 +192,7 @@ def data_facts(config: RunConfig, about: Mapping[str, Any], tokens_seen: int) ->
 
 
 def sources(about: Mapping[str, Any], tokens_seen: int) -> list[tuple[str, ...]]:
-    """Where there are several sources, of each: path, documents, tokens, weight, % of what is read, epochs."""
+    """List the path, documents, tokens, weight, % of what is read, and epochs of each source, if there are several."""
     listed = (about.get("data") or {}).get("sources") or []
     if len(listed) < 2:
         return []
@@ -222,7 +222,7 @@ def _validation(config: RunConfig, data: Mapping[str, Any]) -> str:
 
 
 def _remarks(about: Mapping[str, Any]) -> Iterator[str]:
-    """The notes that the header of the run had on its data."""
+    """Notes on the data from the header of the run."""
     for line in about.get("header") or ():
         text = str(line[-1]) if isinstance(line, list) and line else ""
         if text.startswith("note "):
@@ -234,7 +234,7 @@ def _remarks(about: Mapping[str, Any]) -> Iterator[str]:
 
 
 def moment(text: str) -> str:
-    """`2026-01-31 12:34:56 +0100` of an ISO time; "" of what is none."""
+    """Format an ISO time as `2026-01-31 12:34:56 +0100`; "" if it is none."""
     try:
         return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S %z").strip() if text else ""
     except ValueError:
@@ -242,7 +242,7 @@ def moment(text: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`2 h 03 min`, `4 min 05 s`, `7 s`; "" when it is not known."""
+    """Format as `2 h 03 min`, `4 min 05 s` or `7 s`; "" if unknown."""
     if seconds is None:
         return ""
     whole = round(seconds)

@@ -1,4 +1,4 @@
-"""What a command found: rows of one kind, whether all is well, and two ways to show them.
+"""Report of a command: rows of one kind, a flag whether all is well, and two output formats.
 
 A `Report` is typed by its rows, frozen dataclasses whose field names are the columns.
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 
-# Words of a cell that say how good it is.
+# Colours of cells that state a result.
 COLOURS = {"ok": "green", "help": "yellow", "missing": "red", "failed": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Generic[Row]):
-    """`title`, the rows in order, whether the thing asked about is fine, a closing sentence for people, and `details`
-    that JSON has beside the rows."""
+    """Report of a command: `title`, the rows in order, `ok` if the examined thing is fine, a closing sentence for
+    people, and `details`, which only JSON shows."""
 
     title: str
     rows: tuple[Row, ...]
@@ -34,7 +34,7 @@ class Report(Generic[Row]):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of the rows' fields."""
+        """Names of the rows' fields."""
         return tuple(each.name for each in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
 
     def to_json(self) -> str:
@@ -44,7 +44,7 @@ class Report(Generic[Row]):
         return json_format.dumps(values, indent=2, ensure_ascii=False)
 
     def show(self, console: "Console") -> None:
-        """A table for people."""
+        """Print a table for people."""
         from rich.table import Table
         from rich.text import Text
 
@@ -61,7 +61,7 @@ class Report(Generic[Row]):
 
 
 class Findings(Protocol):
-    """What a command found, in two ways to show it."""
+    """Results of a command that can be shown in two formats."""
 
     def to_json(self) -> str: ...
     def show(self, console: "Console") -> None: ...
