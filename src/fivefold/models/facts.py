@@ -72,8 +72,8 @@ class Role:
     | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
     | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
     | `latent` | whole on every rank | acts on all tokens, for heads that differ by rank: gradients are summed over tp |
-    | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
-    | `router` | whole on every rank | routes tokens, of which a rank has a part under sequence parallelism |
+    | `across` | whole on every rank | acts on all features of a split projection, after a gather |
+    | `router` | whole on every rank | routes tokens; under sequence parallelism a rank has a part of them |
     | `experts` | distributed over the ranks of ep, expert by expert | acts on the tokens routed to it |
     | `idle` | whole on every rank | no token reaches it (a tower for images): it has no gradient |
     | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
@@ -273,7 +273,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's shape, whether it is trained, and whether it is stored in four bits (NF4)."""
+    """Shape and flags of a parameter: trained or frozen, stored in four bits (NF4) or not."""
 
     shape: tuple[int, ...]
     is_trained: bool = True

@@ -16,7 +16,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.integrity import read_signed, signed
 from fivefold.models.facts import ModelFacts
 
-SHIPPED = "facts.json"  # beside the config.json of a built-in shape
+SHIPPED = "facts.json"  # next to the config.json of a built-in shape
 
 
 def shipped_facts(shape: Path) -> ModelFacts | None:
@@ -82,7 +82,7 @@ def about_code() -> list[str]:
 
 
 def _versions() -> list[str]:
-    """`torch 2.13.0`, without what the build adds (`+cpu`)."""
+    """Versions such as `torch 2.13.0`, without the suffix of the build (`+cpu`)."""
     return [f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers")]
 
 

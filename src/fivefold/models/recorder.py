@@ -135,9 +135,7 @@ class Recorder:
         self._picks: dict[int, tuple[str, Args]] = {}  # id of integers -> their module and all its outputs
         self._under_way: list[str] = []  # running modules, the innermost last
         self._block: BlockTrace | None = None
-        self._alive: list[
-            Tensor
-        ] = []  # tensors saved for backward, held so that their memory addresses stay unique
+        self._alive: list[Tensor] = []  # tensors saved for backward, held so that their memory addresses stay unique
         self._given: set[int] = set()  # memory of a layer's other inputs, which all layers share
         self._made_of: dict[int, frozenset[int]] = {}  # memory -> memory of the stand-ins' outputs that it depends on
         self._random.manual_seed(0)
