@@ -256,8 +256,7 @@ def _is_pointwise(operator: Any) -> bool:
 
 
 def _shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Two tensors for each number of dimensions in `parameters`; some optimizers treat tensors of such sizes as
-    large."""
+    """Two tensors for each number of dimensions in `parameters`, large enough for rules about large ones."""
     known = {0: (), 1: (512,), 2: (128, 160)}
     dims = sorted({parameter.ndim for parameter in parameters} or {2})
     return [known.get(n, (4,) * (n - 2) + (16, 24)) for n in dims for _ in range(2)]
