@@ -112,7 +112,7 @@ def _type(tensor: Tensor) -> str:
 
 
 def _pieces(file: Any, size: int) -> Iterator[memoryview]:
-    """The next `size` bytes of a file, in two buffers by turns."""
+    """The next `size` bytes of a file, alternating between two buffers."""
     buffers = [memoryview(bytearray(min(size, AT_ONCE))) for _ in range(2 if size > AT_ONCE else 1)]
     for buffer in cycle(buffers):
         if not size:

@@ -221,7 +221,7 @@ def optimizer(given: Given) -> Keys:
 
 
 def schedule(given: Given) -> Keys:
-    name = str(given("lr_scheduler_type") or "cosine")  # null is axolotl's
+    name = str(given("lr_scheduler_type") or "cosine")  # axolotl allows null
     shape = _shape(given, name)
     if shape is None:
         given.refuse("lr_scheduler_type", f"{name} with what is said of it has other rates: docs/learning_rate.md")

@@ -24,10 +24,10 @@ class RowCounts:
     tokens: int
     targets: int
     padding: int  # tokens of padding up to seq_length
-    examples: int = 0  # of the spans
+    examples: int = 0  # spans that are examples
     shortened: int = 0  # examples longer than a row, which lost their end
     untrained: int = 0  # examples without a trained token (in the row), left out
-    pairs: int = 0  # of answers, in the rows
+    pairs: int = 0  # pairs of answers in the rows
     rated: bool = False  # each is a rated answer, with one to another prompt
     too_long: int = 0  # pairs longer than a row, left out
 

@@ -39,7 +39,7 @@ ANSWERED = (
 )  # fmt: skip
 
 _SAYS = (("system", ("system",)), ("user", ASKED), ("assistant", ANSWERED))
-_CALL = "call"  # a turn of the assistant whose content is a call of a tool
+_CALL = "call"  # role of an assistant's turn with a tool call as content
 # Role names of other formats -> those of templates.
 _ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"), **dict.fromkeys(("function_call", "tool_call"), _CALL),
@@ -75,7 +75,7 @@ class Example:
     train_on: TrainOn = "assistant"
 
     def __len__(self) -> int:
-        """Characters, roughly."""
+        """Approximate number of characters."""
         return sum(map(len, self.pair or map(words, self.turns)))
 
     @property
@@ -141,7 +141,7 @@ class Preference:
     desirable: bool | None = None
 
     def __len__(self) -> int:
-        """Characters, roughly."""
+        """Approximate number of characters."""
         return len(self.first) + len(self.second)
 
     @property

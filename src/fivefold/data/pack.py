@@ -1,7 +1,7 @@
-"""Pieces into rows: best fit decreasing, without cutting a piece (https://arxiv.org/abs/2404.10830).
+"""Packing of pieces into rows: best fit decreasing, without cutting a piece (https://arxiv.org/abs/2404.10830).
 
-Pieces of one length are placed together and rows with the same room are filled together, so that the cost follows the
-number of different lengths and not of pieces: a million pieces take about a second.
+Pieces of one length are placed together and rows with the same room are filled together, so the cost depends on the
+number of different lengths, not of pieces: a million pieces take about a second.
 """
 
 from bisect import bisect_left, insort
@@ -69,7 +69,7 @@ class _Rooms:
         self.groups: dict[int, list[Int64s]] = {}
 
     def place(self, size: int, count: int) -> Int64s:
-        """Rows for up to `count` pieces of `size`, from those with the least sufficient room; a row once per piece."""
+        """Rows for up to `count` pieces of `size`, from those with the least sufficient room; one row per piece."""
         at = bisect_left(self.rooms, size)
         if at == len(self.rooms):
             self._open(-(-count // (self.capacity // size)))

@@ -135,8 +135,8 @@ class _Plan:
     """Everything that determines the rows."""
 
     stores: Stores
-    held: Stores  # of a validation list
-    weights: tuple[float, ...]  # of the stores
+    held: Stores  # those of a validation list
+    weights: tuple[float, ...]  # one per store
     fraction: float
     seq_length: int
     packing: bool

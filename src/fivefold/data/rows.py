@@ -207,7 +207,7 @@ class PackedRows:
         return np.add.reduceat(lengths, self.index.offsets[:-1])
 
     def rows(self, rows: Sequence[int | None], *, row_multiple: int) -> MicroBatch:
-        """The micro batch of these rows; None stands for a row of padding."""
+        """The micro batch of these rows; None is a row of padding."""
         length = -(-self.seq_length // row_multiple) * row_multiple
         contents = [[] if row is None else self._pieces(row) for row in rows]
         numbers = np.array([-1 if row is None else row for row in rows], np.int64)

@@ -1,4 +1,4 @@
-"""The origin of documents: a source of the run file, the files it names, and what a format must know to read them."""
+"""The source of documents: an entry of the run file, its files, and the interface of formats."""
 
 import glob
 import json

@@ -46,7 +46,7 @@ from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 4  # raise when the same records are read as other documents, or others of their tokens are trained
+_READING = 4  # raise when the same records give other documents or other trained tokens
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000

@@ -92,7 +92,7 @@ class Encoder:
                 parts.append(Encoded(tokens.ids[begin:end], tokens.ends[begin:end]))
                 (first, tokens, _), begin, merged = following, cut, 1
                 continue
-            more = islice(windows, merged - 1)  # twice as many each time
+            more = islice(windows, merged - 1)  # double the number of merged windows each time
             last = max((each.first for each in more), default=following.first) + _STEP + _SHARED
             before, tokens, merged = tokens, next(self._each([text[first:last]], [first])), 2 * merged
             if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # an earlier join was wrong

@@ -220,7 +220,7 @@ def gathered_bytes(state: ParallelState) -> int:
 
 
 def _agreed(tokens: list[int], device: torch.device) -> list[int]:
-    """The tokens of rank 0, on every rank: a last bit that differs must not send ranks separate ways."""
+    """The tokens of rank 0, on every rank: a difference in the last bit must not make ranks diverge."""
     if dist.get_world_size() == 1:
         return tokens
     shared = torch.tensor(tokens, device=device)

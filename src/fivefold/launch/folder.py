@@ -132,5 +132,5 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         os.close(self._descriptor)

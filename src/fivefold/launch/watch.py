@@ -73,7 +73,7 @@ class Watch:
         self._beats: dict[int, str] = {}
         self._cpu: dict[int, float] = {}
         self._silent: dict[int, float] = {}  # seconds without a beat, while this process itself was running
-        self._frozen: dict[int, str] = {}  # rank -> how
+        self._frozen: dict[int, str] = {}  # rank -> how it is frozen
         self._idle = 0.0  # seconds that the forking process has neglected a duty
         self.server = ""
 

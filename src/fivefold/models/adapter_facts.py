@@ -4,7 +4,7 @@
 
 The shards of A and B on a tp rank follow from the role of W:
 
-| W | A | B | partial gradients |
+| W | A | B | gradients to sum over tp |
 |---|---|---|---|
 | column: outputs are split | whole | split as the outputs of W | of A: each rank has those from its own outputs |
 | row: inputs are split | split as the inputs of W | whole | of B: each rank has A's output for its own inputs |

@@ -141,7 +141,7 @@ def _own_chunks(
 
 
 def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[B,T,H,D]: each row one document, by PyTorch's own function. Query t of T stands at position S - T + t."""
+    """Attend with each row as one document, by PyTorch's own function: [B,T,H,D]. Query t is at position S - T + t."""
     length, keys = query.shape[2], key.shape[2]
     seen_TS = None
     if 1 < length != keys:
@@ -174,7 +174,7 @@ def _first_keys(cu_seqlens: Tensor | None, rows: int, keys: int) -> list[int]:
 def _row_by_row(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, mask: Mask, **options: Any
 ) -> Tensor:
-    """[B,T,H,D]: generation, each row with its own keys, as if it were alone."""
+    """Generate row by row, each with its own keys, as if it were alone: [B,T,H,D]."""
     if mask.start:
         raise UserError("a cache that drops its first keys cannot hold padded rows", fix="use a dynamic cache")
     firsts, rows = _first_keys(cu_seqlens, len(query), key.shape[2]), range(len(query))
@@ -192,7 +192,7 @@ def _row_by_row(
 def _last_tokens(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None
 ) -> Tensor:
-    """[B,1,H,D]: the last token of each row, by PyTorch's own function; padding in front of a row is hidden."""
+    """Attend with the last token of each row, by PyTorch's own function, hiding padding in front: [B,1,H,D]."""
     rows, keys = len(query), key.shape[2]
     first_B = torch.tensor(_first_keys(cu_seqlens, rows, keys), device=query.device)
     if window is not None:
@@ -205,8 +205,8 @@ def _last_tokens(
 
 
 def _cached_rows(query: Tensor, key: Tensor, value: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
-    """[B,T,H,D]: generation under `rule`. The cache of a sliding layer may have dropped its first keys; only the
-    distance from the last one counts."""
+    """Generate under `rule`: [B,T,H,D]. The cache of a sliding layer may have dropped its first keys; only the distance
+    from the last one counts."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         raise UserError(
             "a sliding window, soft-capping or attention sinks with a key/value cache have no gradients",

@@ -191,7 +191,7 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         if isinstance(inside, dict):
             inside[last] = type(value)(0)
         else:
-            setattr(inside, last, type(value)(0))  # configs hold fields to their types
+            setattr(inside, last, type(value)(0))  # configs check the types of fields
     return hf_config
 
 

@@ -118,12 +118,12 @@ class _Weighted(torch.autograd.Function):
 
 
 def _sum_picks(rows_SD: Tensor, back_NK: Tensor) -> Tensor:
-    """[N, D]: the sum of the K rows of each token."""
+    """The sum of the K rows of each token: [N, D]."""
     return rows_SD[back_NK].sum(1)
 
 
 def _sum_weighted(made_SD: Tensor, weights_NK: Tensor, back_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, D] of `dtype`: the weighted sum of the K rows of each token, pick by pick."""
+    """The weighted sum of the K rows of each token, pick by pick: [N, D] of `dtype`."""
     first, *others = zip(back_NK.unbind(1), weights_NK.unsqueeze(-1).unbind(1), strict=True)
     total_ND = made_SD[first[0]] * first[1]
     for back_N, weights_N1 in others:

@@ -335,7 +335,7 @@ class ModelFacts:
 
     @property
     def size(self) -> int:
-        """Parameters in all."""
+        """Number of parameters."""
         return sum(parameter.size for parameter in self.parameters.values())
 
     @property

@@ -68,7 +68,7 @@ def _said(text: dict[str, Any], count: int) -> list[str]:
 
 
 def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
-    """The first layer of each kind, and as many of the first as `least` asks for."""
+    """The first layer of each kind, plus the first other layers up to `least` in total."""
     first: dict[str, int] = {}
     for layer, said in enumerate(_said(text, count)):
         first.setdefault(said, layer)

@@ -120,7 +120,7 @@ class Group:
     longest: int
 
     def take(self, tokens_Mx: Tensor, *, zero_padding: bool = False) -> Tensor:
-        """[M, ...] -> [N, L, ...]. Padding holds a copy of some token, or zeros."""
+        """Gather [M, ...] -> [N, L, ...]. Padding is a copy of some token, or zeros."""
         taken = tokens_Mx.index_select(0, self.index.flatten())
         if zero_padding and self.real is not None:
             padding = torch.ones(len(taken), dtype=torch.bool, device=taken.device).index_fill_(0, self.real, False)
@@ -225,7 +225,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]: as for any score, weight * (dO V' - sum(dO * O)), with no value and summed over all queries."""
+    """Gradient of the sinks [H]: as for any score, weight * (dO V' - sum(dO * O)), without value, summed over
+    queries."""
     weight_BTH = (sinks.to(lse.dtype) - lse).exp()
     return -(weight_BTH * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sinks.dtype)
 

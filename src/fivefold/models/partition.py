@@ -110,7 +110,7 @@ class _Derivation:
         return type(self.model).__name__
 
     def _outside(self) -> dict[str, Role]:
-        """Embeddings, the head, and norms that stand before or after the blocks."""
+        """Roles of the embeddings, the head, and norms before or after the blocks."""
         roles: dict[str, Role] = {}
         for module, kind, reason in (
             (self.anatomy.head, "vocab_head", "the output head"),

@@ -48,8 +48,8 @@ class Normal:
     std: float
 
     def __call__(self, words: Words) -> Values:
-        """words [4, n] -> values [4, n]; the cosines equal numpy's to the last bit of fp32, and torch's are four times
-        as fast."""
+        """Map words [4, n] to values [4, n]; the cosines equal numpy's to the last bit of fp32, and torch's are four
+        times as fast."""
         values = np.empty(words.shape, dtype=np.float32)
         for first in (0, 2):
             radius = np.sqrt(-2.0 * np.log(_open_unit(words[first]))) * self.std
@@ -71,7 +71,7 @@ class Uniform:
     high: float
 
     def __call__(self, words: Words) -> npt.NDArray[np.float64]:
-        """words [4, n] -> values [4, n]."""
+        """Map words [4, n] to values [4, n]."""
         return _open_unit(words) * (self.high - self.low) + self.low
 
 
@@ -85,7 +85,7 @@ class TruncatedNormal:
     high: float
 
     def __call__(self, words: Words) -> npt.NDArray[np.float64]:
-        """words [4, n] -> values [4, n], by the inverse of the cumulative distribution."""
+        """Map words [4, n] to values [4, n], by the inverse of the cumulative distribution."""
         first, last = (math.erf((edge - self.mean) / self.std / math.sqrt(2.0)) for edge in (self.low, self.high))
         erf = torch.from_numpy(_open_unit(words) * (last - first) + first)
         values = torch.erfinv(erf).numpy() * (self.std * math.sqrt(2.0)) + self.mean
@@ -113,7 +113,7 @@ class RandomStream:
         return torch.from_numpy(result)
 
     def _fill(self, out: Values, starts: npt.NDArray[np.uint64], distribution: Distribution) -> None:
-        """out [rows, run]: row r holds the elements from `starts[r]` on."""
+        """Fill out [rows, run]: row r gets the elements from `starts[r]` on."""
         generate = _generator(_key(self.seed, self.name), distribution)
         rows, columns = max(1, 4 * _BLOCK // out.shape[1]), 64 * _BLOCK
 
@@ -186,14 +186,14 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 
 def _runs(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[npt.NDArray[np.uint64], int]:
-    """A region as runs of consecutive elements: where each starts in the flat parameter, and their one length.
+    """Split a region into runs of consecutive elements: their starts in the flat parameter, and their common length.
 
     Example: rows 1 and 2 of [4, 5], columns 0 to 4, are one run of 10 from 5 on; columns 3 and 4 alone are two runs of
     2, from 8 and from 13 on.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
-    last = max(cut, default=0)  # all of the dims after it are in the region: a run goes through them
+    last = max(cut, default=0)  # a run continues through the later dims, which are whole
     starts = np.array([sum(start * stride for (start, _), stride in zip(bounds[last:], strides[last:], strict=True))])
     starts = starts.astype(np.uint64)
     for dim in reversed(range(last)):

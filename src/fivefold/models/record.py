@@ -178,7 +178,7 @@ class Trace:
     `entered`: modules of the base that tokens reach.
     `looked_into`: embeddings whose weights the model reads directly.
     `draws`, `counts`: modules that draw random numbers, and that count the tokens of a row for themselves.
-    `places`: the position inputs of the first layer.
+    `places`: the inputs that tell the first layer the positions of its tokens.
 
     Combined from several runs (`trace.py`):
     `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.

@@ -26,8 +26,8 @@ from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, Mixe
 from fivefold.torch_internals import Dispatch, is_convolution
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
-MOST_READ = 2**16  # weights of a linear that has values: some models compute with the smallest of theirs directly
-MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
+MOST_READ = 2**16  # most weights of a linear with real values: some models compute with small weights directly
+MOST_SMALL = 2**22  # most values of a small module, neither a linear nor an embedding
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -175,7 +175,9 @@ class Recorder:
                 module.weight = nn.Parameter(self._drawn(*module.weight.shape), requires_grad=False)
         elif name not in self._layers and isinstance(module, nn.Embedding):
             module.forward = partial(self._embedding, name, module.embedding_dim)  # type: ignore[method-assign]
-            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models look a row up themselves
+            rows = self._drawn(1, module.embedding_dim).expand_as(
+                module.weight
+            )  # some models index the weight directly
             module.weight = nn.Parameter(rows, requires_grad=False)
             self._tables[rows.untyped_storage().data_ptr()] = name
         elif hf_internals.is_experts(module):
@@ -188,7 +190,7 @@ class Recorder:
         else:
             for leaf, parameter in own:
                 values = torch.rand(parameter.shape, generator=self._random) + 0.5
-                if parameter.ndim > 1:  # a wide sum stays where softmax and sigmoid have gradients
+                if parameter.ndim > 1:  # keeps wide sums where softmax and sigmoid have gradients
                     values *= parameter.shape[-1] ** -0.5
                 is_trained = self.dtype == torch.bfloat16
                 module._parameters[leaf] = nn.Parameter(values.to(self.dtype), requires_grad=is_trained)
@@ -251,7 +253,7 @@ class Recorder:
         if self._block is None or x is None:
             self._outside(name)
             return plain(*args, **kwargs)
-        if self.dtype != torch.bfloat16:  # a copy of its own, for the gradient of its weights
+        if self.dtype != torch.bfloat16:  # counted separately: saved for the gradient of its weights
             self._save(x, name, id(module) * 2 + 1)
         event = Event("small", name, (x,), None, self._block.sources(x))
         self._block.events.append(event)
@@ -260,7 +262,7 @@ class Recorder:
         out = plain(*args, **kwargs)
         if event.wide:
             self._block.sources(out)
-        return x * 1 if event.wide else out  # so that features stay apart
+        return x * 1 if event.wide else out  # not the norm's output, which would mix all features
 
     def attention(
         self,

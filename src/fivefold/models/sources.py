@@ -286,7 +286,7 @@ def _inside(folder: Path, name: str) -> Path:
     path, roots = folder / name, [folder.resolve()]
     try:
         place, is_there = path.resolve(), path.is_file()
-    except (ValueError, OSError) as error:  # a NUL, half of a character, or too many
+    except (ValueError, OSError) as error:  # a NUL, half of a surrogate pair, or too many characters
         what = f"{folder / _INDEX} names {name[:80]!r}, as no file can be called"
         raise UserError(what, fix="download the folder again") from error
     if folder.resolve().parent.name == "snapshots":

@@ -143,7 +143,7 @@ def _same_up_to(traced: Trace, run: Run) -> int:
     def changes(place: int) -> bool:
         try:
             return not _same(traced.read, run(place=place).read)
-        except Untraceable:  # it has a place for as many tokens as there are
+        except Untraceable:  # the model has no entry for that place
             return True
 
     if changes(PLACES[0]):
