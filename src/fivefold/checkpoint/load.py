@@ -228,11 +228,7 @@ def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return found
 
 
-_NUMBERS: Mapping[str, type] = {
-    "bool": bool,
-    "int": int,
-    "float": float,
-}  # in this order: True is an int, too, and numpy's float64 a float
+_NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float}  # in this order: True is an int, too
 
 
 def _scalar(value: float, kind: str, device: torch.device) -> Any:

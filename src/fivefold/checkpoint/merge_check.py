@@ -19,9 +19,8 @@ from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import TensorSource
 
-TOLERANCE = (
-    1e-4  # relative to the norm of the logits, in fp32: W x + s B (A x) sums in another order than (W + s B A) x
-)
+# Relative to the norm of the logits, in fp32: W x + s B (A x) sums in another order than (W + s B A) x.
+TOLERANCE = 1e-4
 _TOKENS = 32
 _ROOM = 1.25  # times the weights in fp32: includes activations and a tensor being read
 

@@ -64,7 +64,7 @@ class ChatTemplate:
         return key_of(self.source, sorted(self.special.items()))
 
     def on(self, day: date) -> "ChatTemplate":
-        """The template with its text fixed to that day."""
+        """The template with the current date fixed to `day`."""
         several = {"": self.source} if isinstance(self.source, str) else self.source
         dated = {name: _TODAY.sub(lambda now: repr(day.strftime(now[2])), text) for name, text in several.items()}
         return replace(self, source=dated[""] if isinstance(self.source, str) else dated)
@@ -113,7 +113,7 @@ class ChatTemplate:
 
     @cached_property
     def _forms(self) -> tuple[type, ...]:
-        """The content types that it takes: it writes nothing of others, or their Python form."""
+        """The supported types of contents; the template drops others, or writes their Python form."""
         parts = [{"type": "text", "text": f"{PROBE}{n}"} for n in range(2)]
         of_text, of_parts = (self._tried([{"role": "user", "content": content}]) or "" for content in (PROBE, parts))
         takes_parts = of_parts.count(PROBE) > 1 and not _QUOTED.search(of_parts)

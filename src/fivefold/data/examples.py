@@ -51,13 +51,7 @@ _FUNCTION = '{"name": ..., "arguments": {...}}'
 _TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
 # Keys of a turn that are always used, and `tool_call_id`, which only links a result to its call.
 _READ_KEYS = ("role", "content", "tool_calls", "weight", "tool_call_id")
-_WEIGHTS = (
-    "weight",
-    "loss",
-    "loss_weight",
-    "train",
-    "training",
-)  # keys that turn training of a turn on or off, in formats of several trainers
+_WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # keys of several trainers: 0 leaves a turn untrained
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,7 @@ class Example:
             content = turn.get("content") or ""
             for part in [content] if isinstance(content, str) else [part["text"] for part in content]:
                 found = text.find(part.strip(), at)
-                if (
-                    found < 0 and part.strip() not in text and turn["role"] != "tool"
-                ):  # a tool's text may be written as JSON
+                if found < 0 and part.strip() not in text and turn["role"] != "tool":  # which may be JSON
                     yield f"some of what the {turn['role']} says"
                 at = max(at, found)
 

@@ -17,8 +17,8 @@ _WINDOW = 2**20  # pieces considered together: bounds memory, and keeps rows nea
 def pack(lengths: NDArray[np.int32], capacity: int) -> tuple[Int64s, Int64s]:
     """Place pieces of `lengths` (1 to `capacity`) into rows of at most `capacity`.
 
-    Returns `offsets` int64 [rows + 1] and `order` int64 [pieces]: row r holds the pieces `order[offsets[r]:offsets[r +
-    1]]`, in their own order; rows are in the order of their first piece.
+    Returns `offsets` int64 [rows + 1] and `order` int64 [pieces]. Row r holds the pieces from `offsets[r]` to
+    `offsets[r + 1]` of `order`, in their own order; rows are in the order of their first piece.
     """
     offsets, orders = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
     for start in range(0, len(lengths), _WINDOW):

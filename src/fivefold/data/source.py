@@ -223,9 +223,7 @@ def _pick(
         form = next((each for each in formats if is_named or each.matches(path)), None)
         if is_folder and path.name.lower() in _BESIDE:
             form = None
-        if (
-            form or not is_folder
-        ) and not path.is_file():  # not a pipe: the text is read more than once, and by each worker
+        if (form or not is_folder) and not path.is_file():  # a pipe cannot be read repeatedly, by each worker
             is_lost = f"is a link to {os.path.realpath(path)}, which does not exist"
             what = f"{source.at(path)} {'is no file but a pipe or a device' if path.exists() else is_lost}"
             raise UserError(what, fix="write its text to a file, and name that", more=MORE)

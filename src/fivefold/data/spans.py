@@ -94,8 +94,8 @@ def find_spans(
 
 @dataclass(frozen=True)
 class _Written:
-    """A rendered conversation: the text without marks, the span of each turn in it, and the spans that `{% generation
-    %}` encloses, each with the number of its turn."""
+    """A rendered conversation: the text without marks, the span of each turn in it, and the spans enclosed by `{%
+    generation %}`, each with the number of its turn."""
 
     text: str
     turns: Mapping[int, Span]
@@ -185,9 +185,7 @@ class _Answers:
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
             stop = len(self.whole.text) - len(self.asks_again)
-        elif not self.whole.part(
-            number + 1
-        ):  # left out, or written inside this turn, as Gemma 4 writes a tool's result
+        elif not self.whole.part(number + 1):  # left out, or inside this turn, as a tool's result by Gemma 4
             until = self.write(self.turns[: number + 1])[0].rstrip()
             if not self.whole.text.startswith(until):
                 raise self._untold(number)

@@ -54,9 +54,7 @@ def _place(config: RunConfig) -> tuple[Path, bool]:
 
 def check_data(config: RunConfig, data: "PreparedData") -> None:
     """Raise `UserError` if the model of `config`, going by its config.json, lacks tokens of the data."""
-    if (
-        config.model.init == "random" and config.tokenizer.name_or_path != "auto"
-    ):  # the model takes the tokenizer's vocabulary
+    if config.model.init == "random" and config.tokenizer.name_or_path != "auto":  # adopts its vocabulary
         return
     values = read_folder_config(_place(config)[0]) | config.model.overrides
     vocabulary = values.get("vocab_size")

@@ -239,7 +239,7 @@ class Saved:
     features: float = 0.0
 
     def on_rank(self, tp: int, *, sequence_parallel: bool, expert_tp: bool = False) -> float:
-        """The share of a rank of `tp`."""
+        """The saved numbers on each of `tp` ranks."""
         dense = self.residual / (tp if sequence_parallel else 1) + self.entered + self.inside / tp
         return dense + self.rows / (1 if expert_tp else tp) + self.features / tp
 

@@ -32,7 +32,7 @@ def shipped_facts(shape: Path) -> ModelFacts | None:
 
 
 def ship_facts(shape: Path, short: ModelFacts, like: list[int]) -> None:
-    """Write them: the facts of the model with a few layers, and `like`, the short layer of each full layer."""
+    """Write the facts of the model with a few layers; `like`: the short layer of each full layer."""
     tree = {"of": _about_shape(shape), "like": like, **short.to_json()}
     (shape / SHIPPED).write_text(json.dumps(tree, separators=(",", ":")) + "\n", encoding="utf-8")
 

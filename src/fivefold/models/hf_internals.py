@@ -242,7 +242,7 @@ def base_first(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Move the rest to meta: some constructors draw parameters past the device context (`torch.normal`)."""
+    """Move remaining parameters to meta: some constructors ignore the device context (`torch.normal`)."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:

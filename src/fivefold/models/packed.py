@@ -225,8 +225,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient of the sinks [H]: as for any score, weight * (dO V' - sum(dO * O)), without value, summed over
-    queries."""
+    """Gradient of the sinks, [H]: as for any score, weight * (dO V' - sum(dO * O)), without V, over all queries."""
     weight_BTH = (sinks.to(lse.dtype) - lse).exp()
     return -(weight_BTH * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sinks.dtype)
 

@@ -175,9 +175,7 @@ class Recorder:
                 module.weight = nn.Parameter(self._drawn(*module.weight.shape), requires_grad=False)
         elif name not in self._layers and isinstance(module, nn.Embedding):
             module.forward = partial(self._embedding, name, module.embedding_dim)  # type: ignore[method-assign]
-            rows = self._drawn(1, module.embedding_dim).expand_as(
-                module.weight
-            )  # some models index the weight directly
+            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models index it directly
             module.weight = nn.Parameter(rows, requires_grad=False)
             self._tables[rows.untyped_storage().data_ptr()] = name
         elif hf_internals.is_experts(module):

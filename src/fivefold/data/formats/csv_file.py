@@ -81,7 +81,7 @@ def _decoded(lines: Iterator[tuple[int, bytes]], where: str) -> Iterator[str]:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Raise the csv module's process-wide limit of 128 KiB per field."""
+    """Lift the csv module's process-wide limit of 128 KiB per field."""
     before = csv.field_size_limit(MOST_BYTES)
     try:
         yield
