@@ -30,8 +30,8 @@ def agreement(
     """The keys that must agree, as the run file names them, with their resolved values: plain JSON.
 
     `fingerprint` identifies the rows by their contents (`PreparedData.fingerprint`). `model_config` is the resolved
-    config.json, as the folder of a model's name may have changed. `bos`: documents begin with BOS, which `data.bos:
-    auto` leaves to the tokenizer. `weights`: the result of `weights_beside`.
+    config.json, as the folder of a model's name may have changed. `bos`: documents begin with BOS, a choice that
+    `data.bos: auto` leaves to the tokenizer. `weights`: the result of `weights_beside`.
     """
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}

@@ -94,8 +94,8 @@ def find_spans(
 
 @dataclass(frozen=True)
 class _Written:
-    """A rendered conversation: the text without marks, the span of each turn in it, and the spans enclosed by `{%
-    generation %}`, each with the number of its turn."""
+    """A rendered conversation: the text without marks, the span of each turn in it, and the spans that the template
+    encloses in `{% generation %}`, each with the number of its turn."""
 
     text: str
     turns: Mapping[int, Span]

@@ -30,8 +30,8 @@ def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None
 
 
 def end_of_turn(template: ChatTemplate) -> str:
-    """The end marker of a template's answers, such as `<|im_end|>`; empty if unknown. Text after the last answer only
-    is excluded if the other answers' marker is its beginning (Phi-3)."""
+    """The end marker of a template's answers, such as `<|im_end|>`; empty if unknown. Extra text after the last answer
+    is left out if it begins with the marker of earlier answers (Phi-3)."""
     turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}] * 2
     try:
         text, spans = template.answers(turns)

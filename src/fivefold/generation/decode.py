@@ -61,7 +61,7 @@ def decode(
     eos_token_ids: Collection[int] = (),
     seen: Seen | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), including an end-of-text token.
+    """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), an end-of-text token last if one comes.
 
     `temperature`, `top_k`, `top_p`: see `Sampling`; `model.generation_config` may change the probabilities. The same
     `seed` draws the same tokens under any layout. `seen`: tokens that the model has read; a common beginning with

@@ -47,7 +47,7 @@ def continued(
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> str:
-    """The text of `generate`, also printed unless `request["quiet"]`; empty for several texts."""
+    """The text of `generate`, also printed unless `request["quiet"]`; empty unless there is exactly one text."""
     asked, quiet = GenerateRequest(**request["generate"]), request["quiet"]
     opened = _open(asked, world)
     if world.is_first and not quiet:

@@ -52,7 +52,8 @@ class _Wait:
         self._timeout, self._began, self._next = timeout, time.monotonic(), FIRST
 
     def look(self, what: Callable[[], str]) -> None:
-        """Report `what` is missing if it is time to ("" if another rank reports it), then sleep. Raises `RunFailed`."""
+        """Report the missing (`what()`) when it is due, "" if another rank reports it; then sleep. Raises
+        `RunFailed`."""
         waited = time.monotonic() - self._began
         if waited >= self._timeout:
             raise RunFailed(

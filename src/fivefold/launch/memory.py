@@ -70,7 +70,7 @@ class Needs:
 
 
 def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room | None:
-    """The room of the machine, or of this process's control group if that has less; None if unknown."""
+    """The memory of the machine, or of this process's control group if that has less; None if unknown."""
     try:
         kib = dict(re.findall(r"(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(encoding="utf-8")))
         swap = int(kib["SwapTotal"]), int(kib["SwapFree"])

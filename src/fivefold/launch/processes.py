@@ -122,7 +122,7 @@ class Workers:
 
     def turns(self) -> Iterator[None]:
         """One turn every few milliseconds until all have ended, or one has failed, or the grace period of a polite stop
-        is over. Before the fork, until a signal."""
+        is over. Before the fork it waits until a signal."""
         passed_on, deadline = 0, math.inf
         while (self.running or self._are_awaited) and time.monotonic() < deadline and not self._is_urgent:
             for each in self.signals[passed_on:]:

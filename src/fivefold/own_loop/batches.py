@@ -294,8 +294,8 @@ def _check_range(values: Integers, key: str, vocabulary: int) -> None:
 
 
 def _reads_mask(model: nn.Module) -> bool:
-    """True if an embedding of `model` reads the mask, such as OPT's positional embedding: there, a token after left
-    padding has another position than its place in the row, the position in other models."""
+    """True if an embedding of `model` reads the mask, such as OPT's positional embedding: there, the position of a
+    token after left padding is not its place in the row, unlike in other models."""
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return any("attention_mask" in inspect.signature(type(each).forward).parameters for each in embeddings)
 

@@ -61,7 +61,7 @@ class ParallelModel(nn.Module):
 
     config: Any
     fivefold: ParallelState
-    given_dtype: torch.dtype  # dtype of the parameters before
+    given_dtype: torch.dtype  # dtype of the parameters before `parallelize`
     called_around: frozenset[Any]  # see `_around_call`: the hooks of this library
     adapter: Lora | None  # trained on top of the frozen model
 
