@@ -410,7 +410,7 @@ def _publish(
         files.remove(beside)
         fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
-    if published.exists():  # invalid: `_start` refuses valid ones
+    if published.exists():  # invalid, or to be overwritten: see `_start`
         files.rename(published, _damaged(published))
     files.rename(beside, published)
     if keep is None:

@@ -52,8 +52,7 @@ class _Wait:
         self._timeout, self._began, self._next = timeout, time.monotonic(), FIRST
 
     def look(self, what: Callable[[], str]) -> None:
-        """Report the missing (`what()`) when it is due, "" if another rank reports it; then sleep. Raises
-        `RunFailed`."""
+        """Report what is missing (`what()`; "" if another rank does) when it is due, then sleep. Raises `RunFailed`."""
         waited = time.monotonic() - self._began
         if waited >= self._timeout:
             raise RunFailed(
