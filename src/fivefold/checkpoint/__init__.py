@@ -1,4 +1,4 @@
-"""State on disk that knows no layout: save under one, go on under any other, export to a Hugging Face folder."""
+"""Layout-free state on disk: save under one layout, continue under any other, export to a Hugging Face folder."""
 
 from fivefold.checkpoint.agreement import WARMUP, agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export

@@ -1,4 +1,4 @@
-"""The adapter of a checkpoint, as a folder of `peft`, or in the weights of the model that it is beside."""
+"""Export of a checkpoint's adapter, as a folder of `peft`, or merged into the weights of its base model."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ _FILES = frozenset({CONFIG, WEIGHTS, CARD})
 
 
 def of(checkpoint: Checkpoint) -> "CheckpointAdapter | None":
-    """None where a checkpoint holds a whole model."""
+    """The adapter of a checkpoint; None if it contains a whole model."""
     file = checkpoint.path / "run.yaml"
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
     if config is None or config.adapter.lora is None:
@@ -59,7 +59,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class CheckpointAdapter:
-    """Of a checkpoint of a run with an adapter."""
+    """The adapter in a checkpoint of a run."""
 
     checkpoint: Checkpoint
     config: RunConfig
@@ -67,7 +67,7 @@ class CheckpointAdapter:
 
     @property
     def parameters(self) -> int:
-        """Numbers of the adapter."""
+        """Number of the adapter's parameters."""
         source = self.checkpoint.source()
         return sum(prod(source.shape(name)) for name in source.ordered)
 
@@ -76,20 +76,20 @@ class CheckpointAdapter:
         return build_meta(load_model_config(self.checkpoint.model_folder))
 
     def merged(self, dtype: torch.dtype, room: int | None) -> tuple["WholeTensors", MergeCheck]:
-        """The model with the adapter in its weights, fp32, and what its logits say; see `check_merged`. Raises
-        `UserError` where the model's own weights are no longer there, `RunFailed` for logits that are not the same."""
+        """The model with merged weights, fp32, and the comparison of its logits; see `check_merged`. Raises `UserError`
+        if the model's own weights are gone, `RunFailed` if the logits differ."""
         transposed = [name for name, is_transposed in _linears(self._model).items() if is_transposed]
         transposed += [name for name, module in _experts(self._model).items() if module.is_transposed]
         base, adapter = base_source(self.config, self._model), self.checkpoint.source()
         check_base(self.config, self.checkpoint.agreement, str(self.checkpoint.path))
-        if self.lora.quantize == "nf4":  # what the adapter was trained beside
+        if self.lora.quantize == "nf4":  # the base that the adapter was trained on
             base = InNf4(base, [each.weight for each in targets_of(facts_of(self._model), self.lora)])
         merged = Merged(base, adapter, self.lora, transposed)
         check = check_merged(self._model.config, base, adapter, merged, self.lora, dtype, room)
         return _Whole(merged), check
 
     def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
-        """Write a folder of `peft`; its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""
+        """Write a folder of `peft`; returns its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""
         source = self.checkpoint.source()
         kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
         card = model_card(self.checkpoint, run, dtype=str(kind).removeprefix("torch."))
@@ -101,10 +101,9 @@ def write_peft(
     source: WholeTensors, out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
     card: str | None = None, force: bool = False, into: bool = False,
 ) -> int:  # fmt: skip
-    """Write the adapter `lora` beside `model` (on the meta device, without it) as the folder `out` of `peft`, beside it
-    first; the bytes of its tensors. `base`: what the model is called. `force` replaces an adapter that is there, `into`
-    lets other files stay. Raises `RunFailed`, or `UserError` where the folder is at fault.
-    """
+    """Write the adapter `lora` of `model` (on the meta device, without it) as the folder `out` of `peft`, through a
+    temporary folder; returns the bytes of its tensors. `base`: the name of the model. `force` replaces an existing
+    adapter, `into` keeps other files. Raises `RunFailed`, or `UserError` if the folder is at fault."""
     there = {each.name for each in out.iterdir()} if out.is_dir() else set()
     into = into and out.is_dir()
     is_adapter = CONFIG in there and there <= _FILES
@@ -144,6 +143,6 @@ def _experts(model: Any) -> dict[str, Any]:
 
 
 def _linears(model: Any) -> dict[str, bool]:
-    """Of the model, by name: whether the weight is [I, O]."""
+    """The model's linears, by name: True if the weight is [I, O]."""
     dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
     return {name: each == (1, 0) for name, each in dims.items() if each is not None}

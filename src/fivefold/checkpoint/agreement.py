@@ -1,7 +1,7 @@
-"""What must be the same for a run to go on from a checkpoint. No torch.
+"""The settings that must be unchanged for a run to continue from a checkpoint. No torch.
 
-The model, the tokenizer, the data, the seed, the row length, the batch, the optimizer and its schedule decide what is
-learnt at each step. How it is computed may change: the layout with its options (micro batch, recompute, precision),
+The model, the tokenizer, the data, the seed, the row length, the batch, the optimizer and its schedule determine the
+result of each step. The computation may change: the layout with its options (micro batch, recompute, precision),
 logging, evaluation, samples, checkpoints, and the length of the run (`max_steps` may grow).
 """
 
@@ -16,7 +16,7 @@ from fivefold.core.text import shortened
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"
 STATES = "optimizer.state_dtype"
-WEIGHTS = "weights of "  # and the key that says where they are
+WEIGHTS = "weights of "  # prefix; the key of their path follows
 _SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_name_or_path")
 _TRAIN_KEYS = ("global_batch_size", "seed")
@@ -29,14 +29,14 @@ def agreement(
 ) -> dict[str, Any]:  # fmt: skip
     """The keys that must agree, as the run file names them, with their resolved values: plain JSON.
 
-    `fingerprint` names the rows by their contents (`PreparedData.fingerprint`); `model_config` is the resolved
-    config.json, for a name says little: the folder it means may have changed. `bos`: whether documents begin with BOS,
-    which `data.bos: auto` leaves to the tokenizer. `weights`: what `weights_beside` gives.
+    `fingerprint` identifies the rows by their contents (`PreparedData.fingerprint`). `model_config` is the resolved
+    config.json, as the folder of a model's name may have changed. `bos`: documents begin with BOS, a choice that
+    `data.bos: auto` leaves to the tokenizer. `weights`: the result of `weights_beside`.
     """
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
-    keys = {key: value for key, value in keys.items() if value is not None}  # None: of another optimizer
-    if keys[STATES] == SAID["state_dtype"].file_default:  # as in checkpoints from before there was such a key
+    keys = {key: value for key, value in keys.items() if value is not None}  # None: a key of another optimizer
+    if keys[STATES] == SAID["state_dtype"].file_default:  # absent, as in checkpoints older than the key
         del keys[STATES]
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
@@ -51,17 +51,17 @@ def agreement(
 
 
 def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, where: str = "the checkpoint") -> None:
-    """Raise `UserError` naming the first key whose value is not the one the checkpoint was trained with.
+    """Raise `UserError` naming the first key whose value differs from the one the checkpoint was trained with.
 
-    Both are results of `agreement`. Data with the same fingerprint are the same, wherever their files lie.
+    Both are results of `agreement`. Data with the same fingerprint are the same, wherever their files are.
     """
     same_rows = saved.get(FINGERPRINT) == current.get(FINGERPRINT)
-    saved = {"data.bos": False, **saved}  # there was none before there was such a key
+    saved = {"data.bos": False, **saved}  # checkpoints older than the key had no BOS
     for key in [*current, *(key for key in saved if key not in current)]:
         before, now = (values.get(key, "(not set)") for values in (saved, current))
         if before == now or key.startswith(WEIGHTS) or (same_rows and key in ("data.train", "data.validation")):
             continue
-        if key == WARMUP and not isinstance(now, int):  # auto, or a part of the run: it stays what it was
+        if key == WARMUP and not isinstance(now, int):  # auto, or a part of the run: it keeps its value
             continue
         if key == FINGERPRINT:
             what = f"data.train: the text is not the one that {where} was trained on"
@@ -78,8 +78,8 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
 
 
 def check_weights(saved: Mapping[str, Any], current: Mapping[str, Any], *, where: str) -> None:
-    """Raise `UserError` where files that a run reads at every start hold other weights under the same name. (A
-    checkpoint of an earlier version does not say which they were.)"""
+    """Raise `UserError` if files that a run reads at every start have other weights under the same name. (A checkpoint
+    of an earlier version does not identify them.)"""
     for key, digest in current.items():
         if key.startswith(WEIGHTS) and saved.get(key, digest) != digest:
             named = key.removeprefix(WEIGHTS)
@@ -91,7 +91,7 @@ def check_weights(saved: Mapping[str, Any], current: Mapping[str, Any], *, where
 
 
 def _inner(key: str, before: Any, now: Any) -> tuple[str, Any, Any]:
-    """What differs in it, of sources of data. Example: `data.train[0].train_on`."""
+    """The first differing key inside data sources, with both values. Example: `data.train[0].train_on`."""
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         parts = [(f"{key}[{at}]", *pair) for at, pair in enumerate(zip(before, now, strict=True))]
     elif isinstance(before, dict) and isinstance(now, dict):

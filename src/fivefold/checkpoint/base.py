@@ -1,4 +1,4 @@
-"""The first weights of a run: what an adapter's checkpoint, which holds the adapter alone, lies beside."""
+"""The initial weights of a run, the base of its adapter: the checkpoint of an adapter contains the adapter alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from fivefold.models.sources import RandomInit, TensorSource, open_weights, weig
 
 
 def base_source(config: RunConfig, model: Any) -> TensorSource:
-    """Of a run's `model` on the meta device, without an adapter. Raises `UserError` where they are no longer there."""
+    """Base weights of a run's `model` on the meta device, without an adapter. Raises `UserError` if they are gone."""
     if config.model.init == "random":
         return RandomInit(model, config.train.seed)
     try:
@@ -26,8 +26,8 @@ def base_source(config: RunConfig, model: Any) -> TensorSource:
 
 
 def weights_beside(config: RunConfig) -> dict[str, str]:
-    """What names the weights that a run reads at every start, by the key that says where they are: those beside its
-    adapter, of its reference, of its teacher."""
+    """Digests of the weights that a run reads at every start, by the key of their path: those of its adapter's base, of
+    its reference, of its teacher."""
     given, keys = config.objective, dict[str, str]()
     if config.model.init == "pretrained" and (config.adapter.lora or given.compares):
         keys["model.name_or_path"] = config.model.name_or_path
@@ -39,8 +39,8 @@ def weights_beside(config: RunConfig) -> dict[str, str]:
 
 
 def check_base(config: RunConfig, saved: Mapping[str, Any], where: str) -> None:
-    """Raise `UserError` where the weights beside an adapter are not those it was trained with; `saved`: the agreement
-    of its checkpoint."""
+    """Raise `UserError` if an adapter's base weights are not those it was trained with; `saved`: the agreement of its
+    checkpoint."""
     if config.model.init == "pretrained":
         key, name = "model.name_or_path", config.model.name_or_path
         digest = weights_digest(weights_folder(name))

@@ -1,4 +1,4 @@
-"""The model card of an export: what the model started from, what it was trained on, how, and how well it did."""
+"""The model card of an export: base model, training data, settings and results."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ CARD = "README.md"
 
 
 def model_card(checkpoint: Checkpoint, run: str | Path, *, dtype: str) -> str:
-    """The text of README.md: front matter as the hub reads it, and a table. What is not known is left out, but for
-    the licence, which is said to be unknown. Files are named without their folders."""
+    """The text of README.md: front matter as the hub reads it, and a table. Unknown entries are left out, except the
+    licence, which is stated as unknown. Files are named without their folders."""
     file = checkpoint.path / "run.yaml"
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
     name = config.run.name if config else Path(str(run)).name
@@ -68,5 +68,5 @@ def _metrics(file: Path, step: int) -> dict[str, float]:
 
 
 def _shown(name: str) -> str:
-    """A name as written; of a path elsewhere on this machine the last part alone."""
+    """A name as written; for a path elsewhere on this machine, its last part only."""
     return Path(name).name if Path(name).is_absolute() or name.startswith(("~", "..")) else name

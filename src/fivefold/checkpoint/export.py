@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face folder, in one process without a process group, tensor by tensor.
+"""Export of a checkpoint as a Hugging Face folder, in one process without a process group, tensor by tensor.
 
-No more than one output file is held in memory. Tied weights are stored once, under the embedding's name.
+Memory holds no more than one output file. Tied weights are stored once, under the embedding's name.
 """
 
 import json
@@ -32,7 +32,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export: the folder, the step it holds, and how large its weights are and of which type."""
+    """A finished export: the folder, its step, and the size and type of its weights."""
 
     path: Path
     step: int
@@ -40,7 +40,7 @@ class Exported:
     bytes: int
     dtype: torch.dtype
     is_adapter: bool = False  # a folder of `peft`
-    check: MergeCheck | None = None  # of a merged adapter
+    check: MergeCheck | None = None  # only for a merged adapter
 
 
 def export(
@@ -54,13 +54,12 @@ def export(
     room: int | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its
-    copy, as the Hugging Face folder `out`, with a model card. Of an adapter it is a folder of `peft`; `merge`: a model
-    folder with the adapter in its weights, whose logits are compared first where `room` bytes of memory allow (None:
-    always).
+    """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its copy, as the
+    Hugging Face folder `out`, with a model card. An adapter becomes a folder of `peft`, or, with `merge`, a model
+    folder with merged weights, whose logits are compared first if `room` bytes of memory allow (None: always).
 
-    `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces a
-    model folder that is there. Raises `UserError` for a run or a step that is not there, and when `out` is in the way.
+    `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces an
+    existing model folder. Raises `UserError` for a missing run or step, and if `out` is in the way.
     """
     checkpoint = find_checkpoint(run, step)
     source: WholeTensors = checkpoint.source()
@@ -88,11 +87,11 @@ def write_folder(
     source: WholeTensors, out: Path, files: Mapping[str, bytes], dtype: torch.dtype, known: "Known", *,
     force: bool = False, into: bool = False, file_bytes: int = FILE_BYTES,
 ) -> int:  # fmt: skip
-    """Write `files` (config, tokenizer) and the tensors of `source` as the Hugging Face folder `out`, beside it first;
-    the bytes of the tensors.
+    """Write `files` (config, tokenizer) and the tensors of `source` as the Hugging Face folder `out`, through a
+    temporary folder. Returns the bytes of the tensors.
 
-    `force` replaces a model folder that is there. `into`: `out` may be there with other files, whose namesakes are
-    replaced, and so are weights of an earlier model. Raises `RunFailed`, or `UserError` where the folder is at fault.
+    `force` replaces an existing model folder. `into`: `out` may exist with other files; those of the same names are
+    replaced, and so are weights of an earlier model. Raises `RunFailed`, or `UserError` if the folder is at fault.
     """
     into = into and out.is_dir()
     if not into:
@@ -105,7 +104,7 @@ def write_folder(
 
 
 def _check_free(out: Path, force: bool) -> None:
-    """An export replaces nothing unasked, and never what is no model folder."""
+    """Raise `UserError` if `out` would be replaced without `force`, or is no model folder."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     is_model = (out / model_folder.CONFIG).is_file()
@@ -116,7 +115,7 @@ def _check_free(out: Path, force: bool) -> None:
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    """Put the finished folder in the place of the old one, if there is one."""
+    """Replace the old folder, if there is one, by the finished one."""
     old = out.with_name(f".old-{out.name}")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
@@ -126,7 +125,7 @@ def _publish(temporary: Path, out: Path) -> None:
 
 
 def _publish_into(temporary: Path, out: Path) -> None:
-    """Move the files of the finished folder to those of `out`."""
+    """Move the files of the finished folder into `out`."""
     for old in [each for each in out.iterdir() if _WEIGHTS.fullmatch(each.name)]:
         old.unlink()
     for path in sorted(temporary.iterdir()):
@@ -134,7 +133,7 @@ def _publish_into(temporary: Path, out: Path) -> None:
 
 
 def _write_model_files(files: Mapping[str, bytes], folder: Path, dtype: torch.dtype) -> None:
-    """Config, generation config, tokenizer and card; the config names the type of the weights beside it."""
+    """Write config, generation config, tokenizer and card; the config states the type of the weights."""
     for name in files.keys() - {model_folder.ORIGIN}:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(files[name])
@@ -148,8 +147,8 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """What the class of a model says of its files: names that differ from the model's own, tensors that are split
-    there, and buffers kept in them."""
+    """Properties of the files of a model class: names that differ from the model's own, tensors that are split, and
+    stored buffers."""
 
     names: Mapping[str, str]
     pieces: Merged
@@ -157,16 +156,16 @@ class Known:
 
 
 def known_of(config: Any) -> Known:
-    """What the class of the model of `config`, which may be a model folder, says."""
+    """The properties of the model class of `config`, which may be a model folder."""
     try:
         model = build_meta(load_model_config(config) if isinstance(config, Path) else config)
         return Known(*hf_internals.saved_as(model), stored_buffers(model))
-    except UserError:  # a class that is registered only where it was trained
+    except UserError:  # a class that is registered only in the training process
         return Known({}, {}, {})
 
 
 def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_bytes: int, known: Known) -> int:
-    """Write the tensors into as few files as `file_bytes` allows, with an index when there are several."""
+    """Write the tensors into as few files as `file_bytes` allows, with an index if there are several."""
     files = list(_files(source, dtype, file_bytes))
     where: dict[str, str] = {}
     computed = {name: values for name, values in known.buffers.items() if name not in source.ordered}

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, here and on remote storage, and the one that someone means who names the run."""
+"""The checkpoints of a run, local and on remote storage, and the one to use for a run's name."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fivefold.core.step_folders import step_folder, steps
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A step that a run could go on from: its folder in `directory`, or, with `remote`, a copy to be fetched there."""
+    """A step that a run could continue from: its folder in `directory`, or, with `remote`, a copy to fetch there."""
 
     step: int
     directory: Path
@@ -26,12 +26,12 @@ class CheckpointRef:
         return self.remote.where(self.step) if self.remote else str(self.directory / step_folder(self.step))
 
     def manifest(self) -> Manifest:
-        """What it says it holds; its bytes are not compared. Raises `CorruptCheckpoint`, or `UserError` for a later
+        """Its manifest; its tensors are not compared. Raises `CorruptCheckpoint`, or `UserError` for a later
         version."""
         return self.remote.manifest(self.step) if self.remote else read_manifest(Path(self.where))
 
     def folder(self) -> Path:
-        """Its local folder, fetched if need be."""
+        """Its local folder, fetched if necessary."""
         return self.remote.fetch(self.step, self.directory) if self.remote else Path(self.where)
 
 
@@ -43,7 +43,7 @@ def candidates(directory: Path, remote: Remote | None = None) -> list[Checkpoint
 
 
 def newest(directory: Path) -> Path | None:
-    """The folder of the last step in `directory` that is whole at first sight; None when there is none."""
+    """The folder of the last step in `directory` with an intact manifest; None if there is none."""
     for each in candidates(directory):
         with suppress(CorruptCheckpoint):
             each.manifest()
@@ -52,16 +52,15 @@ def newest(directory: Path) -> Path | None:
 
 
 def is_remote(run: str | Path) -> bool:
-    """Whether this is the address of a run's copy, such as `s3://bucket/runs/demo`."""
+    """True for the address of a run's copy, such as `s3://bucket/runs/demo`."""
     return "://" in str(run)
 
 
 def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     """The checkpoint of `step` of the run `run`; None: the newest. Its weights are read and compared.
 
-    Of a run on remote storage that step is fetched into the cache, once; a copy there that has changed since is fetched
-    again. Raises `UserError`, and `CorruptCheckpoint` naming what is wrong with it; another one is never taken in its
-    place.
+    For a run on remote storage, that step is fetched into the cache once; a copy that has changed there is fetched
+    again. Raises `UserError`, and `CorruptCheckpoint` naming the damage; no other step is ever used instead.
     """
     remote = Remote(str(run)) if is_remote(run) else None
     if remote is None and not Path(run).is_dir():

@@ -1,7 +1,7 @@
-"""Whole tensors of a model that is trained here, tensor by tensor, and the Hugging Face folder that they make.
+"""Whole tensors of a live model, tensor by tensor, and its export as a Hugging Face folder.
 
-Every rank calls these functions. Each element is sent by the one rank that counts as its owner, as bits: integers add
-up exactly, whatever is nobody's being zero.
+Every rank calls these functions. Each element is sent by its owning rank only, as bits: an integer sum with zeros from
+all other ranks is exact.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ _BITS = {4: torch.int32, 8: torch.int64}
 
 
 class LiveTensors:
-    """The parameters of a parallelized model (or `gradients`), and what its routers keep, each whole.
+    """The parameters of a parallelized model (or `gradients`), and the buffers of its routers, each whole.
 
-    `to_all`: on every rank; else on the first one, and empty on the others.
+    `to_all`: on every rank; else on the first one, and meaningless on the others.
     """
 
     def __init__(self, model: nn.Module, *, gradients: bool = False, to_all: bool = False) -> None:
@@ -54,7 +54,7 @@ class LiveTensors:
         return self._shapes[name]
 
     def whole(self, name: str) -> Tensor:
-        """A tensor on the CPU. Every rank asks for the same ones, in order."""
+        """A whole tensor on the CPU. Every rank requests the same ones, in order."""
         assert self._left[0] == name, f"{name} was asked for, and {self._left[0]} is next"
         del self._left[0]
         whole = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
@@ -68,7 +68,7 @@ class LiveTensors:
         return whole.cpu()
 
     def follow(self) -> None:
-        """Take part in what is left."""
+        """Take part in the remaining collectives."""
         for name in list(self._left):
             self.whole(name)
 
@@ -86,8 +86,8 @@ def export_live(
     """Write `model` as it is now as the Hugging Face folder `out`, or its adapter as one of `peft`; see `write_folder`,
     `write_peft`. The first rank writes.
 
-    `dtype`: fp32, bf16, fp16 or fp64; None: `given`, the type that the model came in, where that is one of 16 bits, and
-    else the type it is trained in.
+    `dtype`: fp32, bf16, fp16 or fp64; None: `given`, the type of the original model, if it has 16 bits, and else the
+    type it is trained in.
     """
     trained = master_dtype(state_of(model).plan.layout.precision)
     target = export_dtype(dtype, came_in=given if given.itemsize == 2 else None, trained=trained)
@@ -111,7 +111,7 @@ def export_live(
 
 
 def _files(model: Any) -> Mapping[str, bytes]:
-    """config.json and generation_config.json."""
+    """The contents of config.json and generation_config.json."""
     return model_folder.model_files(
         model.config, model_class=state_of(model).plan.anatomy.model_class, dtype="", tokenizer=None,
         generation=getattr(model, "generation_config", None),

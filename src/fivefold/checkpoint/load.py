@@ -1,4 +1,4 @@
-"""Reading a checkpoint, under any layout: each rank reads the parts it keeps, tensor by tensor, and nothing else."""
+"""Reading a checkpoint, under any layout: each rank reads only its own parts, tensor by tensor."""
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ AMAX = "fp8_amax"  # key of a checkpoint's state: largest values of earlier step
 
 
 def is_valid(folder: Path) -> bool:
-    """True for a checkpoint folder that holds, byte for byte, what was saved. All of it is read, in this process."""
+    """True for a checkpoint folder with exactly the saved bytes. All of it is read, in this process."""
     try:
         return next(Checkpoint.open(folder).damages(), None) is None
     except CorruptCheckpoint:
@@ -40,14 +40,14 @@ def is_valid(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint: what it says in its manifest, and `.source(kind)` to read its tensors."""
+    """A published checkpoint: its manifest, and `.source(kind)` to read its tensors."""
 
     path: Path
     manifest: Manifest
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
-        """Read the manifest of the folder `path`. Raises `CorruptCheckpoint` (a `UserError`) unless it is whole."""
+        """Read the manifest of the folder `path`. Raises `CorruptCheckpoint` (a `UserError`) unless it is intact."""
         return cls(path, read_manifest(path))
 
     @property
@@ -57,12 +57,12 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the saver gave as `state`."""
+        """The `state` passed by the saver."""
         return self.manifest.state
 
     @property
     def agreement(self) -> Mapping[str, Any]:
-        """What must be the same to go on: see `check_agreement`."""
+        """The values that must be unchanged to continue: see `check_agreement`."""
         return self.manifest.agreement
 
     @property
@@ -72,14 +72,14 @@ class Checkpoint:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """`weight`, and what the optimizer keeps per element."""
+        """`weight`, and the optimizer's per-element states."""
         return tuple(self.manifest.tensors)
 
     def verify(self, kinds: Collection[str] | None = None, *, together: bool = False) -> None:
         """Read every byte of these kinds of tensors (None: of everything) and compare it with its checksum.
 
         `together`: every rank of the process group calls this, and they share the reading. Raises `CorruptCheckpoint`
-        (then on every rank), naming the first file and tensor that is not what was saved.
+        (then on every rank), naming the first file and tensor that differ from the saved ones.
         """
         rank, size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
         everyone = [next(self.damages(rank, size, kinds), None)] * size
@@ -89,7 +89,7 @@ class Checkpoint:
             raise CorruptCheckpoint(damage, fix=f"remove {self.path}, or put back the copy that was saved")
 
     def damages(self, rank: int = 0, size: int = 1, kinds: Collection[str] | None = None) -> Iterator[str]:
-        """What is wrong with the bytes that `rank` of `size` is to read: slices are dealt out, the largest first."""
+        """Problems with the bytes that `rank` of `size` has to read: slices are distributed, the largest first."""
         units = [(0, file, "") for file in self.manifest.files]
         for file, held in self.manifest.by_file.items():
             units += [(prod(one.shape), file, one.key) for kind, _, one in held if kinds is None or kind in kinds]
@@ -104,7 +104,7 @@ class Checkpoint:
             yield from self._check_file(file, [key for key in keys if key])
 
     def _check_file(self, file: str, keys: Sequence[str]) -> Iterator[str]:
-        """What is wrong with a file's header, or all of it when it holds no tensors, and with these tensors in it."""
+        """Problems with a file's header, or all of it if it contains no tensors, and with these tensors in it."""
         path, checksum = self.path / file, self.manifest.files[file].checksum
         held = {one.key: (f"{kind} of {name}", one.checksum) for kind, name, one in self.manifest.by_file.get(file, ())}
         if not held:
@@ -125,7 +125,7 @@ class Checkpoint:
 
 
 class CheckpointSource(TensorSource):
-    """Tensors of one kind, put together from the slices that cover the region asked for."""
+    """Tensors of one kind, assembled from the slices that cover the requested region."""
 
     def __init__(self, folder: Path, records: Mapping[str, TensorRecord]) -> None:
         self._folder, self._records = folder, records
@@ -164,7 +164,7 @@ class CheckpointSource(TensorSource):
                     raise ValueError(f"shape {stored.get_shape()} is not {list(one.shape)}")
                 inner = tuple(slice(low - at, high - at) for (low, high), at in zip(common, one.offset, strict=True))
                 values: Tensor = stored[inner]
-        except Exception as error:  # safetensors has its own kind
+        except Exception as error:  # safetensors raises its own kind of error
             raise CorruptCheckpoint(f"{self._folder / one.file}: {one.key} cannot be read: {error}") from error
         if str(values.dtype) != f"torch.{record.dtype}":
             raise CorruptCheckpoint(
@@ -174,7 +174,7 @@ class CheckpointSource(TensorSource):
 
 
 def _intersect(one: Slice, wanted: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...] | None:
-    """What a stored slice and a region have in common, per dimension, in global coordinates; None if nothing."""
+    """The intersection of a stored slice and a region, per dimension, in global coordinates; None if empty."""
     common = tuple(
         (max(at, start), min(at + size, stop))
         for at, size, (start, stop) in zip(one.offset, one.shape, wanted, strict=True)
@@ -186,11 +186,11 @@ def restore(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, checkpoint: Checkpoint, *,
     types: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite the weights and the optimizer state of a parallelized model, whatever layout wrote the checkpoint.
+    """Overwrite the weights and the optimizer state of a parallelized model, from a checkpoint of any layout.
 
-    `types`: what the optimizer keeps once per parameter, as which type (`scalar_types`); without one, a tensor in fp32.
-    Raises, before anything changes, `UserError` when names, shapes or types differ from the model's, and
-    `CorruptCheckpoint` when a byte is not what was saved.
+    `types`: the types of the optimizer's scalars per parameter (`scalar_types`); by default, tensors in fp32. Raises,
+    before anything changes, `UserError` if names, shapes or types differ from the model's, and `CorruptCheckpoint` if a
+    byte differs from the saved one.
     """
     weights = checkpoint.source()
     check_fits(model, weights, where=str(checkpoint.path))
@@ -217,7 +217,7 @@ def restore(
 
 
 def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What an optimizer keeps once per parameter: key -> the name of its type (`float32` of a tensor, `int`...)."""
+    """The optimizer's scalars per parameter: key -> the name of its type (`float32` of a tensor, `int`...)."""
     found: dict[str, str] = {}
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -228,7 +228,7 @@ def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return found
 
 
-_NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float}  # True is an int, too, and numpy's a float
+_NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float}  # in this order: True is an int, too
 
 
 def _scalar(value: float, kind: str, device: torch.device) -> Any:
@@ -236,7 +236,7 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
-    """Raise `UserError` unless `source` holds exactly the parameters of `model`, in its shapes and its type."""
+    """Raise `UserError` unless `source` has exactly the parameters of `model`, in its shapes and its type."""
     shapes = state_of(model).placement.stored_shapes
     dtype = next(each for name, each in model.named_parameters() if name in shapes).dtype
     if missing := sorted(shapes.keys() - source.names()):
@@ -255,8 +255,8 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
 
 
 def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource", *, is_scale: bool) -> Tensor:
-    """A tensor spread like the parameter `like`, with this rank's part of `source`; one of another shape is whole.
-    `is_scale`: it has the scales of blocks."""
+    """A tensor sharded like the parameter `like`, with this rank's part of `source`; one of another shape is whole.
+    `is_scale`: it contains the scales of blocks."""
     whole = state_of(model).placement.shards[name].shape
     length = numbers_each(source.shape(name), whole, is_scale=is_scale)
     if not length:
@@ -272,7 +272,7 @@ def _moment(model: nn.Module, name: str, like: Tensor, source: "CheckpointSource
 
 
 def _scalar_devices(optimizer: torch.optim.Optimizer) -> dict[Tensor, torch.device]:
-    """Where the optimizer keeps what it counts per parameter: with the parameter only if fused or capturable."""
+    """The device of the optimizer's scalars: that of the parameter only if fused or capturable."""
     return {
         parameter: parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         for group in optimizer.param_groups

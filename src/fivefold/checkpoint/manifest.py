@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which tensor slice lies in which file. JSON in, JSON out; no torch.
+"""The manifest of a checkpoint: the file of each tensor slice. JSON in, JSON out; no torch.
 
     step-000250/
       manifest.json
@@ -7,11 +7,11 @@
       run.yaml                      the resolved run file
       model/                        a Hugging Face folder without its weights: config, tokenizer, generation config
 
-Tensors go by kind (`weight`, and whatever the optimizer keeps per parameter: `exp_avg` and `exp_avg_sq`, or
-`momentum_buffer`), then by the Hugging Face parameter name. Each is cut into slices that tile it exactly; nothing says
-which layout wrote them. Every byte is under a checksum: the manifest's own comes first in it; a slice has one, bound
-to its name, type and range; of a safetensors file the header has one, of every other file the whole. Readers ignore
-keys that they do not know, so that later versions may add some.
+Tensors are keyed by kind (`weight`, and the optimizer's states per parameter: `exp_avg` and `exp_avg_sq`, or
+`momentum_buffer`), then by the Hugging Face parameter name. Each is cut into slices that tile it exactly, without
+reference to the layout that wrote them. Every byte is under a checksum: the manifest begins with its own; each slice
+has one, bound to its name, type and range; a safetensors file has one of its header, every other file one of its
+contents. Readers ignore unknown keys, so that later versions may add some.
 """
 
 import json
@@ -33,10 +33,10 @@ from fivefold.core.text import listed
 NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
 VERSION = 1
-# As torch and safetensors say.
+# torch name -> safetensors name.
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 WEIGHT = "weight"
-MOST_BYTES = 2**30  # of a manifest; one of 500,000 slices takes 150 MB
+MOST_BYTES = 2**30  # limit for a manifest; one of 500,000 slices takes 150 MB
 
 Size = Annotated[int, Field(strict=True, ge=0)]
 
@@ -44,12 +44,12 @@ _SIGNED = re.compile(r'\{"checksum":"([0-9a-f]{32})",')
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint folder that does not hold what its manifest says, or no manifest that can be read."""
+    """A checkpoint folder that differs from its manifest, or has no readable manifest."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """One block of a tensor: where it starts and how large it is, in elements; the file and the key it lies under."""
+    """One block of a tensor: its start and size, in elements; its file and key."""
 
     offset: tuple[Size, ...]
     shape: tuple[Size, ...]
@@ -79,7 +79,7 @@ class TensorRecord:
 class Contents:
     """Files and the tensors in them: those of a checkpoint, or those that one rank wrote.
 
-    `files`: path inside the folder -> record. `scalars`: parameter name -> what the optimizer counts for it (`step`).
+    `files`: path inside the folder -> record. `scalars`: parameter name -> the optimizer's scalars for it (`step`).
     `tensors`: kind -> parameter name -> record.
     """
 
@@ -88,17 +88,17 @@ class Contents:
     tensors: Mapping[str, Mapping[str, TensorRecord]]
 
     def tree(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The contents as JSON values."""
         return dict(_CONTENTS.dump_python(self))
 
     @staticmethod
     def from_tree(tree: Mapping[str, Any]) -> "Contents":
-        """What `tree` gave. Raises `ValueError` for another tree."""
+        """Rebuild contents from the result of `tree`. Raises `ValueError` for another tree."""
         return _CONTENTS.validate_python(tree)
 
 
 def joined(records: Iterable[tuple[str, str, TensorRecord]]) -> dict[str, dict[str, TensorRecord]]:
-    """`Contents.tensors` of (kind, parameter name, record with some slices of the tensor)."""
+    """Merge (kind, parameter name, record with some slices of the tensor) into `Contents.tensors`."""
     found: dict[str, dict[str, list[TensorRecord]]] = {}
     for kind, name, record in records:
         found.setdefault(kind, {}).setdefault(name, []).append(record)
@@ -112,9 +112,9 @@ def _one(records: Sequence[TensorRecord]) -> TensorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Contents):
-    """What a checkpoint holds.
+    """The contents of a checkpoint and their context.
 
-    `layout`: the layout that wrote it, for people. `agreement`: what must be the same to go on
+    `layout`: the layout that wrote it, for people. `agreement`: the values that must be unchanged to continue
     (`checkpoint.agreement`). `state`: the caller's own.
     """
 
@@ -125,14 +125,14 @@ class Manifest(Contents):
     state: Mapping[str, Any]
 
     def to_json(self) -> str:
-        """The text of `manifest.json`. Raises `ValueError` for values that JSON does not have, such as NaN."""
+        """The text of `manifest.json`. Raises `ValueError` for values that JSON lacks, such as NaN."""
         tree = dict(_MANIFEST.dump_python(self))
         contents = {field.name: tree.pop(field.name) for field in fields(Contents)}
         return signed({"format": FORMAT, "version": VERSION, **tree, **contents})
 
     @cached_property
     def by_file(self) -> Mapping[str, Sequence[tuple[str, str, Slice]]]:
-        """The slices that lie in each file that holds any: (kind, parameter name, slice)."""
+        """The slices in each file that contains any: (kind, parameter name, slice)."""
         found: dict[str, list[tuple[str, str, Slice]]] = {}
         for kind, records in self.tensors.items():
             for name, record in records.items():
@@ -141,7 +141,7 @@ class Manifest(Contents):
         return found
 
     def listing(self, file: str) -> str:
-        """What is lost with a file, for an error; empty when it holds no tensors."""
+        """The tensors lost with a file, for an error; empty if it contains none."""
         lost = [f"{kind} of {name}" for kind, name, _ in self.by_file.get(file, ())]
         return f"; it should hold {listed(lost, 3)}" if lost else ""
 
@@ -172,13 +172,13 @@ _CONTENTS, _MANIFEST = TypeAdapter(Contents), TypeAdapter(Manifest)
 
 
 def signed(tree: Mapping[str, Any]) -> str:
-    """A tree as JSON whose first key is the checksum of the rest. Raises `ValueError` for NaN and infinities."""
+    """Dump a tree as JSON, with the checksum of the rest as first key. Raises `ValueError` for NaN and infinities."""
     text = json.dumps(tree, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
     return f'{{"checksum":"{xxh3_128_hexdigest(text[1:].encode())}",{text[1:]}'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder whose files are all there at their full size. Raises `CorruptCheckpoint`."""
+    """The manifest of a checkpoint folder with all its files at full size. Raises `CorruptCheckpoint`."""
     path = folder / NAME
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -224,7 +224,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_record(name: str, record: TensorRecord, files: Mapping[str, FileRecord]) -> None:
-    """Slices lie inside the tensor, in files that the manifest lists, and tile it."""
+    """Check that slices lie inside the tensor, in listed files, and tile it."""
     if record.dtype not in DTYPES:
         raise ValueError(f"{name}: dtype {record.dtype!r}")
     for one in record.slices:
@@ -241,7 +241,7 @@ def _check_record(name: str, record: TensorRecord, files: Mapping[str, FileRecor
 
 
 def _overlap(slices: tuple[Slice, ...]) -> bool:
-    """Whether two slices share an element. Swept along the first dimension, so that many thin slices cost little."""
+    """True if two slices share an element. Swept along the first dimension, so that many thin slices cost little."""
     open_slices: list[Slice] = []
     for one in sorted((one for one in slices if prod(one.shape)), key=lambda one: one.offset):
         open_slices = [other for other in open_slices if not one.offset or _end(other) > one.offset[0]]

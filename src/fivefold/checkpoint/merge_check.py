@@ -1,4 +1,4 @@
-"""Whether a merged model gives the logits of the model with its adapter beside it, by plain `transformers`."""
+"""Check that a merged model gives the logits of the model with its separate adapter, in plain `transformers`."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -19,15 +19,16 @@ from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import TensorSource
 
-TOLERANCE = 1e-4  # in fp32, of the norm of the logits: W x + s B (A x) adds in another order than (W + s B A) x
+# Relative to the norm of the logits, in fp32: W x + s B (A x) sums in another order than (W + s B A) x.
+TOLERANCE = 1e-4
 _TOKENS = 32
-_ROOM = 1.25  # times the weights in fp32: activations, a tensor that is read
+_ROOM = 1.25  # times the weights in fp32: includes activations and a tensor being read
 
 
 @dataclass(frozen=True)
 class MergeCheck:
-    """By how much logits of the merged model differ from those of the adapter beside its model, in fp32 and as its
-    weights are `written`: parts of their norm. `missing`: why they were not compared."""
+    """Relative difference in norm between logits of the merged model and of the model with its adapter: in fp32
+    (`merged`), and with weights as `written`. `missing`: why they were not compared."""
 
     merged: float = 0.0
     written: float = 0.0
@@ -38,8 +39,8 @@ def check_merged(
     config: Any, base: TensorSource, adapter: TensorSource, merged: TensorSource, lora: Lora, dtype: torch.dtype,
     room: int | None,
 ) -> MergeCheck:  # fmt: skip
-    """`base`, `adapter`, `merged`: weights, of `base` without the adapter. `dtype`: what merged ones are written in.
-    `room`: bytes of memory that are free. Raises `RunFailed` where the logits in fp32 are not the same."""
+    """Compare the logits of `merged` with those of `base` plus `adapter`. `dtype`: the type that merged weights are
+    written in. `room`: free bytes of memory. Raises `RunFailed` if the logits in fp32 differ."""
     needed = _ROOM * 4 * sum(map(prod, base.shapes.values()))
     if room is not None and needed > room:
         return MergeCheck(missing=f"that takes {needed / GIB:.1f} GiB of memory, and {room / GIB:.1f} are free")
@@ -48,7 +49,7 @@ def check_merged(
     )
     wanted = _logits(config, base, ids, adapter=adapter, lora=lora)
     found = _apart(_logits(config, merged, ids), wanted)
-    if not found <= TOLERANCE:  # not a number is no likeness
+    if not found <= TOLERANCE:  # NaN must fail
         raise RunFailed(f"logits of the merged model are {found:.1e} from those of its adapter beside the model")
     rounded = found if dtype.itemsize >= 4 else _apart(_logits(config, merged, ids, rounded=dtype), wanted)
     return MergeCheck(found, rounded)
@@ -62,7 +63,7 @@ def _logits(
     config: Any, source: TensorSource, ids: Tensor, *, adapter: TensorSource | None = None, lora: Lora | None = None,
     rounded: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """Of the unmodified model, computed in fp32."""
+    """The logits of the unmodified model, computed in fp32."""
     ours = build_meta(deepcopy(config))
     buffers = buffer_values(ours)
     with torch.device("meta"):
@@ -79,7 +80,7 @@ def _logits(
 
 
 def _beside(model: nn.Module, values: Mapping[str, Tensor], lora: Lora) -> None:
-    """Linears by hooks, so that the model's own forward runs; experts, which are no modules, by their weights."""
+    """Apply the adapter: to linears by hooks, keeping the model's own forward; to experts in their weights."""
     for name, a in values.items():
         module, matrix, leaf = name.rsplit(".", 2)
         if matrix != A:

@@ -1,7 +1,7 @@
-"""`model/` of a checkpoint: everything of a Hugging Face folder but the weights. Export and generate read it.
+"""`model/` of a checkpoint: everything of a Hugging Face folder except the weights. Export and generate read it.
 
-config.json as resolved for the run, generation_config.json with every token that ends a text, and the tokenizer's own
-files, copied: a checkpoint does not need the folder that its run started from.
+It contains config.json as resolved for the run, generation_config.json with every end token, and copies of the
+tokenizer's files: a checkpoint does not need the folder that its run started from.
 """
 
 import json
@@ -22,7 +22,7 @@ from fivefold.data.tokenizer import tokenizer_files
 
 FOLDER = "model"
 CONFIG, GENERATION = "config.json", "generation_config.json"
-ORIGIN = "origin.json"  # of a checkpoint alone: the dtype that the starting model's config names
+ORIGIN = "origin.json"  # only in checkpoints: the dtype in the starting model's config
 
 
 def model_files(
@@ -38,7 +38,7 @@ def model_files(
     `config`.
 
     `dtype` is that of the weights (`float32`); `tokenizer` a tokenizer folder; `generation` the model's generation
-    config; `came_in` is the dtype that the starting model's config names.
+    config; `came_in` is the dtype in the starting model's config.
     """
     values = json.loads(config.to_json_string())
     values |= {"architectures": [model_class], "dtype": dtype, "use_cache": True}
@@ -50,20 +50,20 @@ def model_files(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What `model_files` gave, of the folder of a checkpoint."""
+    """The result of `model_files`, read from the folder of a checkpoint."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @contextmanager
 def beside(out: Path) -> Iterator[Path]:
-    """A new folder beside `out`, to be filled and put in its place, and removed if it is still there at the end. Raises
-    `RunFailed` for what goes wrong while it is written, or `UserError` where the folder is at fault."""
+    """A new folder next to `out`, to be filled and moved to `out`; removed if it still exists at the end. Raises
+    `RunFailed` for errors while it is written, or `UserError` if the folder is at fault."""
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         yield temporary
-    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         said = of_system(error)
         if said and is_users(said):
             raise cannot_write(out, said, instead="name another folder") from error
@@ -73,8 +73,8 @@ def beside(out: Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a new safetensors file, as readable as any other: the library writes a temporary one, which is its owner's
-    alone, and renames it."""
+    """Write a new safetensors file with default permissions: the library would write a temporary file that only its
+    owner can read, and rename it."""
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata={"format": "pt"})
@@ -82,13 +82,13 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def came_in(folder: Path) -> str | None:
-    """The dtype of the model that the run of a checkpoint started from, as torch names it; None where none is named."""
+    """The dtype of the model that the run of a checkpoint started from, in torch's name; None if unknown."""
     found = read_json(folder / ORIGIN).get("dtype") if (folder / ORIGIN).is_file() else None
     return found if isinstance(found, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `UserError` when it is none."""
+    """The object in a JSON file. Raises `UserError` if it contains none."""
     try:
         return dict(strict_json.read_config(path))
     except (OSError, ValueError, TypeError) as error:
@@ -96,5 +96,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_text(tree: Mapping[str, Any]) -> bytes:
-    """A JSON file as `transformers` writes it."""
+    """A JSON file in the style of `transformers`."""
     return (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode()

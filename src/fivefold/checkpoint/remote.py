@@ -1,9 +1,9 @@
-"""Checkpoints copied to storage that `fsspec` reaches, such as S3, and fetched from there. No torch.
+"""Checkpoints copied to storage supported by `fsspec`, such as S3, and fetched from there. No torch.
 
     s3://bucket/runs/demo/checkpoints/step-000250/    the files of the local folder, under the same names
 
-Such storage has no rename: a step counts once its manifest is there, which is copied last and removed first. Every
-file is read back and compared with what was copied, so that retention never leaves worse copies than it removes.
+Such storage has no rename: a step counts once its manifest is there, which is copied last and removed first. Every file
+is read back and compared with the original, so that retention never leaves worse copies than it removes.
 """
 
 import os
@@ -26,20 +26,20 @@ _FIX = "does the place exist, and may this account read, write and delete there?
 
 
 class Remote:
-    """The copies of one run's checkpoints. Its methods raise `RunFailed` for whatever the storage answers."""
+    """The copies of one run's checkpoints. Its methods raise `RunFailed` for any error of the storage."""
 
     def __init__(self, url: str) -> None:
-        """`url` is the run folder's copy, such as `s3://bucket/runs/demo`; nothing is contacted yet."""
+        """`url` is the address of the run folder's copy, such as `s3://bucket/runs/demo`; nothing is contacted yet."""
         self.url = f"{url.rstrip('/')}/checkpoints"
 
     def steps(self) -> list[int]:
-        """The steps whose copy is there with its manifest, ascending."""
+        """The steps with a copied manifest, ascending."""
         with self._answers():
             self._fs.invalidate_cache()
             return [step for step in self._begun() if self._fs.exists(self._path(step, NAME))]
 
     def put(self, folder: Path, names: Iterable[str]) -> None:
-        """Copy these files of a step's local folder and compare the copies with them."""
+        """Copy these files of a step's local folder and compare the copies with the originals."""
         with self._answers():
             for name in names:
                 path = f"{self._root}/{folder.name}/{name}"
@@ -51,19 +51,19 @@ class Remote:
                         raise OSError(f"{path} reads back otherwise than it was written")
 
     def withdraw(self, name: str) -> None:
-        """Make a step's folder count no longer, before its files are copied anew."""
+        """Remove a step's manifest before its files are copied again, so that it no longer counts."""
         with self._answers():
             if self._fs.exists(f"{self._root}/{name}/{NAME}"):
                 self._fs.rm_file(f"{self._root}/{name}/{NAME}")
 
     def manifest(self, step: int) -> Manifest:
-        """What the copy of a step says it holds. Raises `CorruptCheckpoint`."""
+        """The manifest of a step's copy. Raises `CorruptCheckpoint`."""
         with self._answers():
             content = self._fs.cat_file(self._path(step, NAME))
         return Manifest.from_json(content.decode(errors="replace"), where=self.where(step))
 
     def fetch(self, step: int, directory: Path) -> Path:
-        """Copy a step into the local `directory`, where a damaged folder of that step makes way; the folder."""
+        """Copy a step into the local `directory`, replacing a damaged folder of that step. Returns the folder."""
         folder = directory / step_folder(step)
         beside = directory / f".tmp-{folder.name}"
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -81,8 +81,8 @@ class Remote:
         return folder
 
     def retain(self, published: str, keep: int) -> None:
-        """Remove all but the newest `keep` copies up to the step folder `published`, and what copies that were broken
-        off have left of older steps. Newer ones were passed over, and are left as they are."""
+        """Remove all but the newest `keep` copies up to the step folder `published`, and the remains of interrupted
+        copies of older steps. Newer ones were passed over on resume, and stay."""
         newest = steps_of([published])[0]
         kept = [step for step in self.steps() if step <= newest][-keep:]
         with self._answers():
@@ -93,7 +93,7 @@ class Remote:
                 self._fs.rm(self._path(step), recursive=True)
 
     def _begun(self) -> list[int]:
-        """The steps of which anything is there, ascending."""
+        """The steps with any copied file, ascending."""
         there = self._fs.ls(self._root, detail=False) if self._fs.isdir(self._root) else []
         return steps_of(str(path).rstrip("/").rpartition("/")[2] for path in there)
 
@@ -121,7 +121,7 @@ class Remote:
 
     @property
     def _is_store(self) -> bool:
-        """Whether it has no folders, so that making one would make a bucket."""
+        """True for object stores, which have no folders: creating one would create a bucket."""
         protocol = self._fs.protocol
         return not _STORES.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
@@ -134,7 +134,7 @@ class Remote:
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Storage has errors of its own kinds; here they are `RunFailed`."""
+        """Convert errors of the storage to `RunFailed`."""
         try:
             yield
         except UserError:

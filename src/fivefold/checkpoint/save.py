@@ -1,9 +1,8 @@
-"""Writing a checkpoint: every rank writes the slices it owns, beside; the first rank publishes them by one rename.
+"""Writing a checkpoint: every rank writes the slices it owns to a temporary folder; the first rank renames it.
 
 In order: copy the slices that this rank owns; then, in a thread, write them, read them back, gather the descriptions,
-write the manifest, rename, and only then delete what retention no longer keeps and copy to remote storage, if there is
-one. Whoever is killed on the way leaves the published steps as they were and a `.tmp-` folder that the next save clears
-away.
+write the manifest, rename, and only then delete the checkpoints that retention drops and copy to remote storage, if
+there is one. A kill on the way leaves the published steps unchanged, and a `.tmp-` folder that the next save removes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,13 +49,13 @@ from fivefold.parallel.state import state_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
-PATIENCE = timedelta(hours=12)  # for the slowest rank to have written
+PATIENCE = timedelta(hours=12)  # for the slowest rank to finish writing
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What a checkpoint says beside its tensors. All of it is JSON or becomes a file; `None`: left out."""
+    """Contents of a checkpoint apart from its tensors: JSON values, or sources of files. `None` values are left out."""
 
     step: int
     state: Mapping[str, Any]
@@ -77,37 +76,37 @@ class OwnedSlice:
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Where it lies in the tensor."""
+        """Its region in the tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape, strict=True))
 
     @property
     def key(self) -> str:
-        """Names the tensor and the range, so that a slice that lands elsewhere can be told."""
+        """Identifies the tensor and the range, so that a misplaced slice is detected."""
         ranges = ",".join(f"{one.start}:{one.stop}" for one in self.region)
         return f"{self.kind}:{self.name}[{ranges}]"
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """All that a save needs; nothing that training goes on with."""
+    """Everything that a save needs, and nothing that training changes."""
 
     about: Metadata
     layout: str
-    names: Sequence[str]  # of parameters and buffers, in the model's order
+    names: Sequence[str]  # names of parameters and buffers, in the model's order
     slices: Sequence[OwnedSlice]
     scalars: dict[str, dict[str, float]]
-    texts: Mapping[str, bytes]  # the first rank's: files beside the tensors, by path
+    texts: Mapping[str, bytes]  # on the first rank: files next to the tensors, by path
 
 
 class Saver:
-    """Saves the checkpoints of one run, one at a time; `asynchronous`: in the background, while training goes on.
+    """Saves the checkpoints of one run, one at a time; `asynchronous`: in the background, while training continues.
 
-    Every rank makes one (it opens a gloo group of its own for the thread that writes) and calls the same methods in
-    the same order. In the background what is saved is first copied to the CPU; that memory is kept for the next save.
+    Every rank creates one (it opens its own gloo group for the writing thread) and calls the same methods in the same
+    order. For a background save the data is first copied to the CPU; that memory is kept for the next save.
     """
 
     def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None) -> None:
-        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` of either."""
+        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` in both."""
         self._directory, self._keep, self._asynchronous, self._remote = directory, keep, asynchronous, remote
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -115,9 +114,9 @@ class Saver:
         self._staging = Staging()
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: Metadata) -> None:
-        """Save weights and optimizer state as they are now; asynchronous: return when they are copied.
+        """Save weights and optimizer state as they are now. Asynchronous: return once they are copied.
 
-        How it went is for `wait` or `failure` to tell. An earlier save is waited for first, and raises if it failed.
+        `wait` or `failure` reports the outcome. An earlier save is waited for first, and raises if it failed.
         """
         self.wait()
         reshard(model)
@@ -128,8 +127,8 @@ class Saver:
             self._staging.free()
 
     def try_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, more: int) -> None:
-        """Take the memory that a save copies to, and keep it where a save would: in the background. `more`: bytes of
-        the optimizer's state that is not there yet, of which the slices of this rank have their part."""
+        """Allocate the memory that a save copies to; in the background it is kept, as by a save. `more`: bytes of
+        future optimizer state, of which the slices of this rank take their share."""
         reshard(model)
         own = list(collect(model, optimizer))
         held = sum(local(each).nbytes for each in model.parameters())
@@ -142,9 +141,9 @@ class Saver:
             self._staging.free()
 
     def wait(self) -> None:
-        """Wait for the save under way, if any.
+        """Wait for the pending save, if any.
 
-        Raises, on all ranks, `UserError` when the step is published already and `RunFailed` when it cannot be written.
+        Raises, on all ranks, `UserError` if the step is published already and `RunFailed` if it cannot be written.
         """
         pending, self._pending = self._pending, None
         if pending:
@@ -152,11 +151,11 @@ class Saver:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save is under way, or over and nobody has asked how it went."""
+        """True if a save is in flight, or has ended without its outcome being read."""
         return self._pending is not None
 
     def failure(self, *, wait: bool = False) -> UserError | None:
-        """The error of the save under way if it has failed (`wait`: when it has ended), told once."""
+        """The error of the pending save if it has failed (`wait`: once it has ended), returned once."""
         if self._pending is None or not (wait or self._pending.done()):
             return None
         error = self._pending.exception()
@@ -166,11 +165,11 @@ class Saver:
         return error
 
     def close(self) -> None:
-        """Let the save under way end, whatever becomes of it."""
+        """Let the pending save end, ignoring its outcome."""
         self._thread.shutdown(wait=True)
 
     def _staged(self, slices: list[OwnedSlice]) -> list[OwnedSlice]:
-        """The slices on the CPU; asynchronous: copies that training does not touch."""
+        """The slices on the CPU; asynchronous: as copies that training does not touch."""
         on_gpu = any(one.values.is_cuda for one in slices)
         moved = [self._asynchronous or one.values.is_cuda for one in slices]  # offloaded state is on the CPU
         there = [one.values for one, is_moved in zip(slices, moved, strict=True) if is_moved]
@@ -180,7 +179,7 @@ class Saver:
         return [replace(one, values=next(copies)) if own else one for one, own in zip(slices, moved, strict=True)]
 
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
-        """In the thread, on every rank."""
+        """Write and publish in the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
         written = _write_together(snapshot, published, self.group, keep=self._keep)
         if self._remote:
@@ -188,7 +187,7 @@ class Saver:
         return published
 
     def _copy(self, published: Path, remote: Remote, written: Iterable[str]) -> None:
-        """Every rank copies the files that it wrote, the first one the manifest when all have."""
+        """Copy to remote storage: every rank its own files, then the first rank the manifest."""
         step = published.name
         on_first_rank(lambda: remote.withdraw(step), self.group)
         mine = _copy_error(remote, published, written)
@@ -207,11 +206,11 @@ def save(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, about: Metadata, *,
     keep: int | None = None, overwrite: bool = False,
 ) -> None:  # fmt: skip
-    """Save once, as the folder `folder`; every rank calls this, and returns when it is published.
+    """Save once, as the folder `folder`; every rank calls this, and it returns when the folder is published.
 
-    `keep`: the folder is a step of a run, as of a `Saver`; None: what is beside it is left alone. Raises, on all ranks,
-    `UserError` when it is published already (unless `overwrite`) and `RunFailed` when it cannot be written: then what
-    was there stays.
+    `keep`: the folder is a step of a run, as in a `Saver`; None: its neighbours are left alone. Raises, on all ranks,
+    `UserError` if it is published already (unless `overwrite`) and `RunFailed` if it cannot be written: the old
+    contents then stay.
     """
     reshard(model)
     snapshot = _snapshot(model, optimizer, about, lambda slices: [replace(s, values=s.values.cpu()) for s in slices])
@@ -242,9 +241,9 @@ def collect(
     """The slices of weights and optimizer state that this rank owns: over all ranks, every element once. `gradients`:
     those of the weights' gradients instead.
 
-    State in its parameter's shape lies as the parameter does, and so do the scales of its blocks; state of another
-    shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for what no checkpoint
-    holds.
+    State in its parameter's shape is sharded like the parameter, and so are the scales of its blocks; state of another
+    shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for state that
+    checkpoints do not support.
     """
     placement = state_of(model).placement
     stored = placement.stored_shapes
@@ -287,7 +286,7 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
 
 
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
-    """Per parameter what the optimizer keeps once, such as its step count."""
+    """The optimizer's scalars per parameter, such as its step count."""
     placement, found = state_of(model).placement, dict[str, dict[str, Any]]()
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
@@ -305,8 +304,8 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def _floats(values: Sequence[Tensor | float]) -> list[float]:
-    """Numbers, some of them tensors of no dimension. Those of a device are read together: to read one is to wait for
-    the device."""
+    """Convert numbers and 0-d tensors to floats. Tensors of one device are read together, as each read waits for the
+    device."""
     alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for at, value in enumerate(values):
         if isinstance(value, Tensor):
@@ -324,8 +323,8 @@ def _floats(values: Sequence[Tensor | float]) -> list[float]:
 def _write_together(
     snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False
 ) -> list[str]:
-    """Every rank writes its part, and the first one publishes. The files that this rank wrote. `keep` None: what is
-    beside the folder is not of its run, and is left alone."""
+    """Every rank writes its part, and the first one publishes. Returns the files that this rank wrote. `keep` None: the
+    neighbours of the folder are not of its run, and are left alone."""
     beside = published.parent / f"{_BESIDE}{published.name}"
     alone = None if keep else [beside, _damaged(published)]
     on_first_rank(lambda: _start(beside, published, abandoned=alone, overwrite=overwrite), group)
@@ -336,8 +335,8 @@ def _write_together(
 
 
 def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
-    """Make the folder `beside`, once what saves that were cut off have left is removed: `abandoned`, None: whatever is
-    named like it. One that had put the published folder aside, and nothing yet in its place, is undone first."""
+    """Create the folder `beside`, after removing interrupted saves: `abandoned`, or, for None, all with such names. If
+    one had put the published folder aside without a replacement, it is moved back first."""
     if (stands := standing(published)) != published:
         files.rename(stands, published)
     if not overwrite and is_valid(published):
@@ -355,13 +354,13 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
 
 
 def _damaged(published: Path) -> Path:
-    """Where a folder that stood in the place of a published one is put, to be removed."""
+    """The temporary name of a folder that is replaced by a published one, before its removal."""
     return published.with_name(f"{_BESIDE}damaged-{published.name}")
 
 
 def standing(published: Path) -> Path:
-    """Where the checkpoint `published` is: a save that replaces it puts it aside before the new one takes its name, and
-    one that was cut off in between has left it there."""
+    """The current path of the checkpoint `published`: a save that replaces it first puts it aside, where an interrupted
+    save leaves it."""
     if published.exists():
         return published
     aside = _damaged(published)
@@ -369,7 +368,7 @@ def standing(published: Path) -> Path:
 
 
 def _told(folder: Path, snapshot: _Snapshot, rank: int) -> dict[str, Any]:
-    """What the first rank, which waits for it, is told of `_write`: the tree of the contents, or the error."""
+    """The report of `_write` to the first rank: the tree of the contents, or the error."""
     try:
         return _write(folder, snapshot, rank).tree()
     except Exception as error:
@@ -411,7 +410,7 @@ def _publish(
         files.remove(beside)
         fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
-    if published.exists():  # not valid, or `_start` would have refused
+    if published.exists():  # invalid, or to be overwritten: see `_start`
         files.rename(published, _damaged(published))
     files.rename(beside, published)
     if keep is None:
@@ -429,7 +428,7 @@ def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserEr
 
 
 def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
-    """`run.yaml` and `model/`, by path."""
+    """The contents of `run.yaml` and `model/`, by path."""
     texts = {"run.yaml": about.config.to_yaml().encode()} if about.config else {}
     model_files = model_folder.model_files(
         model.config,
@@ -443,7 +442,7 @@ def _texts(model: nn.Module, about: Metadata) -> dict[str, bytes]:
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str | None:
-    """As config.json names it: `bfloat16`."""
+    """The dtype's name in config.json: `bfloat16`."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
@@ -482,9 +481,9 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, F
 
 
 def _retain(published: Path, keep: int) -> None:
-    """Delete all but the newest `keep` up to the published one; newer ones were passed over, and are left as they are.
+    """Delete all but the newest `keep` up to the published one; newer ones were passed over on resume, and stay.
 
-    They are renamed first, so that no half-deleted folder carries a step's name.
+    They are renamed first, so that no half-deleted folder has a step's name.
     """
     directory = published.parent
     newest = steps_of([published.name])[0]
@@ -497,7 +496,8 @@ def _retain(published: Path, keep: int) -> None:
 
 
 def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `action` on rank 0; its result, which is plain data (`parallel/plain.py`), or its error, on every rank."""
+    """Run `action` on rank 0. Its result, which is plain data (`parallel/plain.py`), or its error, is that of every
+    rank."""
     result: Any = None
     error: UserError | None = None
     if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """One safetensors file of a checkpoint: written in one pass with a checksum per tensor, checked in one pass.
 
-A checksum is XXH3 (128 bits) over what the bytes are said to be (key, type, shape) and then the bytes: a slice that is
-whole but lies in another's place does not pass for it. It finds accidents; it is no signature.
+A checksum is XXH3 (128 bits) over the description of the bytes (key, type, shape) and then the bytes: an intact slice
+in the place of another one fails it. It finds accidents; it is no signature.
 """
 
 import json
@@ -22,11 +22,11 @@ from fivefold.checkpoint.manifest import DTYPES, FileRecord
 from fivefold.core import files, safetensors_header
 
 SUFFIX = ".safetensors"
-AT_ONCE = 8 * 2**20  # bytes read and hashed at a time; two such pieces are under way
+AT_ONCE = 8 * 2**20  # bytes read and hashed at a time; two such pieces are in flight
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, Mapping[str, str]]:
-    """Write CPU tensors, contiguous or not, as a new safetensors file; the checksum of each by key."""
+    """Write CPU tensors, contiguous or not, as a new safetensors file; returns its record and checksums by key."""
     header = _header(tensors)
     sums: dict[str, str] = {}
     with ThreadPoolExecutor(1, "checksum") as beside:
@@ -37,8 +37,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[FileRecord, Mappin
 def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Compare a file with the checksums of its header and of its tensors.
 
-    `tensors`: key -> checksum, all that the file must hold; `wanted`: the keys whose bytes are read. Yields (key, what
-    is wrong with it), key "" for the file itself. No more is held than a header and twice `AT_ONCE` bytes.
+    `tensors`: key -> checksum, all that the file must contain; `wanted`: the keys whose bytes are read. Yields (key,
+    problem), with key "" for the file itself. Memory holds no more than a header and twice `AT_ONCE` bytes.
     """
     try:
         with path.open("rb") as file, ThreadPoolExecutor(1, "checksum") as beside:
@@ -62,7 +62,7 @@ def check(path: Path, header: str, tensors: Mapping[str, str], wanted: Sequence[
 
 
 def checksum(content: bytes) -> str:
-    """Of a text or a header."""
+    """The checksum of a text or a header."""
     return xxh3_128(content).hexdigest()
 
 
@@ -112,7 +112,7 @@ def _type(tensor: Tensor) -> str:
 
 
 def _pieces(file: Any, size: int) -> Iterator[memoryview]:
-    """The next `size` bytes of a file, in two buffers by turns."""
+    """The next `size` bytes of a file, alternating between two buffers."""
     buffers = [memoryview(bytearray(min(size, AT_ONCE))) for _ in range(2 if size > AT_ONCE else 1)]
     for buffer in cycle(buffers):
         if not size:

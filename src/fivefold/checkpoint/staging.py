@@ -1,6 +1,6 @@
-"""Memory of the CPU that a checkpoint's slices are copied to, so that training can go on while they are written.
+"""CPU memory for copies of a checkpoint's slices, so that training can continue while they are written.
 
-One flat buffer for each dtype, exactly as large as what is saved. For a GPU it is page-locked where it lies.
+One flat buffer per dtype, exactly as large as the saved data. For a GPU it is page-locked in place.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fivefold.parallel.offload.host_memory import page_lock, unlock
 
 
 class Staging:
-    """Copies of tensors. Its memory is kept for the next copies, until `free`."""
+    """Copies of tensors. The memory is kept for later copies, until `free`."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.dtype, Tensor] = {}
@@ -21,12 +21,12 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Held now."""
+        """Bytes allocated now."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each of `tensors` on the CPU, in memory that training does not touch. Those of a GPU are complete when the
-        device has been waited for."""
+        """Copy each of `tensors` to the CPU, to memory that training does not touch. Copies from a GPU are complete
+        after a synchronisation with the device."""
         used = dict.fromkeys(self.take(tensors), 0)
         found = []
         for tensor in tensors:
@@ -37,8 +37,8 @@ class Staging:
         return found
 
     def take(self, tensors: Sequence[Tensor], more: int = 0) -> dict[torch.dtype, int]:
-        """Have the memory for these tensors, and `more` bytes beside them, of the first one's dtype. Returns how many
-        numbers of each dtype there are."""
+        """Allocate memory for these tensors, and `more` bytes of the first one's dtype. Returns the number of elements
+        per dtype."""
         needed: dict[torch.dtype, int] = {}
         for tensor in tensors:
             needed[tensor.dtype] = needed.get(tensor.dtype, 0) + tensor.numel()
@@ -49,7 +49,7 @@ class Staging:
         return needed
 
     def free(self) -> None:
-        """Give the memory back. The copies must not be used afterwards."""
+        """Free the memory. The copies must not be used afterwards."""
         for buffer in self._locked:
             unlock(buffer)
         self._locked.clear()

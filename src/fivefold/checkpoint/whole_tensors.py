@@ -1,4 +1,4 @@
-"""Tensors that are written as a whole, and the type that they are written in."""
+"""Tensors that are written whole, and the type that they are written in."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class WholeTensors(Protocol):
-    """Tensors by name, each whole on the CPU; asked for once, in the order of `ordered`."""
+    """Tensors by name, each whole on the CPU; requested once, in the order of `ordered`."""
 
     @property
     def ordered(self) -> tuple[str, ...]:
@@ -22,15 +22,15 @@ class WholeTensors(Protocol):
         ...
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of it."""
+        """The whole tensor."""
         ...
 
 
 def export_dtype(
     asked: str | None, *, came_in: str | torch.dtype | None = None, trained: torch.dtype = torch.float32
 ) -> torch.dtype:
-    """The type of exported weights: `asked` (bf16, fp16, fp32, fp64); else the type that came in, which the config of
-    the starting model names; else the type trained in, fp32 but for tests. Raises `UserError` for an unknown one."""
+    """The type of exported weights: `asked` (bf16, fp16, fp32, fp64); else the original type, from the config of the
+    starting model; else the type trained in, fp32 except in tests. Raises `UserError` for an unknown one."""
     if asked is not None and asked not in DTYPES:
         raise UserError(f"dtype {asked!r} is not known", fix=f"choose one of {', '.join(DTYPES)}")
     if asked is not None:
@@ -40,7 +40,7 @@ def export_dtype(
 
 
 def cast(name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`, integers as they are. Raises `UserError` where a weight is too large for it (fp16)."""
+    """`values` in `dtype`; integers stay unchanged. Raises `UserError` if a weight is too large for it (fp16)."""
     if not values.is_floating_point():
         return values
     stored = values.to(dtype)

@@ -1,8 +1,8 @@
 """A run file from the config of another trainer: axolotl, LLaMA-Factory, TRL.
 
-What the other trainer does where its file is silent is written out, for defaults differ: the weight decay of TRL is 0,
-and that of a run file 0.1. Every key of the other file keeps its meaning, or is said to be changed beside its line, or
-is said to have no counterpart, or is refused.
+The other trainer's defaults are written out, because defaults differ: the weight decay of TRL is 0, and that of a run
+file 0.1. Every key of the other file keeps its meaning, is marked as changed next to its line, is listed without
+counterpart, or is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,10 +28,10 @@ _SFT_LOSSES = ("nll", "chunked_nll")  # of SFTConfig; they are one loss
 
 
 def convert(path: Path, *, devices: int = 1) -> Converted:
-    """The run file that trains as the config at `path` does, on so many devices.
+    """The run file that trains as the config at `path` does, on `devices` devices.
 
-    Raises `UserError` for a file that cannot be read, is of no trainer that is known, or asks for what a run file
-    does not do.
+    Raises `UserError` for a file that cannot be read, belongs to no known trainer, or asks for something that a run
+    file does not support.
     """
     file = RunFile.read(path)
     trainer = _trainer(file.tree)
@@ -74,7 +74,7 @@ def _trainer(tree: Mapping[str, Any]) -> str | None:
 
 
 def _schema(tree: Mapping[str, Any], trainer: str, file: str) -> Schema:
-    """The schema of the trainer; of TRL's, the one whose `loss_type` or whose own keys the file has."""
+    """The schema of the trainer; for TRL, the trainer is chosen by `loss_type` or by keys of its own."""
     if trainer != "TRL":
         return schema(_FILES[trainer])
     loss, own = tree.get("loss_type"), tree.keys()

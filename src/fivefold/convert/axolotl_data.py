@@ -27,7 +27,7 @@ def sources(given: Given, held_out: bool) -> Iterator[Source]:
 
 
 def _form(given: Given, where: str, about: Mapping[str, Any]) -> Source:
-    """How the records of a dataset are read."""
+    """The settings to read the records of a dataset."""
     kind = about.get("type")
     if given("rl") and kind in ("chat_template", "chat_template.default"):
         refuse_others(given, where, about, _PAIRS)
@@ -60,7 +60,7 @@ def _check_mask(given: Given, where: str, about: Mapping[str, Any]) -> None:
 
 
 def _check_turns(given: Given, where: str, about: Mapping[str, Any]) -> None:
-    """Refuse turns whose keys or roles are none that every run reads."""
+    """Refuse turns whose keys or roles are not among the names that every run reads."""
     written = {"role": about.get("message_field_role"), "content": about.get("message_field_content")}
     asked = {key: name for key, name in written.items() if name} | dict(about.get("message_property_mappings") or {})
     if any(name not in PROPERTIES.get(key, ()) for key, name in asked.items()):

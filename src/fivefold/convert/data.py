@@ -12,8 +12,8 @@ _SOURCES: Mapping[str, Callable[[Given, bool], Iterator[Source]]] = {
     "LLaMA-Factory": llamafactory_data.sources,
     "TRL": trl_data.sources,
 }
-_OWN = ("tokenizer_default", "tokenizer_default_fallback_chatml")  # of axolotl: what a run does
-_GENERIC = ("alpaca", "default", "empty", "fewshot", "vicuna", "jinja")  # templates of no family of models
+_OWN = ("tokenizer_default", "tokenizer_default_fallback_chatml")  # axolotl's names for the behaviour of a run
+_GENERIC = ("alpaca", "default", "empty", "fewshot", "vicuna", "jinja")  # templates of no model family
 
 
 def data(given: Given) -> Keys:
@@ -28,7 +28,7 @@ def data(given: Given) -> Keys:
 
 
 def _template(given: Given) -> str:
-    """The remark on the chat template where the file names one."""
+    """The remark on the chat template, if the file names one."""
     if given.trainer == "TRL" or given("stage") == "pt":
         return ""
     key = "template" if given.trainer == "LLaMA-Factory" else "chat_template"

@@ -1,4 +1,4 @@
-"""A config of another trainer as it was written, and the run file that comes of it."""
+"""The config of another trainer as written, and the resulting run file."""
 
 import re
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from fivefold.config.schema import ExactDumper
 from fivefold.convert.schema import REFUSED, RULES, Schema
 from fivefold.core.errors import UserError
 
-_BREAKS = re.compile(r"[\r\n\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # what would end a comment
+_BREAKS = re.compile(r"[\r\n\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")  # characters that would end a comment
 
 
 @dataclass
 class Converted:
-    """`keys`: of the run file, by dotted name. `changed`: what is done otherwise than there, by the same names.
-    `left`: keys of the other file without a counterpart -> why. `notes`: what else to know."""
+    """`keys`: of the run file, by dotted name. `changed`: remarks on changed behaviour, by the same names. `left`: keys
+    of the other file without a counterpart -> why. `notes`: further remarks."""
 
     trainer: str
     file: str
@@ -28,7 +28,7 @@ class Converted:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """The run file. What was left is a comment at its head; what was changed is one beside its line."""
+        """The run file as text: keys left out are comments at its head, changes are comments next to their lines."""
         head = [f"from {self.file}, of {self.trainer}", *self.notes]
         if self.left:
             alike = {why: [name for name, said in self.left.items() if said == why] for why in self.left.values()}
@@ -39,7 +39,7 @@ class Converted:
             for key, value in keys.items():
                 first, *others = _dumped({key: value}).splitlines()
                 changed = self.changed.get(f"{section}.{key}")
-                if changed and others and not others[0].startswith(("  ", "- ")):  # a text over several lines
+                if changed and others and not others[0].startswith(("  ", "- ")):  # a multi-line text
                     lines.append(f"  {_comment(f'changed: {changed}')}")
                     changed = None
                 lines.append(f"  {first}" + (f"  {_comment(f'changed: {changed}')}" if changed else ""))
@@ -65,7 +65,7 @@ def _dumped(tree: Mapping[str, Any]) -> str:
 
 
 class Given:
-    """The other trainer's file, with its defaults where the file is silent."""
+    """The other trainer's file, with its defaults for missing keys."""
 
     def __init__(self, tree: Mapping[str, Any], schema: Schema, folder: Path, devices: int, found: Converted) -> None:
         self.schema, self.folder, self.devices, self.found = schema, folder, devices, found
@@ -76,21 +76,21 @@ class Given:
         self._refused: dict[str, str] = {}
 
     def __contains__(self, name: str) -> bool:
-        """True where the file says it."""
+        """True if the file sets it."""
         return self._values.get(name) is not None
 
     def __call__(self, name: str) -> Any:
-        """The value of a key, by the name that the rules use; what is not written is the trainer's default."""
+        """The value of a key, by the name that the rules use; missing keys have the trainer's default."""
         self._read.add(name)
         return self._values[name] if name in self._values else self.schema.defaults.get(name)
 
     def leave(self, name: str, why: str) -> None:
-        """Say that a key has no counterpart."""
+        """Record that a key has no counterpart."""
         self._read.add(name)
         self.found.left.update({key: why for key in self._tree if self.schema.name(key) == name})
 
     def refuse(self, name: str, why: str) -> None:
-        """Say why what a key asks for cannot be kept."""
+        """Record why the meaning of a key cannot be kept."""
         self._read.add(name)
         written = next((key for key in self._tree if self.schema.name(key) == name), name)
         self._refused.setdefault(written, why)
@@ -99,7 +99,7 @@ class Given:
         self.found.notes.append(text)
 
     def finish(self) -> None:
-        """Decide over the keys that no rule has read. Raises `UserError` for all that is refused."""
+        """Classify the keys that no rule has read. Raises `UserError` for all refused keys together."""
         for key, value in self._tree.items():
             self._finish(key, value)
         if self._refused:
@@ -123,7 +123,7 @@ class Given:
 
 
 def _is_off(value: Any, default: Any) -> bool:
-    """True for a written value that is the default, or nothing."""
+    """True for a written value that is the default, or empty."""
     if value is None or value == default or (not value and not default):
         return True
     try:

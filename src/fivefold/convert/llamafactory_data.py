@@ -1,4 +1,4 @@
-"""The datasets of LLaMA-Factory, which its `dataset_info.json` lists."""
+"""The datasets of LLaMA-Factory, listed in its `dataset_info.json`."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -10,8 +10,8 @@ from fivefold.convert.sources import PROPERTIES, ROLES, Source, has_more, keys_o
 
 _KNOWN = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "formatting", "ranking", "subset", "split", "columns",
           "tags"}  # fmt: skip
-_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}  # unsaid
-# What a run file calls them.
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}  # defaults
+# Names in LLaMA-Factory -> names in a run file.
 _OURS = {"messages": "messages", "prompt": "prompt", "query": "input", "response": "completion", "history": "history",
          "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected",
          "kto_tag": "label"}  # fmt: skip
@@ -42,7 +42,7 @@ def _source(given: Given, name: str, about: Mapping[str, Any], folder: Path) -> 
         given.refuse(f"{name}.{key}", "it is not converted")
     if any(value not in _TAGS.get(tag, ()) for tag, value in (about.get("tags") or {}).items()):
         given.refuse(f"{name}.tags", "a turn has role and content, or from and value, of user, assistant, human, gpt")
-    columns = about.get("columns") or _COLUMNS  # where some are named, the others are not there
+    columns = about.get("columns") or _COLUMNS  # if some are named, the others have no default
     for key in columns.keys() & {"images", "videos", "audios"}:
         given.refuse(f"{name}.columns.{key}", "text alone is trained")
     source: Source = {"path": _path(given, name, about, folder)}
@@ -71,7 +71,7 @@ def _path(given: Given, name: str, about: Mapping[str, Any], folder: Path) -> st
 
 
 def _form(given: Given, name: str, about: Mapping[str, Any], columns: Mapping[str, str]) -> Source:
-    """How records are read: turns, or an instruction with its answer, or with two."""
+    """The settings to read records: turns, or an instruction with one answer, or with two."""
     formatting, is_pair = about.get("formatting", "alpaca"), bool(about.get("ranking"))
     kind = "preference" if is_pair else "chat"
     named = {_OURS[key]: value for key, value in columns.items() if key in _OURS}
@@ -90,7 +90,7 @@ def _picked(named: Mapping[str, str], *keys: str) -> dict[str, str]:
 
 
 def _read_besides(source: Source, keys: Collection[str]) -> list[str]:
-    """The keys of a record that are read by their names, and that `columns` leave out."""
+    """The keys of a record that are read by their names although `columns` leave them out."""
     from fivefold.data.records import parts_of
     from fivefold.data.source import Source as File
 

@@ -1,6 +1,6 @@
-"""The keys of other trainers as keys of a run file, but for data: a function for each group of keys.
+"""The keys of other trainers as keys of a run file, except those of data: one function per group of keys.
 
-A rule gives keys of the run file with their values, and after them what is done otherwise than there.
+A rule yields keys of the run file with their values, followed by remarks on changed behaviour.
 """
 
 import re
@@ -221,7 +221,7 @@ def optimizer(given: Given) -> Keys:
 
 
 def schedule(given: Given) -> Keys:
-    name = str(given("lr_scheduler_type") or "cosine")  # null is axolotl's
+    name = str(given("lr_scheduler_type") or "cosine")  # axolotl allows null
     shape = _shape(given, name)
     if shape is None:
         given.refuse("lr_scheduler_type", f"{name} with what is said of it has other rates: docs/learning_rate.md")
@@ -236,7 +236,7 @@ def schedule(given: Given) -> Keys:
 
 
 def _shape(given: Given, name: str) -> tuple[str, float] | None:
-    """The name and the lowest rate of the scheduler that has the same rates after the warm-up."""
+    """The name and the lowest rate of the scheduler with the same rates after the warm-up."""
     more, peak, ratio = dict(given("lr_scheduler_kwargs") or {}), given("learning_rate"), given("cosine_min_lr_ratio")
     if ratio is not None and (name != "cosine" or more):
         return None
@@ -251,7 +251,7 @@ def _shape(given: Given, name: str) -> tuple[str, float] | None:
 
 
 def _warmup(given: Given) -> tuple[int | str, str]:
-    """Steps or a part of the run, and what is done otherwise."""
+    """Steps or a part of the run, and a remark on changed behaviour."""
     steps, ratio, total = given("warmup_steps"), given("warmup_ratio"), int(given("max_steps") or -1)
     part = float(steps) if steps and 0 < float(steps) < 1 else float(ratio or 0) if not steps else 0.0
     if given.trainer != "axolotl":

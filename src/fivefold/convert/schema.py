@@ -1,4 +1,4 @@
-"""The keys of another trainer: their defaults, and what becomes of each. They are data, in `schemas/`."""
+"""The keys of another trainer: their defaults, and the treatment of each. They are data, in `schemas/`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ NO_COUNTERPART, REFUSED, RULES = "no_counterpart", "refused", "rules"
 
 @dataclass(frozen=True)
 class Schema:
-    """The keys that one trainer of another project takes.
+    """The keys of one trainer of another project.
 
-    `names`: key -> what the rules call it. `defaults`: of the keys, by the name that the rules use. `becomes`: key ->
-    (what becomes of it, why). `only`: keys that others of its project take, and this trainer does not.
+    `names`: key -> its name in the rules. `defaults`: by the name in the rules. `becomes`: key -> (its treatment, why).
+    `only`: keys of other trainers of the project that this one rejects.
     """
 
     version: str
@@ -27,13 +27,13 @@ class Schema:
     only: frozenset[str] = frozenset()
 
     def name(self, key: str) -> str:
-        """The name that the rules use for `key`."""
+        """The name of `key` in the rules."""
         return self.names.get(key, key)
 
 
 @cache
 def schema(source: str, trainer: str = "") -> Schema:
-    """The schema of a file in `schemas/`; `trainer`: which of the trainers that it describes."""
+    """The schema of a file in `schemas/`; `trainer`: one of the trainers that it describes."""
     tree = yaml.safe_load((_FOLDER / f"{source}.yaml").read_text(encoding="utf-8"))
     base = schema(tree["extends"]) if "extends" in tree else Schema("", {}, {}, {})
     names, defaults, becomes = dict(base.names) | tree["names"], dict(base.defaults), dict(base.becomes)

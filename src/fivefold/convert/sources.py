@@ -1,4 +1,4 @@
-"""The common parts of datasets of all trainers: their places, the form of turns, the keys of records."""
+"""Common parts of the datasets of all trainers: their places, the form of turns, the keys of records."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -8,19 +8,19 @@ from typing import Any
 
 from fivefold.convert.given import Given
 
-Source = dict[str, Any]  # of `data.train`; `changed`: what to say beside it
+Source = dict[str, Any]  # an entry of `data.train`; `changed`: the remark on it
 
 ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "system": {"system"}, "tool": {"tool"}}
 PROPERTIES = {"role": {"role", "from"}, "content": {"content", "value"}}
 _SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".zst", ".xz", ".bz2")
-_BUILDERS = ("json", "csv", "text", "parquet", "arrow")  # of the `datasets` library, in place of a path
+_BUILDERS = ("json", "csv", "text", "parquet", "arrow")  # names in the `datasets` library, used in place of a path
 # Keys of a dataset that `at_its_paths` reads, and those that change nothing.
 _READ = ("path", "name", "split", "revision", "type", "data_files")
 _HARMLESS = ("ds_type", "trust_remote_code", "preprocess_shards")
 
 
 def refuse_others(given: Given, where: str, about: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse every key of a dataset that asks for something and is not `known`; say those that change nothing."""
+    """Refuse every active key of a dataset that is not `known`; list those that change nothing."""
     for key, value in about.items():
         if key in _HARMLESS:
             given.found.left[f"{where}.{key}"] = "speed and memory, not what is trained"
@@ -61,12 +61,12 @@ def on_hub(name: str, config: str | None, split: str | None, revision: str | Non
 
 
 def keys_of(given: Given, path: str) -> tuple[str, ...]:
-    """The keys of the first record of a file; none where there is no such file here."""
+    """The keys of the first record of a file; empty if there is no such local file."""
     return tuple(next(iter(_records(given, path)), {}))
 
 
 def has_more(given: Given, path: str, most: int) -> bool | None:
-    """True where a file has more than so many records; None where there is no such file here."""
+    """True if a file has more than `most` records; None if there is no such local file."""
     found = sum(1 for _ in islice(_records(given, path), most + 1))
     return found > most if found else None
 

@@ -21,7 +21,7 @@ def sources(given: Given, held_out: bool) -> Iterator[Source]:
 
 
 def _form(given: Given, keys: Collection[str]) -> Source:
-    """How records are read, which TRL tells by their keys. Where these are not known: as messages, and nothing else."""
+    """The settings to read records, which TRL recognises by their keys. With unknown keys: as messages only."""
     if name := given.found.keys.get("objective.name"):
         return {} if name == "kto" else {"format": "preference"}
     answers, completion, text = given("assistant_only_loss"), given("completion_only_loss"), given("dataset_text_field")

@@ -1,4 +1,4 @@
-"""A micro batch: rows of pieces as the arrays a model step takes.
+"""A micro batch: rows of pieces as the arrays of a model step.
 
 Shapes: B rows (micro batch size), T tokens a row (seq_length rounded up to the layout's multiple).
 """
@@ -15,9 +15,9 @@ IGNORE = -100  # label of a position without a target
 @dataclass(frozen=True)
 class Piece:
     """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none.
-    `trained`: which of the targets are trained, as long as they; None: all. `answer`: 0 for a chosen and 1 for a
-    rejected answer, which follows its chosen one in the row; `pair`: the number of the two among the pairs of a run.
-    `desirable`: whether the first is, where answers are rated; None: it is the chosen one."""
+    `trained`: a mask of the trained targets, as long as they; None: all. `answer`: 0 for a chosen and 1 for a rejected
+    answer, which follows its chosen one in the row; `pair`: the number of the pair in the run. `desirable`: the rating
+    of the first answer; None if answers are not rated and it is the chosen one."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]
@@ -35,8 +35,8 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class TeacherTargets:
-    """The likeliest tokens of a teacher at each target: K int32 and their log-probabilities, [B, T, K] each, zeros
-    where there is no target. `temperature` and `alpha` as `objective` in the run file has them."""
+    """The likeliest tokens of a teacher at each target: K int32 and their log-probabilities, [B, T, K] each, zeros at
+    positions without a target. `temperature` and `alpha` as in `objective` of the run file."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.floating]
@@ -51,11 +51,11 @@ class MicroBatch:
     `position_ids` restart at 0 for each piece and for the padding. `cu_seqlens` int32 [n + 1] delimits the pieces over
     the flattened B * T tokens: 0 first, B * T last, every row start among them, the padding at a row's end a segment of
     its own. `tokens` counts real input tokens, `targets` labels other than -100; `row_tokens` [B]: the real tokens of
-    each row. `weights`: fp64 [B, T], of each target; None: 1. Of preference data: `pairs` int64 [P], the numbers of
-    the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of pair p of these,
-    2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: whether the first of the two is, where answers
-    are rated. `rows` int64 [B]: the numbers of the rows, -1 for one of padding. `teacher`: what is followed beside the
-    labels.
+    each row. `weights`: fp64 [B, T], of each target; None: 1. For preference data: `pairs` int64 [P], the numbers of
+    the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of the p-th of these
+    pairs, 2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: the rating of the first answer of each
+    pair, if answers are rated. `rows` int64 [B]: the numbers of the rows, -1 for padding. `teacher`: soft targets in
+    addition to the labels.
     """
 
     input_ids: NDArray[np.int64]

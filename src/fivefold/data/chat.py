@@ -1,13 +1,12 @@
-"""A tokenizer's chat template: from the turns of a conversation to the text that the model sees, and which of its
-characters the assistant said.
+"""A tokenizer's chat template: renders the turns of a conversation to text, and locates the assistant's characters.
 
-Templates are Jinja. `transformers` renders them in a sandbox, in which they reach neither files nor Python.
+Templates are Jinja. `transformers` renders them in a sandbox without access to files and Python.
 
 Example, ChatML. Turns (user "2+2?", assistant "4") become
 
     <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n
 
-of which `4<|im_end|>` is the assistant's: what it answers, and that it ends there.
+in which `4<|im_end|>` is the assistant's: its answer, and the end of it.
 """
 
 import json
@@ -30,8 +29,8 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 BUILT_IN = "the built-in ChatML"
-MOST_BYTES = 2**30  # of memory beside, for a conversation
-MOST_SECONDS = 4.0  # to write a conversation; one of 3,000 turns takes some milliseconds
+MOST_BYTES = 2**30  # extra memory to render a conversation
+MOST_SECONDS = 4.0  # to render a conversation; 3,000 turns take some milliseconds
 _ENCLOSES = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON writes it
@@ -39,15 +38,15 @@ _QUOTED = re.compile(f"""["']{PROBE}.?["']""")  # in a list, as Python or JSON w
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source`: the Jinja text, or several by name. `special`: names of special tokens -> how they are written.
-    `name`: for messages."""
+    """`source`: the Jinja text, or several by name. `special`: names of special tokens -> their text. `name`: for
+    messages."""
 
     source: str | Mapping[str, str] = CHATML
     special: Mapping[str, str] = field(default_factory=dict)
     name: str = BUILT_IN
 
     def text(self, tools: Sequence[Any] | None = None) -> str:
-        """The Jinja text for a conversation with these tools. Raises `UserError` where none of several is for it."""
+        """The Jinja text for a conversation with these tools. Raises `UserError` if none of several fits."""
         if isinstance(self.source, str):
             return self.source
         from transformers import PreTrainedTokenizerBase
@@ -65,7 +64,7 @@ class ChatTemplate:
         return key_of(self.source, sorted(self.special.items()))
 
     def on(self, day: date) -> "ChatTemplate":
-        """The template as it writes the text on that day."""
+        """The template with the current date fixed to `day`."""
         several = {"": self.source} if isinstance(self.source, str) else self.source
         dated = {name: _TODAY.sub(lambda now: repr(day.strftime(now[2])), text) for name, text in several.items()}
         return replace(self, source=dated[""] if isinstance(self.source, str) else dated)
@@ -75,8 +74,8 @@ class ChatTemplate:
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None, answer: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """The text of a conversation; with `answer`, up to where the assistant begins. `chat_template_kwargs`: what the
-        template is given beside. Raises `UserError`."""
+        """The text of a conversation; with `answer`, up to the beginning of the assistant's answer.
+        `chat_template_kwargs`: further variables of the template. Raises `UserError`."""
         return self._write(self._in_form(turns), tools, chat_template_kwargs, answer=answer)[0]
 
     @with_memory(MOST_BYTES)
@@ -84,15 +83,15 @@ class ChatTemplate:
         self, turns: Sequence[Turn], *, tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, dict[int, list[Span]]]:  # fmt: skip
-        """The text of a conversation, and of each turn of the assistant the characters that it says, with those that
-        end its turn: see `spans`. Raises `UserError` where that is not to be told."""
+        """The text of a conversation, and for each assistant turn the spans of its words, including the characters that
+        end the turn: see `spans`. Raises `UserError` if they cannot be located."""
         write = partial(self._write, tools=tools, given=chat_template_kwargs)
         encloses = _ENCLOSES.search(self.text(tools)) is not None
         return find_spans(write, self._in_form(turns), name=self.name, encloses=encloses)
 
     def _in_form(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns in a form that the template takes: contents as texts, or as lists of parts, and arguments of calls
-        as they are, or as JSON."""
+        """Convert turns to the form that the template takes: contents as texts or as lists of parts, call arguments as
+        objects or as JSON."""
         found = [
             turn if turn.get("content") is None or isinstance(turn["content"], self._forms) else
             {**turn, "content": words(turn) if str in self._forms else [{"type": "text", "text": turn["content"]}]}
@@ -104,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_json(self) -> bool:
-        """True where it takes arguments of calls as JSON alone (DeepSeek-V3), which others would write as a string."""
+        """True if it takes call arguments only as JSON (DeepSeek-V3); other templates would write that as a string."""
         call = {"id": "0" * 9, "type": "function", "function": {"name": PROBE, "arguments": {}}}
         turns: list[Turn] = [
             {"role": "user", "content": ""},
@@ -114,7 +113,7 @@ class ChatTemplate:
 
     @cached_property
     def _forms(self) -> tuple[type, ...]:
-        """The types that it takes as contents: of others it writes nothing, or how Python writes them."""
+        """The supported types of contents; the template drops others, or writes their Python form."""
         parts = [{"type": "text", "text": f"{PROBE}{n}"} for n in range(2)]
         of_text, of_parts = (self._tried([{"role": "user", "content": content}]) or "" for content in (PROBE, parts))
         takes_parts = of_parts.count(PROBE) > 1 and not _QUOTED.search(of_parts)
@@ -122,7 +121,7 @@ class ChatTemplate:
 
     @with_memory(MOST_BYTES)
     def _tried(self, turns: Sequence[Turn]) -> str | None:
-        """The text of these turns; None where it does not take them."""
+        """The text of these turns; None if it does not take them."""
         try:
             return self._write(turns)[0]
         except Endless:
@@ -153,14 +152,14 @@ class ChatTemplate:
                     return_assistant_tokens_mask=_ENCLOSES.search(source) is not None,
                     **{**self.special, **given},
                 )
-            texts[0].encode("utf-8")  # Jinja can say half of a surrogate pair, which no tokenizer takes
+            texts[0].encode("utf-8")  # Jinja can write half of a surrogate pair, which no tokenizer takes
         except (TooLong, MemoryError) as error:
             most = f"after {MOST_SECONDS:g} s" if isinstance(error, TooLong) else f"with {MOST_BYTES >> 20:,} MiB"
             raise Endless(
                 f"{self.name} is not done with a conversation of {len(turns)} turns {most}",
                 fix="look for a loop in the template, or leave that conversation out",
             ) from error
-        except Exception as error:  # of Jinja, of the template itself
+        except Exception as error:  # from Jinja, or raised by the template itself
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"{self.name} does not take the conversation: {said}") from error
         return texts[0], [(first, last) for first, last in (enclosed[0] if enclosed else [])]
@@ -168,7 +167,7 @@ class ChatTemplate:
 
 @cache
 def _not_for_records() -> set[str]:
-    """Variables and options of a rendering that are said elsewhere."""
+    """Variables and options of a rendering that are set elsewhere."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return {"messages", *signature(render_jinja_template).parameters} - {"documents"}

@@ -1,8 +1,8 @@
 """Compressed texts: `notes.jsonl.gz` is read as `notes.jsonl`, as a stream.
 
-What a file expands to is limited, so that a small one cannot fill the memory or the disk: text shrinks to a third or a
-tenth, what grows two hundredfold is a mistake or an attack. A line, or a file that is one document, is read as a whole
-and has a limit of its own.
+The expanded size is limited, so that a small file cannot fill the memory or the disk: text shrinks to a third or a
+tenth, and a file that grows two hundredfold is a mistake or an attack. A line, or a file with one document, is read as
+a whole and has a limit of its own.
 """
 
 import io
@@ -15,15 +15,15 @@ from typing import IO, Any, cast
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import is_gguf
 
-MOST_BYTES = 2**28  # of a line, a record or a .json file: what is held in memory at once
-_MOST_TIMES = 200  # how many times its size a compressed file may grow to ...
-_ALWAYS_BYTES = 2**26  # ... but so much is never too much
+MOST_BYTES = 2**28  # most bytes in memory at once: a line, a record or a .json file
+_MOST_TIMES = 200  # growth limit of a compressed file ...
+_ALWAYS_BYTES = 2**26  # ... but this size is always allowed
 _BUFFER = 2**18  # bytes expanded together
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd"}
 
 
 def _expanded(path: Path) -> IO[bytes]:
-    """The stream that the standard library gives; that of .zst only from Python 3.14 on."""
+    """The stream of the standard library; it supports .zst only from Python 3.14 on, else zstandard reads it."""
     kind = path.suffix.lower()
     try:
         return cast(IO[bytes], import_module(_MODULES[kind]).open(path))
@@ -34,7 +34,7 @@ def _expanded(path: Path) -> IO[bytes]:
 
 
 def ending(path: Path) -> str:
-    """How the name ends, in lower case, without the ending of a compression: `.jsonl` of `notes.jsonl.gz`."""
+    """The suffix of the name, in lower case, without that of a compression: `.jsonl` of `notes.jsonl.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes and suffixes[-1] in _MODULES:
         return suffixes[0] if len(suffixes) == 2 else ""
@@ -42,16 +42,15 @@ def ending(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """True where the name says so."""
+    """True if the suffix is that of a compression."""
     return path.suffix.lower() in _MODULES
 
 
 @contextmanager
 def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
-    """The bytes of a file, expanded where it is compressed; `where` names it in errors.
+    """The bytes of a file, expanded if it is compressed; `where` names it in errors.
 
-    Raises UserError, here and where it is used, for a file that is cut short, is not what its name says, or expands to
-    too much.
+    Raises `UserError`, here and on use, for a file that is truncated, does not match its suffix, or expands too much.
     """
     check_is_data(path, where)
     if not is_compressed(path):
@@ -63,7 +62,7 @@ def opened(path: Path, where: str) -> Iterator[IO[bytes]]:
 
 
 def check_is_data(path: Path, where: str) -> None:
-    """Raises UserError for a file that holds the weights of a model."""
+    """Raise `UserError` for a file with the weights of a model."""
     if is_gguf(path):
         raise UserError(
             f"{where}: a GGUF file, which holds the weights of a model and no text",
@@ -73,7 +72,7 @@ def check_is_data(path: Path, where: str) -> None:
 
 
 def read_most(file: IO[bytes], most: int) -> bytes:
-    """All of a file, or a little more than `most` bytes of it: asked for so many at once, a buffer of them is made."""
+    """All of a file, or a little more than `most` bytes, in chunks: a large `read` allocates its full size."""
     chunks, size = [], 0
     while size <= most and (chunk := file.read(2**20)):
         chunks.append(chunk)
@@ -82,7 +81,7 @@ def read_most(file: IO[bytes], most: int) -> bytes:
 
 
 def lines_of(file: IO[bytes], where: str) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers, from 1. Raises UserError for one that is too long to be held."""
+    """The lines of a file with their numbers, from 1. Raises `UserError` for a line that is too long for memory."""
     row = 0
     while line := file.readline(MOST_BYTES + 1):
         row += 1
@@ -94,9 +93,9 @@ def lines_of(file: IO[bytes], where: str) -> Iterator[tuple[int, bytes]]:
 
 
 class _Frames(io.RawIOBase):
-    """The frames of a .zst file, by the package zstandard, whose own reader takes a cut file for a whole one."""
+    """The frames of a .zst file, by the package zstandard, whose own reader accepts a truncated file."""
 
-    _CHUNK = 1024  # bytes: what one expands to is held in memory
+    _CHUNK = 1024  # bytes; the expansion of a chunk is held in memory
 
     def __init__(self, path: Path, decompressor: Any) -> None:
         self._file, self._decompressor = path.open("rb"), decompressor
@@ -126,7 +125,7 @@ class _Frames(io.RawIOBase):
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that ends in a UserError when it gives far more than went in."""
+    """A stream that raises `UserError` when it expands far beyond its input."""
 
     def __init__(self, source: IO[bytes], path: Path, where: str) -> None:
         self._source, self._where, self._given = source, where, 0
@@ -149,7 +148,7 @@ class _Bounded(io.RawIOBase):
 
 @contextmanager
 def _readable(path: Path, where: str) -> Iterator[None]:
-    """Errors of the decompressors, as a UserError."""
+    """Convert errors of the decompressors to `UserError`."""
     from lzma import LZMAError
     from zlib import error as zlib_error
 
@@ -172,7 +171,7 @@ def _readable(path: Path, where: str) -> Iterator[None]:
 
 
 def _zstd_errors() -> Iterator[type[Exception]]:
-    """The errors of the libraries that are installed."""
+    """The errors of the installed libraries."""
     for module in ("compression.zstd", "zstandard"):
         with suppress(ImportError):
             yield import_module(module).ZstdError

@@ -14,26 +14,26 @@ _REMARKS = {
 
 @dataclass(frozen=True)
 class RowCounts:
-    """One side, training or validation. `tokens` and `targets` are those that all its rows give to the model; of
-    examples, those targets that are trained."""
+    """Counts of one side, training or validation. `tokens` and `targets` are the model's inputs from all its rows; for
+    examples, only trained targets."""
 
-    spans: int  # documents, or what the validation split left of them in one piece
+    spans: int  # documents, or their contiguous parts after the validation split
     split: int  # spans longer than a row, cut over several
-    without_target: int  # pieces of a single token, left out: it predicts nothing
+    without_target: int  # pieces of a single token, left out: they predict nothing
     rows: int
     tokens: int
     targets: int
     padding: int  # tokens of padding up to seq_length
-    examples: int = 0  # of the spans
+    examples: int = 0  # spans that are examples
     shortened: int = 0  # examples longer than a row, which lost their end
     untrained: int = 0  # examples without a trained token (in the row), left out
-    pairs: int = 0  # of answers, in the rows
+    pairs: int = 0  # pairs of answers in the rows
     rated: bool = False  # each is a rated answer, with one to another prompt
     too_long: int = 0  # pairs longer than a row, left out
 
     @property
     def fill_pct(self) -> float:
-        """How full the rows are, in percent."""
+        """The fill of the rows, in percent."""
         return 100 * self.tokens / max(1, self.tokens + self.padding)
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
@@ -42,7 +42,7 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class SourceCounts:
-    """One source of `data.train`. `tokens` are those in training rows; `share` is its part, 0 to 1, of what is read."""
+    """One source of `data.train`. `tokens` are those in training rows; `share`, 0 to 1, is its part of all read."""
 
     path: str
     documents: int
@@ -59,14 +59,14 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class DataCounts:
-    """Everything that was read, what was left out, and the rows of both sides.
+    """Everything that was read and left out, and the rows of both sides.
 
-    `fraction` is the part that was asked to be held out, 0 for none or a list. `bos` says what stands in front of the
-    documents. `columns`, `answers_alone`: see `StoreMeta`. `tokenizer`: what a user may not expect of it.
+    `fraction` is the requested held-out part, 0 for none or a list. `bos` describes the tokens in front of the
+    documents. `columns`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties.
     """
 
     files: int
-    files_left_out: int  # lying in a source's folder, of a kind no format reads
+    files_left_out: int  # in a source's folder, of a kind that no format reads
     documents: int
     tokens: int
     seq_length: int
@@ -74,7 +74,7 @@ class DataCounts:
     sources: tuple[SourceCounts, ...]
     validation: RowCounts | None
     validation_asked: bool
-    repeated: int  # validation blocks (16,384 tokens) that stand in the training text too
+    repeated: int  # validation blocks (16,384 tokens) that are in the training text too
     fraction: float = 0.0
     bos: str = ""
     columns: tuple[str, ...] = ()
@@ -83,12 +83,12 @@ class DataCounts:
 
     @property
     def held_out(self) -> float:
-        """The part of the tokens that was held out, 0 to 1."""
+        """The held-out part of the tokens, 0 to 1."""
         train, held = (_all_tokens(side) if side else 0 for side in (self.train, self.validation))
         return held / max(1, train + held)
 
     def lines(self) -> list[str]:
-        """Three or four short lines, and one for each source where there are several."""
+        """Three or four short lines, and one per source if there are several."""
         bos = f", {self.bos}" if self.bos else ""
         trained = [f"trained     {_trained(self.train)}"] if self.train.examples else []
         lines = [
@@ -151,7 +151,7 @@ def _trained(counts: RowCounts) -> str:
 
 
 def _all_tokens(side: RowCounts) -> int:
-    """Those left out for want of a target too."""
+    """The tokens of a side, including those left out for lack of a target."""
     return side.tokens + side.without_target
 
 

@@ -1,15 +1,15 @@
-"""Records of conversations, and of prompts with their answers, as examples: a text, and which of it is trained.
+"""Records of conversations, and of prompts with answers, as examples: a text, and the trained part of it.
 
 | a record has | the text |
 |---|---|
-| a list of turns: role and content, from and value, or pairs, or texts by turns | the tokenizer's chat template |
-| what is asked, as a text, and an answer | the same, as two turns; or one after the other, where both are plain |
+| a list of turns: role and content, from and value, or pairs, or alternating texts | the tokenizer's chat template |
+| a question, as a text, and an answer | the same, as two turns; or concatenated, if both are plain |
 | a list of turns, and an answer | the chat template; the answer is trained |
 | two answers, one of them chosen | a pair of the above with one beginning |
-| an answer and whether it is desirable, for kto | it, and its prompt with another's answer |
+| an answer rated desirable or not, for kto | it, and its prompt with another record's answer |
 
-An example is trained on what the assistant says. It is never cut over rows: what is longer than a row loses its end. A
-pair of a chosen and a rejected answer is in one row as a whole; one that is longer than a row is left out.
+An example is trained on the words of the assistant. It is never cut over rows: beyond the length of a row its end is
+dropped. A pair of a chosen and a rejected answer stays in one row; a pair longer than a row is left out.
 """
 
 import json
@@ -29,7 +29,7 @@ from fivefold.data.spans import Span, Turn, alike, words
 
 TrainOn = Literal["assistant", "all", "last"]
 
-# What is asked and what is answered, in a record and in an exchange of a conversation.
+# Names of questions and answers, in a record and in an exchange of a conversation.
 ASKED = (
     "prompt", "instruction", "instructions", "question", "query", "problem", "input", "inputs", "user", "human",
 )  # fmt: skip
@@ -39,8 +39,8 @@ ANSWERED = (
 )  # fmt: skip
 
 _SAYS = (("system", ("system",)), ("user", ASKED), ("assistant", ANSWERED))
-_CALL = "call"  # a turn of the assistant whose content is a call of a tool
-# What roles are called elsewhere -> what templates call them.
+_CALL = "call"  # role of an assistant's turn with a tool call as content
+# Role names of other formats -> those of templates.
 _ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"), **dict.fromkeys(("function_call", "tool_call"), _CALL),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai", "chatbot", "bing", "bard", "claude"), "assistant"),
@@ -49,16 +49,16 @@ _ROLES = {
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _FUNCTION = '{"name": ..., "arguments": {...}}'
 _TURN_KEYS = ("role", "from", "content", "value", "function_call", "tool_calls")
-# Of a turn as it is read: used in any case, and what says no more than which call a result answers.
+# Keys of a turn that are always used, and `tool_call_id`, which only links a result to its call.
 _READ_KEYS = ("role", "content", "tool_calls", "weight", "tool_call_id")
-_WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # whether a turn is trained, in sets of all trainers
+_WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # keys of several trainers: 0 leaves a turn untrained
 
 
 @dataclass(frozen=True)
 class Example:
     """A record that is not rendered yet: `turns`, or `pair`, a prompt and its answer as plain texts. `where`: its
-    place, for messages. `context`: so many turns at the front are trained under no circumstances. `tools`,
-    `chat_template_kwargs`: what the template is given beside the turns."""
+    place, for messages. `context`: number of leading turns that are never trained. `tools`, `chat_template_kwargs`:
+    further inputs of the template."""
 
     where: str
     turns: tuple[Turn, ...] = ()
@@ -69,16 +69,16 @@ class Example:
     train_on: TrainOn = "assistant"
 
     def __len__(self) -> int:
-        """Characters, roughly."""
+        """Approximate number of characters."""
         return sum(map(len, self.pair or map(words, self.turns)))
 
     @property
     def plain(self) -> str:
-        """All that is said in it, for a tokenizer to learn from."""
+        """Its whole text, to train a tokenizer on."""
         return "\n".join(self.pair or map(words, self.turns))
 
     def rendered(self, template: ChatTemplate, eos: str) -> "Text":
-        """Its text. `eos`: how the tokenizer writes the end of a document. Raises `UserError`."""
+        """Render its text. `eos`: the EOS token as text. Raises `UserError`."""
         if self.pair is not None:
             prompt, answer = self.pair
             text, spans = prompt + answer, [(len(prompt), len(prompt) + len(answer))]
@@ -88,15 +88,15 @@ class Example:
             spans = [(0, len(text))]
         body = text.rstrip()
         ends = not body.endswith(eos)
-        # An EOS will follow. Where it is trained, so is what stands between it and the answer: else nothing would teach
-        # the model to get there.
+        # An EOS follows. If it is trained, so is the text between it and the answer: otherwise the model would never
+        # learn to get there.
         if ends and spans and spans[-1][1] >= len(body):
             spans[-1] = spans[-1][0], len(text)
         left_out = () if self.pair else self._left_out(template, text)
         return Text(text, tuple(spans), ends=ends, by_template=self.pair is None, left_out=tuple(left_out))
 
     def _left_out(self, template: ChatTemplate, text: str) -> Iterator[str]:
-        """What of the turns is not in the text that the template made of them."""
+        """The parts of the turns that are missing from the rendered text."""
         source, at = template.text(self.tools), 0
         for key in dict.fromkeys(key for turn in self.turns for key in turn):
             if key not in _READ_KEYS and not re.search(rf"\b{re.escape(key)}\b", source):
@@ -105,7 +105,7 @@ class Example:
             content = turn.get("content") or ""
             for part in [content] if isinstance(content, str) else [part["text"] for part in content]:
                 found = text.find(part.strip(), at)
-                if found < 0 and part.strip() not in text and turn["role"] != "tool":  # which may be written as JSON
+                if found < 0 and part.strip() not in text and turn["role"] != "tool":  # which may be JSON
                     yield f"some of what the {turn['role']} says"
                 at = max(at, found)
 
@@ -125,32 +125,32 @@ class Example:
 
 @dataclass(frozen=True)
 class Preference:
-    """Two answers to the same: each an example that is trained on the answer alone. The first is the chosen one; or it
-    is `desirable` or not, and the second is the answer to something else."""
+    """Two answers to the same prompt: each an example that is trained on the answer alone. The first is the chosen one;
+    or it is rated `desirable` or not, and the second is the answer to another prompt."""
 
     first: Example
     second: Example
     desirable: bool | None = None
 
     def __len__(self) -> int:
-        """Characters, roughly."""
+        """Approximate number of characters."""
         return len(self.first) + len(self.second)
 
     @property
     def plain(self) -> str:
-        """All that is said in it, for a tokenizer to learn from."""
+        """Its whole text, to train a tokenizer on."""
         return f"{self.first.plain}\n{self.second.plain}"
 
 
 @dataclass(frozen=True)
 class Rated:
-    """An answer that is `desirable` or not: the turns of `example` behind its context, or the second of its texts."""
+    """An answer that is `desirable` or not: the turns of `example` after its context, or the second of its texts."""
 
     example: Example
     desirable: bool
 
     def answered_by(self, other: "Rated") -> Example:
-        """The question of this one with the answer of the other. Raises `UserError`."""
+        """This question with the answer of `other`. Raises `UserError`."""
         own, others = self.example, other.example
         if (own.pair is None) != (others.pair is None):
             raise UserError(
@@ -162,17 +162,17 @@ class Rated:
         return replace(own, turns=(*own.turns[: own.context], *others.turns[others.context :]))
 
 
-Document = str | Example | Preference  # as a format gives it
+Document = str | Example | Preference  # as formats yield it
 
 
 def plain(document: Document) -> str:
-    """All that is said in it, for a tokenizer to learn from."""
+    """Its whole text, to train a tokenizer on."""
     return document if isinstance(document, str) else document.plain
 
 
 def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
-    """Each rated answer of a file with that of the record before it; the first with that of the second. Raises
-    `UserError` for one alone."""
+    """Pair each rated answer of a file with the answer of the record before it; the first with that of the second.
+    Raises `UserError` for a single record."""
     answers = iter(answers)
     first = list(islice(answers, 2))
     if len(first) == 1:
@@ -186,9 +186,9 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
 
 @dataclass(frozen=True)
 class Text:
-    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: EOS follows, if it
-    is not there, and is trained where the last character is. `by_template`: a chat template wrote it, BOS too;
-    `left_out`: what of the turns it did not write."""
+    """A document as it is tokenised. `trained`: spans of its characters; None: all of them. `ends`: append EOS if it is
+    missing, trained if the last character is. `by_template`: rendered by a chat template, including BOS; `left_out`:
+    the parts of the turns that it omitted."""
 
     text: str
     trained: tuple[Span, ...] | None = None
@@ -197,15 +197,15 @@ class Text:
     left_out: tuple[str, ...] = ()
 
     def is_trained(self, ends: Sequence[int]) -> NDArray[np.bool_]:
-        """Trained tokens, of those that end at these characters: a token is trained where its last character is.
-        Example: of "Q: yes" with the answer "yes" the token " yes" is."""
+        """A mask of trained tokens, given the characters where they end: a token is trained if its last character is.
+        Example: in "Q: yes" with the answer "yes", the token " yes" is trained."""
         firsts, lasts = np.array(sorted([(-1, -1), *(self.trained or ())])).T
         return np.asarray(np.maximum.accumulate(lasts)[np.searchsorted(firsts, ends) - 1] >= ends)
 
 
 def chat(where: str, turns: object, *, train_on: TrainOn = "assistant", **beside: object) -> Example:
-    """The example of a list of turns. `beside`: `history`, the turns before them; `system`, the text of a first turn,
-    where there is none; `tools` and `chat_template_kwargs`, which the template is given. Raises `UserError`."""
+    """The example of a list of turns. `beside`: `history`, the turns before them; `system`, the text of a first turn if
+    they lack one; `tools` and `chat_template_kwargs` for the template. Raises `UserError`."""
     return _example(where, [], _turns(turns, where), train_on, **beside)
 
 
@@ -213,9 +213,9 @@ def answered(
     where: str, asked: object, answers: Sequence[object], *, by_template: bool, train_on: TrainOn = "assistant",
     **beside: object,
 ) -> list[Example]:  # fmt: skip
-    """The examples of one answer, or of a chosen and a rejected one, to the same: texts or turns. Texts go on where the
-    other ends, unless `by_template`. `asked` None: what both answers begin with, up to a whole turn or a space.
-    `beside`: as of `chat`. Raises `UserError`."""
+    """The examples of one answer, or of a chosen and a rejected one, to one question: texts or turns. Texts are
+    concatenated, unless `by_template`. `asked` None: the common beginning of both answers, up to a whole turn or a
+    space. `beside`: as in `chat`. Raises `UserError`."""
     asked = _turns_or_text(asked)
     said = [_turns_or_text(answer, calls=bool(beside.get("tools"))) for answer in answers]
     names = ("the answer",) if len(said) == 1 else ("the chosen answer", "the rejected answer")
@@ -261,7 +261,7 @@ def _texts(asked: object, answers: list[str], system: object, where: str) -> lis
     """A prompt with each of the answers."""
     if asked is None:
         shared = alike(*answers)
-        shared -= answers[0][:shared].endswith(" ")  # a space belongs to the word that it stands before
+        shared -= answers[0][:shared].endswith(" ")  # a space belongs to the following word
         asked, answers = answers[0][:shared], [text[shared:] for text in answers]
     told = "" if system is None else _string(system, where, "the system text")
     prompt = "\n\n".join(filter(None, (told, _string(asked, where, "the prompt"))))
@@ -269,9 +269,9 @@ def _texts(asked: object, answers: list[str], system: object, where: str) -> lis
 
 
 def _apart(before: list[Turn], said: list[list[Turn]], where: str) -> tuple[list[Turn], list[list[Turn]]]:
-    """The turns before two answers, and the answers. Where both lists repeat what is before them, or nothing is, what
-    both begin with is before them. Raises `UserError` where both begin with another question."""
-    least = max(0, min(map(len, said)) - 1)  # an answer has a turn, whatever it says
+    """Separate the turns before two answers from the answers. If both answers repeat the turns before them, or there
+    are none, their common beginning is moved there. Raises `UserError` if both begin with another question."""
+    least = max(0, min(map(len, said)) - 1)  # an answer has at least one turn
     both = said[0][: min(alike(*said), least)]
     repeats = before[: len(both)] == both or all(turn in both for turn in before)
     if both and before and not repeats:
@@ -288,8 +288,8 @@ def _apart(before: list[Turn], said: list[list[Turn]], where: str) -> tuple[list
 
 
 def _said(role: str, what: object, where: str, *, is_whole: bool = False) -> list[Turn]:
-    """Turns, of a list of them or of a text; `is_whole`: of a whole conversation. Raises `UserError` for texts in a
-    list that are answers to choose from, or records in columns, and no turns."""
+    """The turns in a list or in a text; `is_whole`: it is a whole conversation. Raises `UserError` for texts in a list
+    that are alternative answers, or records in columns, and no turns."""
     turns = _turns(what if isinstance(what, list) else [{"role": role, "content": what}], where)
     are_texts = isinstance(what, list) and bool(what) and all(isinstance(each, str) for each in what)
     if are_texts and (turns[-1]["role"] != role or (role == "assistant" and not is_whole)):
@@ -305,7 +305,7 @@ def _said(role: str, what: object, where: str, *, is_whole: bool = False) -> lis
 
 def _turns(value: object, where: str) -> list[Turn]:
     turns = _parsed(value)
-    lists = list(turns.values()) if isinstance(turns, Mapping) else []  # one for each key, as `datasets` gives them
+    lists = list(turns.values()) if isinstance(turns, Mapping) else []  # one list per key, as `datasets` stores them
     if lists and all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
         turns = [dict(zip(turns, each, strict=True)) for each in zip(*lists, strict=True)]
     if not isinstance(turns, list | tuple):
@@ -322,7 +322,7 @@ def _turns(value: object, where: str) -> list[Turn]:
 
 
 def _exchange(turn: object, role: str) -> list[object]:
-    """The turns of a pair, or of an object with a question and an answer; of a text, which `role` says; or a turn."""
+    """The turns of a pair, of a question-answer object, of a text said by `role`, or a single turn."""
     if isinstance(turn, str):
         return [{"role": role, "content": turn}]
     said: list[tuple[str, object]] = []
@@ -331,7 +331,7 @@ def _exchange(turn: object, role: str) -> list[object]:
     if isinstance(turn, Mapping) and "role" not in turn and "from" not in turn:
         given = {name.lower(): each for name, each in turn.items() if each is not None}
         said = [(role, given.pop(name)) for role, names in _SAYS for name in names if name in given]
-        said = [] if given else said  # what else is said?
+        said = [] if given else said  # other keys: no exchange
     is_exchange = [role for role, _ in said][-2:] == ["user", "assistant"]
     return [{"role": role, "content": each} for role, each in said] if is_exchange else [turn]
 
@@ -360,7 +360,7 @@ def _turn(value: object, where: str) -> Turn:
 
 
 def _content(content: object, where: str) -> object:
-    """A text, or parts of one, as models of several senses take them."""
+    """A text, or a list of text parts, as multimodal models take them."""
     if not isinstance(content, list):
         return _string(content, where, "its content")
     for part in content:
@@ -371,7 +371,7 @@ def _content(content: object, where: str) -> object:
 
 
 def _calls(value: object, where: str) -> list[Any]:
-    """Calls of tools as templates take them, of one or several, with or without what is around them."""
+    """Tool calls in the form of templates, from one or several calls, with or without their wrapper."""
     calls = _parsed(value)
     found = [_call(each) for each in (calls if isinstance(calls, list | tuple) else [calls])]
     if not all(found):
@@ -389,7 +389,7 @@ def _call(value: object) -> dict[str, Any] | None:
 
 
 def _wrapped(value: object) -> dict[str, Any] | None:
-    """A call or a tool as `{"type": "function", "function": ...}`, which is how templates take both."""
+    """A call or a tool as `{"type": "function", "function": ...}`, the form of templates for both."""
     if not isinstance(value, Mapping):
         return None
     if "name" not in value:
@@ -418,7 +418,7 @@ def _string(value: object, where: str, what: str) -> str:
 
 
 def encodable(text: str, where: str) -> str:
-    """`text`. Raises `UserError` where it has half of a surrogate pair, which JSON can say and no tokenizer takes."""
+    """Return `text`. Raises `UserError` for half of a surrogate pair, which JSON can contain and no tokenizer takes."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -430,13 +430,13 @@ def encodable(text: str, where: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """How messages call what stands in the wrong place."""
+    """The name of a misplaced value's type, for messages."""
     return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _turns_or_text(value: object, *, calls: bool = False) -> object:
-    """`value`, or the turns that it is, or that a string of it writes as JSON; a text such as [1, 2] is a text.
-    `calls`: or calls of tools, which are a turn too."""
+    """`value`, or the turns in it, also in a JSON string; a text such as [1, 2] stays a text. `calls`: also accept tool
+    calls, as one turn."""
     found = _parsed(value)
     found = [found] if isinstance(found, Mapping) else found
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Mapping) for each in found):
@@ -448,7 +448,7 @@ def _turns_or_text(value: object, *, calls: bool = False) -> object:
 
 
 def _parsed(value: object) -> Any:
-    """The value that a string writes as JSON (a cell of CSV, of Parquet)."""
+    """The JSON value of a string (a cell of CSV or Parquet), or the value itself."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:

@@ -1,8 +1,8 @@
-"""The order of the rows: one endless sequence fixed by the seed, entered anywhere at the cost of a few permutations.
+"""The order of the rows: one endless sequence fixed by the seed, accessible at any place for a few permutations.
 
-A pool is rows that are read equally often: those of the sources of one weight. It has an endless order of its own, pass
-after pass, each a permutation of all its rows. An epoch takes the next part of every pool's order, in proportion to its
-weight (of the heaviest pool one pass), and shuffles the parts together, each pool's rows staying in their order.
+A pool is a set of rows that are read equally often: those of the sources of one weight. It has an endless order of its
+own, pass after pass, each a permutation of all its rows. An epoch takes the next part of every pool's order, in
+proportion to its weight (one pass of the heaviest), and shuffles the parts together; each pool keeps its order.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _WORD = 2**64
 
 
 def permutation(rows: int, seed: int, epoch: int, stream: int = 0) -> Int64s:
-    """The order of epoch `epoch`, int64 [rows]; another one for each `stream`.
+    """The order of epoch `epoch`, int64 [rows]; independent for each `stream`.
 
     Sorted words of Philox: numpy promises never to change that stream, unlike that of `Generator.permutation`.
     """
@@ -28,10 +28,10 @@ def permutation(rows: int, seed: int, epoch: int, stream: int = 0) -> Int64s:
 
 
 class RowOrder:
-    """Epoch after epoch; a batch may straddle two (or many, when rows are few).
+    """Epoch after epoch; a batch may straddle two (or many, if rows are few).
 
     Pool p is `rows[p]` rows, numbered after those of the pools before it, of weight `weights[p]`; pools may be empty.
-    The first e epochs hold `ceil(e * rows * weight / largest weight)` rows of a pool: every place is computed, and
+    The first e epochs contain `ceil(e * rows * weight / largest weight)` rows of a pool: every place is computed, and
     there is no state to keep.
     """
 
@@ -68,14 +68,14 @@ class RowOrder:
 
 
 class _Pool:
-    """Rows `first` to `first + rows`, of which an epoch reads `per_epoch`, at most all."""
+    """Rows `first` to `first + rows`; an epoch reads `per_epoch` of them, at most all."""
 
     def __init__(self, first: int, rows: int, per_epoch: Fraction, seed: int, stream: int) -> None:
         self.rows, self.per_epoch = rows, per_epoch
         self._pass = lru_cache(maxsize=1)(lambda number: first + permutation(rows, seed, number, stream))
 
     def begin(self, epoch: int) -> int:
-        """How many places of the pool's own order the epochs before `epoch` took."""
+        """Number of places of the pool's own order that the epochs before `epoch` used."""
         return ceil(epoch * self.per_epoch)
 
     def part(self, epoch: int) -> Int64s:

@@ -1,7 +1,7 @@
-"""Pieces into rows: best fit decreasing, without cutting a piece (https://arxiv.org/abs/2404.10830).
+"""Packing of pieces into rows: best fit decreasing, without cutting a piece (https://arxiv.org/abs/2404.10830).
 
-Pieces of one length are placed together and rows with the same room are filled together, so that the cost follows the
-number of different lengths and not of pieces: a million pieces take about a second.
+Pieces of one length are placed together and rows with the same room are filled together, so the cost depends on the
+number of different lengths, not of pieces: a million pieces take about a second.
 """
 
 from bisect import bisect_left, insort
@@ -17,8 +17,8 @@ _WINDOW = 2**20  # pieces considered together: bounds memory, and keeps rows nea
 def pack(lengths: NDArray[np.int32], capacity: int) -> tuple[Int64s, Int64s]:
     """Place pieces of `lengths` (1 to `capacity`) into rows of at most `capacity`.
 
-    Returns `offsets` int64 [rows + 1] and `order` int64 [pieces]: row r holds the pieces
-    `order[offsets[r]:offsets[r + 1]]`, in their own order; rows stand in the order of their first piece.
+    Returns `offsets` int64 [rows + 1] and `order` int64 [pieces]. Row r holds the pieces from `offsets[r]` to
+    `offsets[r + 1]` of `order`, in their own order; rows are in the order of their first piece.
     """
     offsets, orders = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
     for start in range(0, len(lengths), _WINDOW):
@@ -30,7 +30,7 @@ def pack(lengths: NDArray[np.int32], capacity: int) -> tuple[Int64s, Int64s]:
 
 
 def one_per_row(pieces: int) -> tuple[Int64s, Int64s]:
-    """`pack`'s answer when every piece has a row of its own."""
+    """The result of `pack` with every piece in a row of its own."""
     return np.arange(pieces + 1, dtype=np.int64), np.arange(pieces, dtype=np.int64)
 
 
@@ -45,7 +45,7 @@ def _by_row(row_of: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _best_fit(lengths: Int64s, capacity: int) -> Int64s:
-    """The row of each piece, longest pieces first, each into the row with the least room that still takes it."""
+    """The row of each piece, longest pieces first, each into the row with the least sufficient room."""
     row_of = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
@@ -61,7 +61,7 @@ def _best_fit(lengths: Int64s, capacity: int) -> Int64s:
 
 
 class _Rooms:
-    """The rows that still have room, grouped by how much."""
+    """The rows with room left, grouped by its size."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.rows = capacity, 0
@@ -69,7 +69,7 @@ class _Rooms:
         self.groups: dict[int, list[Int64s]] = {}
 
     def place(self, size: int, count: int) -> Int64s:
-        """Rows for up to `count` pieces of `size`, from those with the least sufficient room; a row once per piece."""
+        """Rows for up to `count` pieces of `size`, from those with the least sufficient room; one row per piece."""
         at = bisect_left(self.rooms, size)
         if at == len(self.rooms):
             self._open(-(-count // (self.capacity // size)))

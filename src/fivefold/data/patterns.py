@@ -1,8 +1,8 @@
-"""How far the regular expressions of a tokenizer look: whether a match may go on through words and spaces alike.
+"""How far the regular expressions of a tokenizer look: can a match continue through words and spaces alike?
 
-`\\w+` and `[^\\s\\w]+` end where a run of like characters ends, so that a text may be cut into words from any place
-near the cut. A match of `"[^"]*"` or `<.*>` ends at a mark that may be anywhere: which of two marks opens and which
-closes is known from the beginning of the text alone.
+`\\w+` and `[^\\s\\w]+` end with a run of like characters, so a text may be cut into words from any place near the cut.
+A match of `"[^"]*"` or `<.*>` ends at a mark that may be anywhere: only the whole text from its beginning shows which
+of two marks opens and which closes.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import regex
 
-# What a pattern is made of, in the notation of Oniguruma.
+# The elements of a pattern, in the notation of Oniguruma.
 _PIECES = re.compile(
     r"""(?P<open>\((?:\?(?:<?[=!]|[a-z-]*:|>|<\w+>))?)|(?P<close>\))
     |(?P<more>[*+][?+]?|\{\d*,\}[?+]?)|(?P<few>\?[?+]?|\{\d*,?\d+\}[?+]?)|(?P<or>\|)|(?P<edge>[\^$]|\\[bBAzZG])
@@ -23,8 +23,8 @@ _SPACES, _WORDS = " \t\n\r", "aZ0\u00e9\u0437\u0643\u0663\u4e2d"
 
 
 def looks_far(tokenizer: Any) -> bool:
-    """Whether a pattern of a `Tokenizer` may match on through words and spaces: of its normalizer, or of what cuts
-    words."""
+    """True if a pattern of a `Tokenizer` may match on through words and spaces: in its normalizer or its
+    pre-tokenizer."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     return any(_runs_through(each) for part in parts if part for each in _patterns(json.loads(part.__getstate__())))
 
@@ -37,7 +37,7 @@ def _patterns(tree: Any) -> Iterator[str]:
 
 
 def _runs_through(pattern: str) -> bool:
-    """Whether something that is repeated without end matches spaces and letters or digits. What cannot be read does."""
+    """True if an unbounded repetition matches spaces and letters or digits. Unreadable patterns count as such."""
     groups, last = [set[bool]()], set[bool]()
     try:
         for piece in _PIECES.finditer(pattern):

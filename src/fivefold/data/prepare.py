@@ -1,6 +1,6 @@
 """From the run file to rows ready to be read: find the text and the tokenizer, tokenise once, pack, count.
 
-Called before the process group exists, and again by every worker: what was done is found in the cache.
+Called before the process group exists, and again by every worker, which finds the results in the cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from fivefold.data.store import BLOCK, Say, TokenStore, store_for
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
 
 _ROWS_VERSION = 1  # raise when the rows of the same tokens change
-_SPLIT_VERSION = 2  # raise when the rows change of those of which a fraction is held out
+_SPLIT_VERSION = 2  # raise when the rows of runs with a held-out fraction change
 
 Stores = tuple[TokenStore, ...]
 Spans = tuple[Int64s, Int64s]  # start and length
@@ -37,8 +37,8 @@ Spans = tuple[Int64s, Int64s]  # start and length
 
 @dataclass(frozen=True, eq=False)
 class PreparedData:
-    """The data of a run. `fingerprint` names the rows by origin: contents, weights, tokenizer, BOS, split, seq_length
-    and packing. Runs with the same fingerprint and seed read the same batches."""
+    """The data of a run. `fingerprint` identifies the rows by origin: contents, weights, tokenizer, BOS, split,
+    seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
 
     tokenizer: TokenizerInfo
     train: PackedRows
@@ -52,7 +52,7 @@ def prepare(
 ) -> PreparedData:
     """Tokenise and pack the data of `config` into the cache (`cache`, else `cache_root()`), or find it there.
 
-    Safe against concurrent callers. `say` is told what in the cache was damaged and is made again. Raises UserError for
+    Safe against concurrent callers. `say` reports damaged parts of the cache that are rebuilt. Raises `UserError` for
     bad input, naming file and row.
     """
     root = cache_root(cache)
@@ -92,7 +92,7 @@ def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList
 
 
 def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenStore]]) -> None:
-    """Raise `UserError` where the records are not of the kind that the objective trains."""
+    """Raise `UserError` if the records are not of the kind that the objective trains."""
     name, has_answers = config.objective.name, config.objective.has_answers
     for files, store in stores:
         if store.meta.pairs and not has_answers:
@@ -102,7 +102,7 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 "{messages: chosen}, or columns: {prompt: prompt, completion: chosen} where they are texts",
                 more="docs/preferences.md",
             )
-        if store.meta.rated != (name == "kto") and store.meta.pairs:  # a store that was made before
+        if store.meta.rated != (name == "kto") and store.meta.pairs:  # an older store
             raise UserError(
                 f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
                 f"objective.name is {name}",
@@ -132,11 +132,11 @@ def _source(given: DataSource, label: str, objective: ObjectiveSection) -> Sourc
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """Everything that decides the rows."""
+    """Everything that determines the rows."""
 
     stores: Stores
-    held: Stores  # of a validation list
-    weights: tuple[float, ...]  # of the stores
+    held: Stores  # those of a validation list
+    weights: tuple[float, ...]  # one per store
     fraction: float
     seq_length: int
     packing: bool
@@ -159,7 +159,7 @@ class _Plan:
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """The tokens in front of each document; the same in all the stores of a run."""
+        """The tokens in front of each document; the same in all stores of a run."""
         return self.stores[0].meta.bos
 
     @property
@@ -169,12 +169,12 @@ class _Plan:
 
     @property
     def pool_weights(self) -> list[float]:
-        """The different weights, in the order of their first source. The sources of a weight are packed together."""
+        """The different weights, in the order of their first source. Sources of one weight are packed together."""
         return list(dict.fromkeys(self.weights))
 
     def build(self, folder: Path) -> None:
         """Write the row indices of both sides and their counts."""
-        # Arrays of all blocks are large: they are gone when rows are packed.
+        # Arrays of all blocks are large: free them before rows are packed.
         spans, held, repeated = self._split()
         counts: dict[str, Any] = {
             **self._training(folder / "train", spans),
@@ -204,7 +204,7 @@ class _Plan:
         (folder / "counts.json").write_text(signed({**counts, "arrays": arrays}), encoding="utf-8")
 
     def _split(self) -> tuple[Spans, Spans | None, int]:
-        """The spans of both sides, and how many blocks of a validation list stand in the training text too."""
+        """The spans of both sides, and the number of blocks of a validation list that are in the training text too."""
         blocks = blocks_of(self.stores, self.block)
         out = held_out(blocks, self.fraction)
         train = spans_of(blocks, ~out)
@@ -214,7 +214,7 @@ class _Plan:
         return train, spans_of(other, np.ones(len(other.hash), np.bool_)), _repeated(other, blocks)
 
     def _training(self, folder: Path, spans: Spans) -> dict[str, Any]:
-        """Write the rows, pool after pool; what is in them, in each pool and of each source."""
+        """Write the rows, pool after pool, and return their counts: in total, per pool and per source."""
         bases = bases_of(self.stores)
         weight_of = np.array(self.weights)[store_at(bases, spans[0])]
         pools = [weight_of == weight for weight in self.pool_weights]
@@ -233,7 +233,7 @@ class _Plan:
         return build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing)
 
     def sources(self, tokens: Sequence[int], files: Sequence[FileList]) -> tuple[SourceCounts, ...]:
-        """The counts of each source: `tokens` of them in the rows."""
+        """The counts of each source; `tokens`: its tokens in the rows."""
         drawn = [number * Fraction(weight) for number, weight in zip(tokens, self.weights, strict=True)]
         shares = [float(part / sum(drawn)) for part in drawn]
         return tuple(
@@ -243,12 +243,12 @@ class _Plan:
 
 
 def _repeated(validation: Blocks, train: Blocks) -> int:
-    """Blocks of a validation list that stand in the training text too (with a fraction the hash keeps them apart)."""
+    """Blocks of a validation list that are in the training text too (with a fraction the hash keeps them apart)."""
     return int(np.isin(validation.hash, train.hash).sum())
 
 
 def _counts_of(folder: Path, root: Path) -> dict[str, Any]:
-    """The counts of `_Plan.build`, after all of the rows in `folder` is read. Raises `DamagedError`."""
+    """The counts from `_Plan.build`, after checking all rows in `folder`. Raises `DamagedError`."""
     counts = read_signed(folder / "counts.json")
     for name, checksum in counts["arrays"].items():
         check_file(folder / name, checksum, root)
@@ -276,7 +276,7 @@ def _open(
     return PreparedData(
         tokenizer=tokenizer,
         train=train,
-        validation=validation or None,  # of no row
+        validation=validation or None,  # None if it has no rows
         counts=DataCounts(
             files=sum(len(one.files) for one in (*files, *held)),
             files_left_out=sum(len(one.left_out) for one in (*files, *held)),
@@ -299,7 +299,7 @@ def _open(
 
 
 def _bos_line(tokenizer: TokenizerInfo, stores: Stores) -> str:
-    """The line about BOS; nothing where neither the run nor the tokenizer has any."""
+    """The line about BOS; empty if neither the run nor the tokenizer has any."""
     if tokenizer.bos_token_ids:
         converses = any(store.meta.trained is not None for store in stores)
         return f"BOS {tokenizer.bos} in front of each document" + (

@@ -1,8 +1,8 @@
-"""The document of a record, a JSON object or a row of a table: a text, or an example of a conversation, or of a prompt
+"""Documents from records, which are JSON objects or table rows: a text, or an example of a conversation or of a prompt
 with its answer.
 
-`_NAMES` says by its name what a column means, and `_FORMS` which columns make an example. A column that is neither the
-text nor part of the example is named where a run shows its data.
+`_NAMES` maps column names to their meaning, and `_FORMS` lists the columns of each kind of example. Unused columns are
+named in the report of a run's data.
 """
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
@@ -20,46 +20,46 @@ from fivefold.data.spans import words
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
-_REQUEST = {"messages", "tools", "parallel_tool_calls"}  # what an `input` of OpenAI's preference form holds
-_MOST_FORMS = 256  # sets of keys in one source of which is remembered what they mean
+_REQUEST = {"messages", "tools", "parallel_tool_calls"}  # keys in an `input` of OpenAI's preference form
+_MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
 _MORE = "docs/data.md, 'Conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
-# A part of an example -> the columns of published sets that hold it, in small letters, the first to be taken first.
+# Part of an example -> its column names in published data sets, in lower case, by priority.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation", "dialog", "dialogue", "turns", "trajectory", "data"),
     "prompt": ("prompt",),
     "completion": ("completion",),
     "chosen": ("chosen", "chosen_response", "preferred", "preferred_output", "response_j"),
     "rejected": ("rejected", "rejected_response", "dispreferred", "non_preferred_output", "response_k"),
-    "task": ("definition",),  # in front of what is asked
+    "task": ("definition",),  # in front of the question
     "asked": ASKED,
-    "input": ("input", "context"),  # behind what is asked
+    "input": ("input", "context"),  # after the question
     "answered": ANSWERED,
     "system": ("system", "system_prompt", "system_message"),
     "tools": ("tools", "functions"),
     "history": ("history",),
     "chat_template_kwargs": ("chat_template_kwargs",),
-    "label": ("label", "kto_tag", "desirable"),  # whether an answer is desirable
+    "label": ("label", "kto_tag", "desirable"),  # true for a desirable answer
     "media": ("image", "images", "video", "videos", "audio", "audios"),
 }
-_BY_TEMPLATE = ("tools", "history", "chat_template_kwargs")  # parts that only a template has a place for
+_BY_TEMPLATE = ("tools", "history", "chat_template_kwargs")  # parts that only a template can render
 _BESIDE = ("system", *_BY_TEMPLATE)
 _PAIR = ("chosen", "rejected")
-# Two answers and the column that says which is better, in small letters -> what it says of the first, of the second;
-# whatever else it says prefers neither.
+# Two answers and their verdict column, in lower case -> verdicts for the first, for the second; any other verdict
+# prefers neither.
 _VERDICTS: Mapping[tuple[str, str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("response_0", "response_1", "better_response_id"): (("0",), ("1",)),
     ("response1", "response2", "overall_preference"): (("-3", "-2", "-1"), ("1", "2", "3")),
     ("conversation_a", "conversation_b", "winner"): (("model_a",), ("model_b",)),
 }
-_WORKED = {"solution": "answer"}  # two answers: the one with its working is trained
+_WORKED = {"solution": "answer"}  # of two answers, the one with its working is trained
 
 
 @dataclass(frozen=True)
 class Form:
-    """One form of records: it is theirs if they have the parts `needs`. `kinds`: what `format` calls it. `asked`: the
-    parts of the question, one below the other. `is_plain`: the answer goes on where that text ends, in no template."""
+    """One form of records, recognised by the parts that it `needs`. `kinds`: its names in `format`. `asked`: the parts
+    of the question, joined by newlines. `is_plain`: the answer continues the question's text, without a template."""
 
     name: str
     kinds: tuple[str, ...]
@@ -69,11 +69,11 @@ class Form:
     is_plain: bool = False
 
     def fits(self, found: Mapping[str, tuple[str, ...]]) -> bool:
-        """True where a record with these keys, by part, has all that it needs."""
+        """True if a record with these keys, by part, has all the needed parts."""
         return all(found[part] for part in self.needs)
 
 
-# Where several fit, it is the one of whose parts `columns` names most, then the first.
+# If several fit: the one with most parts named in `columns`, then the first.
 _FORMS = (
     Form("chat records", ("chat", "sharegpt"), ("messages",)),
     Form("instruction records", ("completion", "chat"), ("prompt", "completion"), ("prompt", "input"), ("completion",),
@@ -89,12 +89,12 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Records(Format):
-    """A format whose documents are a field of records: the one that the source's `text_key` names."""
+    """A format whose documents come from a field of records: the source's `text_key`."""
 
-    noun: str = "key"  # what messages call a field
+    noun: str = "key"  # the word for a field in messages
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        """Every record of a file, one at least, after what messages call its place."""
+        """Every record of a file, at least one, preceded by its place for messages."""
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
@@ -108,7 +108,7 @@ class Records(Format):
                 )
                 yield from examples.beside_others(answer for each in answers for answer in each)
                 return
-            whole: Parts | None = None  # of the last record that was an example
+            whole: Parts | None = None  # parts of the last record that was an example
             for where, record in records:
                 parts = _known(record, source, known)
                 if parts is None and whole is not None:
@@ -129,12 +129,12 @@ class Records(Format):
         return {"text_key": source.text_key, **{name: value for name, value in of_examples.items() if value}}
 
 
-# ---- what the columns mean -------------------------------------------------------------------------------------------
+# ---- the meaning of columns ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The keys of a record that make an example of `form`. `beside`: keys of a system text, tools and their like."""
+    """The keys of a record that make an example of `form`. `beside`: keys of a system text, tools and the like."""
 
     form: Form
     turns: str | None = None
@@ -143,19 +143,19 @@ class Parts:
     is_plain: bool = False
     beside: Mapping[str, str] = field(default_factory=dict)
     label: str | None = None
-    verdict: str | None = None  # which of the answers is better
+    verdict: str | None = None  # the column with the better answer
     media: tuple[str, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All of them."""
+        """All keys of the example."""
         of_answers = (*self.answers, self.label, self.verdict)
         named = (self.turns, *self.asked, *of_answers, *self.beside.values(), *self.media)
         return tuple(key for key in named if key is not None)
 
 
 def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], Parts | None]) -> Parts | None:
-    """The parts of a record that make its document, noted for others with the same keys, and in `source.read`."""
+    """The parts of a record that make its document, cached for records with the same keys, also in `source.read`."""
     names = tuple(record)
     if names in known:
         return known[names]
@@ -166,19 +166,19 @@ def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, 
 
 
 def parts_of(names: Collection[str], source: Source) -> Parts | None:
-    """Which keys make an example of records with these `names`; None where they are texts, or nothing known. Raises
-    `UserError` where `source` names a key that is not there."""
+    """The keys that make an example of records with these `names`; None for texts and unknown records. Raises
+    `UserError` if `source` names a missing key."""
     columns, kind = source.columns, source.format if source.format in RECORD_KINDS else None
     if kind is None and not columns and source.text_key in names and not source.pairs:
         return None
     for part, key in columns.items():
-        if key not in names and part not in (*_BESIDE, "input"):  # which a record may be without
+        if key not in names and part not in (*_BESIDE, "input"):  # optional parts
             raise UserError(
                 f"{source.label}.columns.{part}: no record has {key!r}; they have {_listed(names)}",
                 fix=f"name one of them, or leave {source.label}.columns out",
             )
     found = _found(names, columns)
-    several = {"answered"} if len(found["answered"]) > 1 else set()  # which of them is meant?
+    several = {"answered"} if len(found["answered"]) > 1 else set()  # ambiguous
     fitting = [form for form in _FORMS if form.fits(found) and (kind or form.kinds[0]) in form.kinds]
     fitting = [form for form in fitting if several.isdisjoint(form.needs)]
     of_pairs = [form for form in fitting if source.pairs and form.answers == _PAIR]
@@ -208,11 +208,11 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
     )
 
 
-_BROAD = {"prompt": "asked", "completion": "answered"}  # what `columns` names takes the place of all that is like it
+_BROAD = {"prompt": "asked", "completion": "answered"}  # a name in `columns` replaces all columns like it
 
 
 def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Each part -> its keys: by `columns`, else by their names."""
+    """Each part -> its keys: from `columns`, else by their names."""
     names = list(names)
     by_name = {name.lower(): name for name in reversed(names)}
     found = {part: tuple(by_name[name] for name in known if name in by_name) for part, known in _NAMES.items()}
@@ -231,7 +231,7 @@ def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[
 
 
 def _better(record: Mapping[str, object], parts: Parts) -> int | None:
-    """Which of the two answers is the better one, 0 or 1; None where neither is."""
+    """The better of the two answers, 0 or 1; None if neither is."""
     assert parts.verdict is not None
     said = str(record[parts.verdict]).strip().lower().removesuffix(".0")
     verdicts = _VERDICTS[parts.answers[0].lower(), parts.answers[1].lower(), parts.verdict.lower()]
@@ -239,7 +239,7 @@ def _better(record: Mapping[str, object], parts: Parts) -> int | None:
 
 
 def _is_decided(record: Mapping[str, object], source: Source, parts: Parts | None) -> bool:
-    """True where a record is to be trained; one that prefers neither answer is counted."""
+    """True if a record is trained; a record that prefers neither answer is counted."""
     if parts is None or parts.verdict is None or _better(record, parts) is not None:
         return True
     source.undecided[parts.verdict] += 1
@@ -252,7 +252,7 @@ def _is_decided(record: Mapping[str, object], source: Source, parts: Parts | Non
 def example_of(
     record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None
 ) -> Example | Preference | None:
-    """The example, or the pair of two, that a record is; None for a text. Raises `UserError`, naming the place."""
+    """The example, or the pair of two, in a record; None for a text. Raises `UserError`, naming the place."""
     parts = parts or parts_of(record, source)
     if parts is None:
         if source.format in RECORD_KINDS:
@@ -265,7 +265,7 @@ def example_of(
     beside = {part: record.get(key) for part, key in parts.beside.items()}
     if parts.turns:
         example = examples.chat(where, record[parts.turns], train_on=source.train_on, **beside)
-        if beside.get("system") and words(example.turns[0]) != beside["system"]:  # a turn says another
+        if beside.get("system") and words(example.turns[0]) != beside["system"]:  # a turn contains another system text
             source.read[tuple(record)] = tuple(key for key in parts.keys if key != parts.beside["system"])
         return example
     asked = _question(record, parts, where)
@@ -280,8 +280,8 @@ def example_of(
 
 
 def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
-    """The question: each text once, one below the other. A `prompt` in which all the others stand says it alone,
-    unless it ends with the answer. None where nothing is asked."""
+    """The question: its distinct texts joined by newlines, or its turns; None for two answers without a question. A
+    `prompt` that contains all other texts stands alone, unless it ends with the answer."""
     given = [record[key] for key in parts.asked if record[key] not in (None, "")]
     if len(given) == 1 and isinstance(given[0], str | list | tuple | Mapping):
         return given[0]
@@ -300,7 +300,7 @@ def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:
 
 
 def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Parts | None = None) -> Iterator[Rated]:
-    """The rated answer that a record is, or the two of a pair. Raises `UserError`, naming the place."""
+    """The rated answer in a record, or the two of a pair. Raises `UserError`, naming the place."""
     found = example_of(record, source, where, parts)
     if isinstance(found, Preference):
         yield from (Rated(found.first, desirable=True), Rated(found.second, desirable=False))
@@ -322,7 +322,7 @@ def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Pa
 
 
 def _check_complete(record: Mapping[str, object], whole: Parts, source: Source, where: str, noun: str) -> None:
-    """Raises `UserError` for a record that is neither a text nor, as the one with `whole` before it, an example."""
+    """Raise `UserError` for a record that is no text and lacks keys of the earlier example with `whole`."""
     missing = [key for key in whole.keys if key not in record]
     if missing and source.text_key not in record:
         raise UserError(
@@ -333,7 +333,7 @@ def _check_complete(record: Mapping[str, object], whole: Parts, source: Source, 
 
 
 def text_of(record: Mapping[str, object], source: Source, where: str, noun: str) -> str:
-    """The string under the source's `text_key`. Raises UserError, naming the place and the keys that there are."""
+    """The string under the source's `text_key`. Raises `UserError`, naming the place and the existing keys."""
     text = record.get(source.text_key)
     if not isinstance(text, str):
         kind = examples.kind_of(text) if source.text_key in record else None
@@ -342,15 +342,14 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
 
 
 def given(value: Any) -> Any:
-    """`value` without the keys that are null inside of it: where records of a table have objects, each is given the
-    keys of all others."""
+    """`value` without the null keys inside: in tables, each object has the keys of all others."""
     if isinstance(value, dict):
         return {key: given(each) for key, each in value.items() if each is not None}
     return [given(each) for each in value] if isinstance(value, list) else value
 
 
 def check_plain(files: FileList) -> None:
-    """Raises `UserError` for what the source of files without records says of records."""
+    """Raise `UserError` for record settings on a source whose files have no records."""
     source, plain = files.source, Source("", "")
     for setting in ("columns", "text_key", "train_on"):
         if getattr(source, setting) != getattr(plain, setting):
@@ -361,7 +360,7 @@ def check_plain(files: FileList) -> None:
 
 
 def check_used(source: Source, *, are_examples: bool) -> None:
-    """Raises `UserError` for what `source` says of records, which were read, that none of them has a use for."""
+    """Raise `UserError` for record settings of `source` that none of the records read uses."""
     names = dict.fromkeys(name for names in source.read for name in names)
     keys = {f"columns.{part}": key for part, key in source.columns.items()}
     keys |= {"text_key": source.text_key} if source.text_key != Source.text_key else {}
@@ -380,11 +379,11 @@ def check_used(source: Source, *, are_examples: bool) -> None:
         )
 
 
-# ---- what is said of them --------------------------------------------------------------------------------------------
+# ---- messages about records ------------------------------------------------------------------------------------------
 
 
 def conversation_of(names: Collection[str]) -> tuple[Form, tuple[str, ...]] | None:
-    """The form of records of these keys that are chat, preference or instruction data, and the keys that say so."""
+    """The form of chat, preference or instruction records with these keys, and the keys that identify it."""
     found = _found(names, {})
     form = next((form for form in _FORMS if form.fits(found)), None)
     keys = {key for part in (*form.needs, *form.asked, *_BESIDE) for key in found[part]} if form else ()
@@ -392,8 +391,8 @@ def conversation_of(names: Collection[str]) -> tuple[Form, tuple[str, ...]] | No
 
 
 def columns_read(files: FileList, by_template: tuple[str, ...] = ()) -> tuple[str, tuple[str, ...]]:
-    """The lines about the columns of files that were read: those that were left out, also of turns `by_template`, and
-    a warning for each kind of record of which one side is trained, as a text."""
+    """The report on the columns of files that were read: a line about the unused ones, including keys of turns not used
+    `by_template`, and a warning for each kind of record read as a text with one side only."""
     read, key = files.source.read, files.source.text_key
     used = dict.fromkeys(name for names in read.values() for name in names)
     unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in keys)
@@ -420,7 +419,7 @@ def columns_read(files: FileList, by_template: tuple[str, ...] = ()) -> tuple[st
 def no_text(
     names: Iterable[str], source: Source, where: str, *, kind: str | None = None, likely: str | None, noun: str
 ) -> UserError:
-    """That `text_key` is none of `names`, or holds `kind`, which is no string; `likely`: the one that may be meant."""
+    """The error that `text_key` is none of `names`, or holds `kind`, which is no string; `likely`: the probable key."""
     names = list(names)
     if conversation := conversation_of(names):
         # No key is advised: any of them would train on the answers, or the prompts, alone.
@@ -448,7 +447,7 @@ def _columns(source: Source) -> str:
 
 
 def _fix(source: Source, likely: str | None, noun: str, names: Collection[str]) -> str:
-    """As it would be typed, where one key looks like the text."""
+    """The advice as it would be typed, if one key looks like the text."""
     if likely is None:
         of_two = f"; where one asks and another answers, {_columns(source)}" if len(names) > 1 else ""
         return f"{source.named('text_key')} names the {noun} that holds the text{of_two}"

@@ -1,6 +1,6 @@
 """Packed rows: the index from a row to its pieces, and the batches of a data rank.
 
-The index lies memory-mapped in the cache, so that opening it costs nothing and any row is found at once.
+The index is memory-mapped from the cache, so opening it costs nothing and any row is found at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,7 +47,7 @@ class RowIndex:
 
     @classmethod
     def join(cls, parts: Sequence["RowIndex"]) -> "RowIndex":
-        """The rows of one part after those of the other."""
+        """Concatenate the rows of the parts."""
         ends = np.cumsum([len(part.pieces) for part in parts])
         offsets = [part.offsets[1:] + end - len(part.pieces) for part, end in zip(parts, ends, strict=True)]
         pieces = {name: np.concatenate([vars(part.pieces)[name] for part in parts]) for name in vars(parts[0].pieces)}
@@ -55,7 +55,7 @@ class RowIndex:
 
     @classmethod
     def load(cls, folder: Path) -> "RowIndex":
-        """The saved index, mapped. Raises OSError, EOFError or ValueError if it is not whole."""
+        """The saved index, mapped. Raises `OSError`, `EOFError` or `ValueError` if it is incomplete."""
         names = ("start", "length", "has_next", "offsets")
         start, length, has_next, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
         if not len(start) == len(length) == len(has_next) == int(offsets[-1]):
@@ -66,10 +66,10 @@ class RowIndex:
 def build_index(
     stores: Sequence[TokenStore], start: Int64s, length: Int64s, *, seq_length: int, packing: bool
 ) -> tuple[RowIndex, RowCounts]:
-    """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`, and what was cut, left out and padded."""
+    """The rows of the spans (`start`, `length`: int64 [spans]) of `stores`; counts of cuts, omissions and padding."""
     spans, is_pair = len(start), are_pairs(stores, start)
     fits = ~is_pair | (length <= seq_length)
-    start, length = (start, length) if fits.all() else (start[fits], length[fits])  # large, where documents are many
+    start, length = (start, length) if fits.all() else (start[fits], length[fits])  # large arrays with many documents
     is_example, is_long = are_examples(stores, start), length > seq_length
     cut = pieces_of(start, np.where(is_example, np.minimum(length, seq_length), length), seq_length)
     targets = trained_targets(stores, cut)
@@ -106,7 +106,7 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The rows of one side, training or validation: those of the first pool, of the second and so on."""
+    """The rows of one side, training or validation: those of the first pool, then of the second, and so on."""
 
     index: RowIndex
     stores: tuple[TokenStore, ...]
@@ -121,21 +121,21 @@ class PackedRows:
 
     @property
     def largest_token(self) -> int:
-        """The largest number of the tokens that it reads from."""
+        """The largest token id in its stores."""
         return max(store.largest for store in self.stores)
 
     @property
     def epoch_rows(self) -> Fraction:
-        """Rows of an epoch, in the long run: one pass over the pool with the largest weight, and its part of others."""
+        """Average rows per epoch: one pass over the pool with the largest weight, and the share of the others."""
         return self._order.per_epoch
 
     def epochs(self, rows: int) -> float:
-        """How many epochs so many rows are."""
+        """The number of epochs in `rows` rows."""
         return float(rows / self.epoch_rows)
 
     @property
     def tokens_per_row(self) -> float:
-        """Real input tokens of a row, on average over what `batch` gives in the long run."""
+        """Average real input tokens per row, over the long-run output of `batch`."""
         rows = sum(Fraction(pool.weight) * pool.rows for pool in self.pools)
         tokens = sum(Fraction(pool.weight) * pool.tokens for pool in self.pools)
         return float(tokens / rows)
@@ -178,10 +178,9 @@ class PackedRows:
         max_tokens: int | None = None,
         only: Sequence[int] | Int64s | None = None,
     ) -> Iterator[MicroBatch]:
-        """Every row once in file order, for evaluation, or each of `only`. The rows are dealt as in `batch`; every rank
-        gets equally many micro batches, the last filled with rows of padding. Stops with the row that reaches
-        `max_tokens` input tokens.
-        """
+        """Every row once in file order, for evaluation, or each of `only`. The rows are distributed as in `batch`;
+        every rank gets equally many micro batches, the last filled with rows of padding. Stops with the row that
+        reaches `max_tokens` input tokens."""
         chosen = range(self.rows_within(max_tokens)) if only is None else only
         for first in range(0, len(chosen), data_ranks * micro_batch_size):
             mine = range(first + data_rank * micro_batch_size, first + (data_rank + 1) * micro_batch_size)
@@ -193,7 +192,7 @@ class PackedRows:
         return [self._order[place] for place in places]
 
     def rows_within(self, max_tokens: int | None) -> int:
-        """How many rows, in file order, hold `max_tokens` input tokens (all of them for None)."""
+        """Number of rows, in file order, that contain `max_tokens` input tokens (None: all rows)."""
         if max_tokens is None:
             return len(self)
         before = np.cumsum(self.row_tokens) - self.row_tokens
@@ -208,7 +207,7 @@ class PackedRows:
         return np.add.reduceat(lengths, self.index.offsets[:-1])
 
     def rows(self, rows: Sequence[int | None], *, row_multiple: int) -> MicroBatch:
-        """The micro batch of these rows; None stands for a row of padding."""
+        """The micro batch of these rows; None is a row of padding."""
         length = -(-self.seq_length // row_multiple) * row_multiple
         contents = [[] if row is None else self._pieces(row) for row in rows]
         numbers = np.array([-1 if row is None else row for row in rows], np.int64)
@@ -231,7 +230,7 @@ class PackedRows:
         return [piece for span in spans for piece in self._sequences(*span)]
 
     def _sequences(self, number: int, start: int, length: int, has_next: bool) -> list[Piece]:
-        """The sequence of a piece, or the two of a pair of answers, which have its number."""
+        """The sequence of a piece, or the two of a pair of answers, which share its number."""
         which = int(store_at(self._bases, start))
         store, at = self.stores[which], start - int(self._bases[which])
         if store.meta.pairs and store.trained is not None:

@@ -1,6 +1,6 @@
-"""The first rows of a run as the model will see them, and how long its documents are: what `fivefold data` shows.
+"""The first rows of a run as the model will see them, and the lengths of its documents: the output of `fivefold data`.
 
-On a terminal trained tokens are green and context is dim; elsewhere what is trained stands in `[[` and `]]`.
+On a terminal trained tokens are green and context is dim; elsewhere trained text is enclosed in `[[` and `]]`.
 """
 
 import json as json_format
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BAR = 40  # characters of the longest bar
-_MOST = 2000  # characters of a document that are shown
+_MOST = 2000  # displayed characters of a document
 _SAMPLE = 100_000  # pieces whose trained tokens are counted
 
 
@@ -36,8 +36,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of one, in a row; `cut`: more than `_MOST` characters, of which the first are here.
-    `answer`: what it is called, of a pair."""
+    """A document, or a piece of one, in a row. `cut`: longer than `_MOST` characters and truncated here. `answer`: its
+    label within a pair."""
 
     parts: tuple[Part, ...]
     tokens: int
@@ -57,8 +57,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class DataReport:
-    """`lines`: what the header of a run says of its data. `rows`: the first ones of training. `lengths`: of pieces,
-    `trained`: of their trained tokens, where there are examples."""
+    """`lines`: the lines about data in the header of a run. `rows`: the first rows of training. `lengths`: of pieces,
+    `trained`: of their trained tokens, if there are examples."""
 
     lines: tuple[str, ...]
     rows: tuple[tuple[Document, ...], ...]
@@ -71,7 +71,7 @@ class DataReport:
         return json_format.dumps(asdict(self), indent=2, ensure_ascii=False)
 
     def show(self, console: "Console") -> None:
-        """For people."""
+        """Print the report."""
         from rich.text import Text
 
         def say(text: str | Text = "") -> None:
@@ -95,7 +95,7 @@ class DataReport:
 
 
 def examine(data: PreparedData, rows: int) -> DataReport:
-    """The first `rows` rows in the order of training, and the lengths of all."""
+    """The first `rows` rows in training order, and the lengths of all."""
     pieces, train = data.train.index.pieces, data.train
     tokenizer = data.tokenizer.load()
     return DataReport(
@@ -110,7 +110,7 @@ def examine(data: PreparedData, rows: int) -> DataReport:
 
 
 def buckets(lengths: Sequence[int] | Any) -> tuple[Bucket, ...]:
-    """How many of the lengths are 1, 2, 3 to 4, 5 to 8, and so on, from the least to the most."""
+    """Count the lengths of 1, 2, 3 to 4, 5 to 8, and so on, from the least to the greatest."""
     upper = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     first, last = (int(upper.min()), int(upper.max())) if len(upper) else (0, -1)
     counts = np.bincount(upper, minlength=last + 1)
@@ -118,7 +118,7 @@ def buckets(lengths: Sequence[int] | Any) -> tuple[Bucket, ...]:
 
 
 def _trained(rows: PackedRows) -> list[int]:
-    """Trained targets of pieces, of the first rows."""
+    """Trained targets of pieces in the first rows."""
     found: list[int] = []
     for row in range(len(rows)):
         if len(found) >= _SAMPLE:
@@ -129,7 +129,7 @@ def _trained(rows: PackedRows) -> list[int]:
 
 
 def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any, str]]:
-    """Tokens and labels of each piece of one row, and which answer of a pair it is; the padding left out."""
+    """Tokens and labels of each piece of one row, and its label within a pair; without padding."""
     for start, end in pairwise(batch.cu_seqlens.tolist()):
         if start < batch.tokens:
             number = -1 if batch.answers is None else int(batch.answers[0, start:end].max())
@@ -138,7 +138,7 @@ def _pieces(batch: MicroBatch) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _called(number: int, batch: MicroBatch) -> str:
-    """An answer of a pair."""
+    """The label of an answer within a pair."""
     if batch.desirable is None:
         return ("chosen", "rejected")[number % 2]
     return "answer to another prompt" if number % 2 else "desirable" if batch.desirable[number // 2] else "undesirable"
@@ -146,7 +146,7 @@ def _called(number: int, batch: MicroBatch) -> str:
 
 def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
     for ids, labels, answer in _pieces(batch):
-        # A token is trained where it is the target of the one before. That behind a row's end is not in it.
+        # A token is trained if it is the target of the one before; the target of a row's last token is not shown.
         flags = [False, *(labels[:-1] != IGNORE).tolist()]
         parts, length = [], 0
         for trained, group in groupby(zip(ids.tolist(), flags, strict=True), key=lambda each: each[1]):

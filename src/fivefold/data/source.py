@@ -1,4 +1,4 @@
-"""The origin of documents: a source of the run file, the files it names, and what a format must know to read them."""
+"""The source of documents: an entry of the run file, its files, and the interface of formats."""
 
 import glob
 import json
@@ -19,32 +19,32 @@ from fivefold.core.files import expanded
 from fivefold.data.compression import ending, is_compressed, opened
 from fivefold.data.examples import Document, TrainOn
 
-HUB = "hub:"  # how an address of the Hugging Face hub begins
-# What `format` may say of records instead of how their file is written.
+HUB = "hub:"  # prefix of an address of the Hugging Face hub
+# Values of `format` that describe records instead of their file format.
 RECORD_KINDS = ("chat", "completion", "preference", "alpaca", "sharegpt")
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
     "folders or globs of them, and hub:org/name"
 )
-# What lies beside texts and is none: the card and the notes of a dataset.
+# Files next to texts that are no texts: the card and the notes of a dataset.
 _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-# What the parts of a dataset are called in the names of its files and folders, as `datasets` reads them.
+# Names of the splits of a dataset in its file and folder names, as `datasets` reads them.
 _WORDS = re.compile(r"[a-z]+")
 _HELD_OUT = {"test", "testing", "eval", "evaluation", "validation", "valid", "dev", "val"}
-_SHRINKS = 4  # times: text that is packed, roughly
-_HEAD = 8192  # bytes by which a file of an unknown kind is judged
+_SHRINKS = 4  # approximate compression factor of text
+_HEAD = 8192  # bytes that decide if a file of an unknown kind is text
 
 
 @dataclass(frozen=True)
 class Source:
     """One entry of `data.train` or `data.validation`.
 
-    `label` is how messages name it: `data.train`, or `data.train[1]` where there are several. `columns`: standard name
-    of a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`, `label`) ->
-    the key that holds it. `pairs`: where records have two answers, these are meant, not a conversation or a text beside
-    them. `rates`: records are answers that are desirable or not. `read`: the keys of records that were read -> those
-    of them that documents are made of. `undecided`: how many records prefer neither answer, by the key that says so.
+    `label` is its name in messages: `data.train`, or `data.train[1]` if there are several. `columns`: standard name of
+    a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`, `label`) -> its
+    key in the records. `pairs`: prefer two answers to a conversation or a text in the same records. `rates`: records
+    are answers that are desirable or not. `read`: the keys of records read so far -> the keys used for documents.
+    `undecided`: number of records that prefer neither answer, by verdict column.
     """
 
     path: str
@@ -59,17 +59,17 @@ class Source:
     undecided: Counter[str] = field(default_factory=Counter, compare=False)
 
     def at(self, path: Path) -> str:
-        """How messages name a file of it."""
+        """The name of one of its files in messages."""
         return f"{self.label}: {path}"
 
     def named(self, key: str) -> str:
-        """The key of this source, as messages call it."""
+        """The name of a key of this source in messages."""
         return f"{self.label}.{key}"
 
     def option(self, key: str, value: str) -> str:
-        """`key=value` for this source, as it is typed behind `fivefold train`: quoted for YAML and for the shell."""
+        """`key=value` for this source, as typed after `fivefold train`: quoted for YAML and for the shell."""
         plain = value if _reads_back(value) else json.dumps(value, ensure_ascii=False)
-        source = _INDEX.sub(r".\1", self.label)  # brackets mean something to shells
+        source = _INDEX.sub(r".\1", self.label)  # brackets are special in shells
         return shlex.quote(f"{source}.{key}={plain}")
 
 
@@ -82,24 +82,24 @@ def _reads_back(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of file becomes documents. A new one is a file in `formats/`: a subclass and an instance."""
+    """Converts one kind of file to documents. A new one is a file in `formats/`: a subclass and an instance."""
 
     name: str
     suffixes: tuple[str, ...] = ()
-    holds_tokens: bool = False  # a token store, used as it is
+    holds_tokens: bool = False  # a token store, used unchanged
 
     def matches(self, path: Path) -> bool:
-        """True where `format: auto` reads `path` with this format."""
+        """True if `format: auto` reads `path` with this format."""
         return ending(path) in self.suffixes
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
-        """The documents of one file, in file order. Raises UserError naming the file and the row (from 1)."""
+        """The documents of one file, in file order. Raises `UserError` naming the file and the row (from 1)."""
         raise NotImplementedError
 
     def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:
-        """The files behind a `path` that is more than a file (a virtual corpus, a folder with a meaning), else None.
+        """The files of a `path` that is more than a file (a virtual corpus, a special folder), else None.
 
-        `root` is the cache's folder, for what has to be found out only once.
+        `root` is the cache's folder, for results to look up only once.
         """
         return None
 
@@ -108,21 +108,21 @@ class Format:
         return file_digest(path, root)
 
     def is_packed(self, path: Path) -> bool:
-        """True where a file takes less room than its text."""
+        """True if a file is smaller than its text."""
         return is_compressed(path)
 
     def size(self, path: Path) -> int:
-        """Bytes of one file's text, roughly: for progress."""
+        """Approximate bytes of one file's text, for progress."""
         return path.stat().st_size * (_SHRINKS if self.is_packed(path) else 1)
 
     def options(self, source: Source) -> dict[str, str]:
-        """The options that change what `documents` gives: part of the cache key."""
+        """The options that change the result of `documents`: part of the cache key."""
         return {}
 
 
 @dataclass(frozen=True)
 class FileList:
-    """The files of one source, each with its format, in the order in which their documents stand; what was left out."""
+    """The files of one source, each with its format, in the order of their documents; and the files left out."""
 
     source: Source
     files: tuple[tuple[Path, Format], ...]
@@ -130,7 +130,7 @@ class FileList:
 
     @property
     def store(self) -> Path | None:
-        """The token store, if that is what the source is."""
+        """The token store, if the source is one."""
         return self.files[0][0] if self.files[0][1].holds_tokens else None
 
     @property
@@ -140,7 +140,7 @@ class FileList:
 
 
 def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
-    """The files `source` names. Raises UserError for what is not there, what no format reads."""
+    """The files that `source` names. Raises `UserError` for missing files, and files that no format reads."""
     path = expanded(source.path)
     is_named = source.format not in ("auto", *RECORD_KINDS)
     formats = [_named_format(source, formats)] if is_named else formats
@@ -171,7 +171,7 @@ def _named_format(source: Source, formats: Sequence[Format]) -> Format:
 
 
 def _of_one_split(files: FileList) -> FileList:
-    """`files`, those of a folder. Raises `UserError` where `datasets` would take some to train and others to test."""
+    """Return `files`, those of a folder. Raises `UserError` if `datasets` would train on some and test on others."""
     root = expanded(files.source.path)
     parts = [(path, set(_WORDS.findall(str(path.relative_to(root)).lower()))) for path, _ in files.files]
     held = next((path for path, words in parts if words & _HELD_OUT and "train" not in words), None)
@@ -203,7 +203,7 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _check_folders(source: Source, folders: list[Path], files: list[Path]) -> None:
-    """Raises `UserError` for a folder that a glob matches without the files in it."""
+    """Raise `UserError` for a folder that a glob matches without the files in it."""
     for folder in folders:
         if (inner := _walk(folder)) and not set(inner) & set(files):
             raise UserError(
@@ -215,7 +215,7 @@ def _check_folders(source: Source, folders: list[Path], files: list[Path]) -> No
 def _pick(
     source: Source, paths: list[Path], formats: Sequence[Format], *, is_folder: bool = False, is_named: bool = False
 ) -> FileList:
-    """A format for each file; the one of `formats` where it `is_named`. Other files of a folder are left out and
+    """Pick a format for each file; the first of `formats` if it `is_named`. Other files of a folder are left out and
     counted."""
     picked: list[tuple[Path, Format]] = []
     left_out: list[Path] = []
@@ -223,7 +223,7 @@ def _pick(
         form = next((each for each in formats if is_named or each.matches(path)), None)
         if is_folder and path.name.lower() in _BESIDE:
             form = None
-        if (form or not is_folder) and not path.is_file():  # the text is read more than once, and by each worker
+        if (form or not is_folder) and not path.is_file():  # a pipe cannot be read repeatedly, by each worker
             is_lost = f"is a link to {os.path.realpath(path)}, which does not exist"
             what = f"{source.at(path)} {'is no file but a pipe or a device' if path.exists() else is_lost}"
             raise UserError(what, fix="write its text to a file, and name that", more=MORE)
@@ -258,15 +258,15 @@ def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError
 
 
 def not_utf8(where: str, error: UnicodeDecodeError, offset: str, *, fix: str = "write the file as UTF-8") -> UserError:
-    """The error of a byte that is in no text; `offset`: its place."""
+    """The error for an invalid byte; `offset`: its place."""
     return UserError(f"{where}: not UTF-8: byte 0x{error.object[error.start]:02x} at {offset}", fix=fix)
 
 
 def no_documents(where: str, what: str = "the file is empty") -> UserError:
-    """The error of a file that gives nothing."""
+    """The error for a file without documents."""
     return UserError(f"{where}: {what}", fix="remove it, or name the files with a glob")
 
 
 def is_binary(head: bytes) -> bool:
-    """True where the beginning of a file is not text: no UTF-8, nor one of the encodings that know no NUL."""
+    """True if the beginning of a file is not text: neither UTF-8 nor another encoding without NUL."""
     return b"\0" in head

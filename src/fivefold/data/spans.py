@@ -1,11 +1,11 @@
-"""Which characters of a conversation, as a chat template writes it, the assistant said.
+"""The characters of a rendered conversation that the assistant says.
 
 A template writes turn after turn in a loop. `numbered` changes it so that each round of that loop begins with a mark,
-the number of its turn. Without the marks the text must be the one that the template writes by itself; with them it says
-where each turn begins and ends, whatever the template makes of the end of a turn that others follow.
+the number of its turn. Without the marks the text must equal the template's own; the marks show where each turn begins
+and ends, even if the template ends a turn differently when others follow.
 
-An answer begins where the question for one (`add_generation_prompt`) ends. What the template makes of another answer
-in its place, a probe, tells what stands in front of the words and behind them, and that they are written at all.
+An answer begins where its generation prompt (`add_generation_prompt`) ends. Rendering a probe in place of an answer
+shows what the template writes before and after the words, and that it writes them at all.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 
-Turn = Mapping[str, Any]  # as templates take it: role, content, and what else a template reads (tool_calls, ...)
+Turn = Mapping[str, Any]  # in the form of templates: role, content, and other keys (tool_calls, ...)
 Span = tuple[int, int]  # characters, the end excluded
 Write = Callable[..., tuple[str, list[Span]]]
 
@@ -30,18 +30,18 @@ _LOOP = re.compile(
     r"|\{%[-+]?\s*(?P<word>for|endfor)\b(?:\s+(?P<each>\w+)\s+in\b)?(?P<over>.*?)(?P<close>[-+]?%\})",
     re.DOTALL,
 )
-_HEAD = 8  # characters that tell how an answer begins
-_FEW = 4  # answers that are each asked for; of more, one after each kind of turn
+_HEAD = 8  # characters that identify the beginning of an answer
+_FEW = 4  # up to this many answers each get a prompt rendered; beyond, one per kind of turn before
 _FIX = "put {% generation %} and {% endgeneration %} around the answer in the template"
 
 
 class Endless(UserError):
-    """A template takes more time or memory than any conversation needs: it is not tried otherwise."""
+    """A template takes more time or memory than any conversation needs: no other rendering is tried."""
 
 
 @lru_cache(64)
 def numbered(source: str) -> str:
-    """A template whose outermost loops begin each round with the mark of the turn, if it is one, that they are at."""
+    """A template whose outermost loops begin each round with the mark of the current turn, if they loop over turns."""
     depth = 0
 
     def with_mark(tag: re.Match[str]) -> str:
@@ -51,7 +51,7 @@ def numbered(source: str) -> str:
             return tag[0]
         by_index = re.search(rf"\w+\[{tag['each']}\]", source[tag.end() :]) if "range(" in tag["over"] else None
         turn, opened = by_index[0] if by_index else tag["each"], tag[0].removesuffix(tag["close"])
-        # Whether the space behind a tag is written is told by its last characters, which are another tag's now.
+        # The end of a tag controls the space after it; that end now belongs to the added tag.
         return f"{opened}%}}{{% if true %}}{{{{ {turn}['{_NUMBER}'] }}}}{{% endif {tag['close']}"
 
     return _LOOP.sub(with_mark, source)
@@ -60,12 +60,12 @@ def numbered(source: str) -> str:
 def find_spans(
     write: Write, turns: Sequence[Turn], *, name: str, encloses: bool = False
 ) -> tuple[str, dict[int, list[Span]]]:
-    """The text of a conversation, and of each of the assistant's turns the characters that it says, with those that end
-    its turn. Where the template `encloses` answers in `{% generation %}`, they are what it encloses, and may be several
-    spans of a turn.
+    """The text of a conversation, and for each assistant turn the spans of its words, including the characters that end
+    the turn. If the template `encloses` answers in `{% generation %}`, the spans are the enclosed ones, possibly
+    several per turn.
 
-    `write(turns, answer=False, is_numbered=False)` writes turns, by the template or by its `numbered` form, and says
-    what is enclosed. `name`: of the template, for messages. Raises `UserError` where a turn is not to be told.
+    `write(turns, answer=False, is_numbered=False)` renders turns, with the template or its `numbered` form, and returns
+    the enclosed spans. `name`: of the template, for messages. Raises `UserError` if a turn cannot be located.
     """
     text, enclosed = write(turns)
     own = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -94,8 +94,8 @@ def find_spans(
 
 @dataclass(frozen=True)
 class _Written:
-    """What a template has written: the text without marks, the place of each turn in it, and what `{% generation %}`
-    encloses, with the number of the turn that it is of."""
+    """A rendered conversation: the text without marks, the span of each turn in it, and the spans that the template
+    encloses in `{% generation %}`, each with the number of its turn."""
 
     text: str
     turns: Mapping[int, Span]
@@ -115,7 +115,7 @@ class _Written:
         stops = [*starts[1:], place(len(text))]
         numbers = [int(mark[1]) for mark in marks]
         owners = [([-1, *numbers][bisect_right(ends, first)], (place(first), place(last))) for first, last in enclosed]
-        # A template may go through the turns before it writes them: the last time counts.
+        # A template may loop over the turns before it writes them: the last loop counts.
         places = dict(zip(numbers, zip(starts, stops, strict=False), strict=True))
         return cls(_MARK.sub("", text), places, owners)
 
@@ -126,7 +126,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Answers:
-    """A conversation: `whole`, and with a `probe` in place of each answer, written where it is asked for."""
+    """A conversation: `whole`, and with a `probe` in place of each answer, rendered on demand."""
 
     write: Write
     turns: Sequence[Turn]
@@ -135,16 +135,16 @@ class _Answers:
 
     @cached_property
     def probe(self) -> _Written:
-        """With other words, and other names of tools."""
+        """The conversation with other words and other names of tools."""
         return self._probed(len(self.turns))
 
     def _probed(self, most: int) -> _Written:
-        """The first `most` turns."""
+        """Render the first `most` turns with probes."""
         own = (_probe(turn) if turn["role"] == "assistant" else turn for turn in self.turns[:most])
         return _Written.of(self.write, list(own))
 
     def question(self, number: int) -> str | None:
-        """The text behind the turns before an answer that asks for it; None where it does not take them so."""
+        """The generation prompt for an answer, after the turns before it; None if these cannot be rendered alone."""
         before, front = list(self.turns[:number]), self.whole.text[: self.whole.turns[number][0]]
         if all(turn["role"] in ("system", "developer") for turn in before):  # the assistant begins
             before.append({"role": "user", "content": PROBE})
@@ -153,7 +153,7 @@ class _Answers:
             asked = _Written.of(self.write, before, answer=True)
             if last < number and asked.text.startswith(front):
                 return asked.text[len(front) :]
-            # Something before is written otherwise now. The last turn before it may be as it is without later ones.
+            # An earlier part renders differently without the answer. The last turn before it may still be unchanged.
             said = _Written.of(self.write, [*before, self.turns[number]]).part(last)
             behind = asked.text[asked.turns[last][0] :]
         except Endless:
@@ -163,16 +163,16 @@ class _Answers:
         return behind.removeprefix(said) if behind.startswith(said) else None
 
     def begin(self, number: int, question: str | None) -> int:
-        """The first character of an answer: behind the question, or behind what both have in front of the words."""
+        """The first character of an answer: after the generation prompt, or after the common text before its words."""
         start, said = self.whole.turns[number][0], self.whole.part(number)
         if question is not None and said.startswith(question):
             return start + len(question)
         lead, is_there, _ = self.probe.part(number).partition(PROBE)
-        if not is_there:  # calls alone: as words would begin in their place
+        if not is_there:  # only calls: locate where words would begin instead
             words_alone = [*self.turns[:number], {"role": "assistant", "content": PROBE}]
             lead, is_there, _ = _Written.of(self.write, words_alone).part(number).partition(PROBE)
         lead = lead[: alike(lead, said)]
-        if question and question in lead:  # of the first turn, behind what a text begins with
+        if question and question in lead:  # first turn: after the beginning of the text
             return start + lead.index(question) + len(question)
         shared = len(lead) if question is None else alike(lead, question)
         if not (shared if question else is_there):
@@ -180,12 +180,12 @@ class _Answers:
         return start + shared
 
     def end(self, number: int) -> int:
-        """The end of a turn, with what ends it: the beginning of the next, behind an end in front of it (Jamba), or the
-        end of the text."""
+        """The end of a turn, including its end marker: the beginning of the next turn, after an end marker in front of
+        it (Jamba), or the end of the text."""
         start, stop = self.whole.turns[number]
         if number == len(self.turns) - 1:
             stop = len(self.whole.text) - len(self.asks_again)
-        elif not self.whole.part(number + 1):  # left out, or written within this one, as a tool's result by Gemma 4
+        elif not self.whole.part(number + 1):  # left out, or inside this turn, as a tool's result by Gemma 4
             until = self.write(self.turns[: number + 1])[0].rstrip()
             if not self.whole.text.startswith(until):
                 raise self._untold(number)
@@ -196,7 +196,7 @@ class _Answers:
 
     @cached_property
     def closing(self) -> str:
-        """What it writes behind the words of the last answer where no turn follows; empty where it says none."""
+        """The text after the words of the last answer if no turn follows; empty if there is none."""
         last = max(at for at, turn in enumerate(self.turns) if turn["role"] == "assistant")
         written = self.probe if last == len(self.turns) - 1 else self._probed(last + 1)
         _, is_there, tail = written.part(last).rpartition(PROBE)
@@ -204,7 +204,7 @@ class _Answers:
 
     @cached_property
     def asks_again(self) -> str:
-        """The question for another answer, where the template always writes it behind the last turn (Command A)."""
+        """The prompt for another answer, if the template always writes it after the last turn (Command A)."""
         lead, is_there, tail = self.probe.part(len(self.turns) - 1).partition(PROBE)
         at = tail.find(lead.strip()[:_HEAD]) if is_there and lead.strip() else -1
         if at < 0 or not self.whole.text.endswith(tail[at:]):
@@ -213,7 +213,7 @@ class _Answers:
         return tail[at:] if len(asked) - len(self.whole.text) < len(lead.strip()) else ""
 
     def check(self, number: int, said: str) -> None:
-        """Raises `UserError` where the template leaves out what the assistant says: an empty answer would be learnt."""
+        """Raise `UserError` if the template leaves out the assistant's words: an empty answer would be learnt."""
         called, says = _called(self.turns[number]), words(self.turns[number]).strip()
         if not called and says in said:
             return
@@ -260,6 +260,6 @@ def _probe(turn: Turn) -> Turn:
 
 
 def alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements at the front are the same."""
+    """The number of equal elements at the front."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))

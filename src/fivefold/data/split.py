@@ -1,16 +1,16 @@
-"""From documents to the pieces that rows are made of: the validation split, and the cut at `seq_length`.
+"""From documents to the pieces of rows: the validation split, and the cut at `seq_length`.
 
-    block   at most 16,384 tokens of a document, fewer where the text is short (the last block of a document is what is
-            left); goes to one side by the hash of its tokens
-    span    the longest run of blocks of one document that are on one side: what training sees as a document
+    block   at most 16,384 tokens of a document, fewer if the text is short (the last block of a document is the rest);
+            goes to one side by the hash of its tokens
+    span    the longest run of blocks of one document on one side: a document as training sees it
     piece   at most seq_length tokens of a span: never cut again, whole in one row
 
-An example, of a conversation or of a prompt with its answer, is one block and one piece: where it is longer than a row
-it loses its end. So is a pair of a chosen and a rejected answer, two sequences in one row; one that is longer than a
-row is left out.
+An example, of a conversation or of a prompt with its answer, is one block and one piece; if it is longer than a row it
+loses its end. So is a pair of a chosen and a rejected answer, two sequences in one row; if it is longer than a row it
+is left out.
 
-The label of a position is the next token of its span, also across a cut: a cut costs context but no target.
-Positions are tokens counted over all the stores of a side, one store after the other.
+The label of a position is the next token of its span, also across a cut: a cut costs context but no target. Positions
+are tokens counted over all the stores of a side, one store after the other.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from fivefold.data.store import BLOCK, TokenStore, block_hashes
 
 Int64s = NDArray[np.int64]
 
-_SMALLEST_BLOCK = 64  # tokens: less is no context to judge a model by
-_BLOCKS_HELD_OUT = 4  # at least, where the text allows: what is held out is then within an eighth of what was asked
-_NEAR = 0.1  # how far the plain threshold may be from what was asked before it is moved
-_MOST_TIMES = 4  # what is held out of a short text is at most so many times what was asked
+_SMALLEST_BLOCK = 64  # tokens: less context is not enough to judge a model
+_BLOCKS_HELD_OUT = 4  # at least, if the text allows: held-out tokens are then within an eighth of the request
+_NEAR = 0.1  # tolerated relative error of the plain threshold
+_MOST_TIMES = 4  # most tokens held out of a short text, as a multiple of the request
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Pieces:
-    """int64 start, int32 length, and whether the last position has a target, bool: [pieces]."""
+    """int64 start, int32 length, and a bool, true if the last position has a target: [pieces]."""
 
     start: Int64s
     length: NDArray[np.int32]
@@ -60,14 +60,14 @@ class Pieces:
 
 
 def block_size(tokens: int, fraction: float) -> int:
-    """Tokens of a block: a power of two, a quarter to an eighth of what is to be held out of `tokens` tokens."""
+    """Tokens of a block: a power of two, a quarter to an eighth of the tokens to hold out of `tokens`."""
     wanted = max(_SMALLEST_BLOCK, int(tokens * fraction) // _BLOCKS_HELD_OUT)
     return int(min(BLOCK, 2 ** (wanted.bit_length() - 1)))
 
 
 def blocks_of(stores: Sequence[TokenStore], size: int = BLOCK) -> Blocks:
     """The blocks of `size` tokens of the stores, as one sequence. A document of at most `size` tokens is one block, and
-    its hash is that of the document whatever the size."""
+    its hash is that of the document for any size."""
     offsets = [np.zeros(1, np.int64)]
     for store in stores:
         offsets.append(np.asarray(store.offsets[1:]) + offsets[-1][-1])
@@ -86,8 +86,8 @@ def _size_in(store: TokenStore, size: int) -> int:
 
 
 def _hashes(store: TokenStore, size: int) -> NDArray[np.uint64]:
-    """The hashes of the blocks of a store. Those of whole documents are there; a document that is cut finer is hashed
-    anew. An example has the hash of its first 16,384 tokens."""
+    """The hashes of the blocks of a store. Hashes of whole documents are stored; documents cut into smaller blocks are
+    hashed again. An example has the hash of its first 16,384 tokens."""
     lengths = np.diff(store.offsets)
     first = np.cumsum(-(-lengths // BLOCK)) - (-(-lengths // BLOCK))
     if store.meta.trained is not None:
@@ -112,16 +112,16 @@ def bases_of(stores: Sequence[TokenStore]) -> Int64s:
 
 
 def store_at(bases: Int64s, start: int | Int64s) -> Int64s:
-    """Which store the token at `start` is of, counted from 0; never an empty one."""
+    """The index of the store with the token at `start`; never an empty store."""
     return np.searchsorted(bases, start, side="right") - 1
 
 
 def held_out(blocks: Blocks, fraction: float) -> NDArray[np.bool_]:
-    """Which blocks are validation, bool [blocks]: those whose hash is below `fraction` of its range.
+    """A mask of the validation blocks, bool [blocks]: those whose hash is below `fraction` of its range.
 
-    Where that holds out more than a tenth more or less than was asked, which chance does to a short text, the threshold
-    moves to the hash that brings it nearest. Equal blocks have equal hashes and so stay on one side. If there are two
-    different blocks of two or more tokens each side gets one, unless one is more than four times what was asked.
+    If that misses the requested tokens by more than a tenth, as by chance with a short text, the threshold moves to the
+    hash that comes nearest. Equal blocks have equal hashes and so stay on one side. If there are two different blocks
+    of two or more tokens each side gets one, unless one is more than four times the request.
     """
     nothing = np.zeros(len(blocks.hash), np.bool_)
     candidates = np.unique(blocks.hash[blocks.length > 1])
@@ -138,8 +138,8 @@ def held_out(blocks: Blocks, fraction: float) -> NDArray[np.bool_]:
 
 
 def _nearest(blocks: Blocks, candidates: NDArray[np.uint64], wanted: float) -> np.uint64:
-    """The hash up to which the blocks hold about `wanted` tokens. `candidates`: those that may be the last, sorted; the
-    last of them is always training text."""
+    """The hash up to which the blocks hold about `wanted` tokens. `candidates`: possible last hashes, sorted; the last
+    of them always stays in training."""
     order = np.argsort(blocks.hash, kind="stable")
     held = np.cumsum(blocks.length[order])
     upto = held[np.searchsorted(blocks.hash[order], candidates[:-1], side="right") - 1]
@@ -167,7 +167,7 @@ def are_pairs(stores: Sequence[TokenStore], start: Int64s) -> NDArray[np.bool_]:
 
 
 def trained_targets(stores: Sequence[TokenStore], pieces: Pieces) -> Int64s:
-    """Targets of each piece that are trained, int64 [pieces]; 0 for a pair of which one answer has none."""
+    """Trained targets of each piece, int64 [pieces]; 0 for a pair with an answer that has none."""
     found = pieces.targets.astype(np.int64)
     which = store_at(bases_of(stores), pieces.start)
     for number, (store, base) in enumerate(zip(stores, bases_of(stores).tolist(), strict=True)):

@@ -1,14 +1,14 @@
 """The token store: documents as one memory-mapped run of token ids, made once.
 
-tokens.bin      little-endian uint16 (vocabulary <= 65,536) or uint32, document after document: BOS where the run asks
-                for it (`data.bos`), the text, EOS
-offsets.npy     int64 [documents + 1], where each document starts; the last is the number of tokens
-blocks.npy      uint64 [blocks], a hash of each block of 16,384 tokens of each document: by it validation is split off
+tokens.bin      little-endian uint16 (vocabulary <= 65,536) or uint32, document after document: BOS if the run asks for
+                it (`data.bos`), the text, EOS
+offsets.npy     int64 [documents + 1], the start of each document; the last is the number of tokens
+blocks.npy      uint64 [blocks], a hash of each block of 16,384 tokens of each document, for the validation split
 checksums.npy   uint64 [chunks], of each MiB of tokens.bin
-trained.bin     uint8 [tokens], 1 for a token that is trained; only where the documents are examples, which are not cut.
+trained.bin     uint8 [tokens], 1 for a trained token; only if the documents are examples, which are not cut.
                 A pair of answers is one document, one after the other; 2 more in the second of the two, which is the
                 rejected one, or that to another prompt; 4 more in a first one that is rated desirable
-meta.json       sizes and checksums, whose tokens they are, and what the records of the texts are
+meta.json       sizes and checksums, the tokenizer, and the kind of the records
 """
 
 from array import array
@@ -46,29 +46,29 @@ from fivefold.data.windows import Encoded, Encoder
 
 BLOCK = 16_384  # tokens
 _VERSION = 2  # 1 had no checksums and no BOS
-_READING = 4  # raise when the same records are read as other documents, or others of their tokens are trained
+_READING = 4  # raise when the same records give other documents or other trained tokens
 _KIND = "fivefold token store"
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
-_TELLINGS = 200  # how often progress is told at most: a display may be slower than a short document
+_TELLINGS = 200  # most progress reports: a display may be slower than a short document
 _ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
 _TRAINED = "trained.bin"
 
 Say = Callable[[str], None]
-# Some of a document, and what `trained.bin` holds of them: nothing for a text.
+# Tokens of a document with their marks for `trained.bin`; a text has no marks.
 Tokens = tuple[NDArray[np.unsignedinteger], NDArray[np.uint8]]
 _NO_MARKS = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """The contents of meta.json. `content` names the texts and options, `tokenizer` the tokenizer's digest.
+    """The contents of meta.json. `content` identifies the texts and options, `tokenizer` is the tokenizer's digest.
 
-    `bos`: the tokens in front of each document. `columns`: what to say of columns of the records that no document is
-    made of; `answers_alone`: where the texts are the answers of chat or instruction records, without their prompts.
-    `files`: the checksum of each array. `trained`: tokens that are trained,
-    of documents that are examples; None where they are texts, all of which is. `pairs`: whether every document is a
-    pair of answers; `rated`: whether the first of the two is desirable or not, and the second is that of another.
+    `bos`: the tokens in front of each document. `columns`: the report on unused columns of the records;
+    `answers_alone`: warnings if the texts are the answers of chat or instruction records, without their prompts.
+    `files`: the checksum of each array. `trained`: number of trained tokens of documents that are examples; None for
+    texts, which are trained as a whole. `pairs`: every document is a pair of answers; `rated`: the first of the two is
+    rated, and the second is the answer to another prompt.
     """
 
     kind: str
@@ -106,14 +106,14 @@ class TokenStore:
 
     @cached_property
     def largest(self) -> int:
-        """The largest number of all tokens, which are read for it."""
+        """The largest token id; reads all tokens."""
         size = len(self.tokens)
         return max((int(self.tokens[at : at + 2**24].max()) for at in range(0, size, 2**24)), default=0)
 
     @cached_property
     def trained(self) -> NDArray[np.uint8] | None:
-        """uint8 [tokens], mapped: odd for a token that is trained, 2 more in the second answer of a pair, 4 more in a
-        first one that is desirable; None where all are."""
+        """uint8 [tokens], mapped: odd for a trained token, 2 more in the second answer of a pair, 4 more in a desirable
+        first one; None if all are trained."""
         if self.meta.trained is None:
             return None
         if not self.meta.tokens:
@@ -134,14 +134,14 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """True where the folder has the files of a token store."""
+    """True if the folder has the files of a token store."""
     return (path / "tokens.bin").is_file() and (path / "meta.json").is_file()
 
 
 def open_store(folder: Path, root: Path) -> TokenStore:
-    """The store in `folder`, all of it read and compared with its checksums; `root` is the cache's folder.
+    """The store in `folder`, after comparing all of it with its checksums; `root` is the cache's folder.
 
-    Raises DamagedError, naming the file and the place in it.
+    Raises `DamagedError`, naming the file and the place in it.
     """
     try:
         store = TokenStore(folder, _read_meta(folder / "meta.json"))
@@ -177,7 +177,7 @@ def _dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def _check_offsets(store: TokenStore) -> None:
-    """Documents lie one after the other, from the first token to the last."""
+    """Check that documents follow each other, from the first token to the last."""
     meta, offsets = store.meta, store.offsets
     if offsets.dtype != np.int64 or offsets.shape != (meta.documents + 1,):
         raise DamagedError(f"offsets.npy is {offsets.dtype} {list(offsets.shape)}, not int64 [{meta.documents + 1}]")
@@ -209,17 +209,17 @@ def _check_tokens(store: TokenStore, root: Path) -> None:
 def store_for(
     files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud
 ) -> TokenStore:
-    """The token store of one source: its own folder if it is one, else the cache's, tokenised now if it is not there.
+    """The token store of one source: its own folder if it is one, else the cache's, tokenised now if missing.
 
-    A store of the cache that is damaged is made again, and `say` is told. Raises UserError for bad input (file and row
-    named), or for a token store that is damaged, or that another tokenizer made.
+    A damaged store of the cache is rebuilt, and reported by `say`. Raises `UserError` for bad input (file and row
+    named), or for a token store that is damaged, or was made with another tokenizer.
     """
     if not any(isinstance(form, Records) for _, form in files.files):
         check_plain(files)
     if files.store:
         return _given_store(files, files.store, tokenizer, root)
     content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
-    # Records may be examples, which the template writes. Whether they are is known when they are read.
+    # Records may be examples, rendered by the template; that is known only once they are read.
     written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
     folder = root / "stores" / key_of(
         _VERSION, _READING, content, tokenizer.digest, tokenizer.bos_token_ids, *written
@@ -259,7 +259,7 @@ def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: 
 
 @contextmanager
 def _after(damage: str, files: FileList) -> Iterator[None]:
-    """Name the damage too where damaged tokens cannot be made again."""
+    """Name the damage too if damaged tokens cannot be rebuilt."""
     try:
         yield
     except UserError as error:
@@ -273,13 +273,13 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
 
 
 class _Writer:
-    """Writes one store: memory holds a batch of documents with its tokens, the offsets and the block hashes."""
+    """Writes one store. Memory holds a batch of documents with its tokens, the offsets and the block hashes."""
 
     def __init__(self, folder: Path, tokenizer: TokenizerInfo, content: str) -> None:
         self.folder, self.tokenizer, self.content = folder, tokenizer, content
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths, self.hashes = array("q"), array("Q")
-        self.left_out: dict[str, None] = {}  # by the template, of all turns
+        self.left_out: dict[str, None] = {}  # keys of all turns that the template left out
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
@@ -289,7 +289,7 @@ class _Writer:
                 for tokens, marks in self._tokens(batch, tokenizer):
                     out.write(tokens.tobytes())
                     mask.write(marks.tobytes())
-                batch.clear()  # the memory of a long document is free when the next is read
+                batch.clear()  # free the memory of a long document before the next is read
         if not self.examples:
             (self.folder / _TRAINED).unlink()
         mixed = {"texts and examples": self.examples, "pairs of answers and other examples": self.pairs}
@@ -309,7 +309,7 @@ class _Writer:
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
-        """One, or two of a pair of answers."""
+        """The text of a document, or the two of a pair of answers."""
         if isinstance(document, str):
             return [Text(document)]
         self.examples += 1
@@ -334,12 +334,12 @@ class _Writer:
                 yield from self._document([next(sequences) for _ in each], desirable=desirable)
 
     def _document(self, sequences: list[list[Tokens]], *, desirable: bool) -> list[Tokens]:
-        """The tokens of a document, of one sequence or of two, and what they are."""
+        """The tokens of a document, of one or two sequences, with their marks."""
         for _, marks in sequences[0] if desirable else ():
             marks |= 4
         for sequence in sequences[1:]:
             for _, marks in sequence[:1]:
-                marks[:1] = 0  # it has nothing before it: no target
+                marks[:1] = 0  # the first token is no target
             for _, marks in sequence:
                 marks |= 2
         document = [each for sequence in sequences for each in sequence]
@@ -349,9 +349,9 @@ class _Writer:
         return document
 
     def _sequence(self, text: Text, parts: list[Encoded]) -> list[Tokens]:
-        """The tokens of a text, part after part, and which of them are trained."""
+        """The tokens of a text, part after part, with marks for the trained ones."""
         bos, eos = self.tokenizer.bos_token_ids, self.tokenizer.eos_token_id
-        # A conversation has the tokens of `apply_chat_template`: the template writes BOS, or there is none.
+        # A conversation has the tokens of `apply_chat_template`: only the template writes BOS.
         front = () if text.by_template else missing_bos(parts[0].ids[: len(bos)].tolist(), bos)
         has_end = parts[-1].ids[-1:].tolist() == [eos]
         ends = [eos] * (text.ends and not has_end)
@@ -366,8 +366,8 @@ class _Writer:
 
     def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
         files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}
-        # Texts are their own tokens. What a template makes of a record, and what of it is trained, is not told by the
-        # record: rows and checkpoints of other tokens are of other data.
+        # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
+        # covers the tokens, as rows and checkpoints of other tokens belong to other data.
         made = [files["checksums.npy"]] if self.ended and not self.examples else [*files.values()] * bool(self.examples)
         return StoreMeta(
             kind=_KIND,
@@ -391,8 +391,8 @@ class _Writer:
 
 
 def block_hashes(parts: Iterable[NDArray[np.unsignedinteger]], size: int) -> list[int]:
-    """A hash of each `size` tokens of a document that comes in `parts`, the last block shorter. The same for the same
-    tokens, however wide they are stored."""
+    """A hash of each `size` tokens of a document that comes in `parts`, the last block shorter. Equal tokens have equal
+    hashes, whatever their storage width."""
     states, room = [], 0
     for part in parts:
         while len(part):
@@ -405,7 +405,7 @@ def block_hashes(parts: Iterable[NDArray[np.unsignedinteger]], size: int) -> lis
 
 
 def _documents(files: FileList, progress: Progress | None) -> Iterator[Document]:
-    """Every document of the source; tells `progress` how many of the bytes are behind us."""
+    """Every document of the source; reports the bytes read so far to `progress`."""
     sizes = [form.size(path) for path, form in files.files]
     total, behind, told = sum(sizes), 0, 0
     for (path, form), size in zip(files.files, sizes, strict=True):
@@ -423,7 +423,7 @@ def _documents(files: FileList, progress: Progress | None) -> Iterator[Document]
 
 
 def _batches(texts: Iterable[Document]) -> Iterator[list[Document]]:
-    """Lists of documents of about `_BATCH_CHARACTERS` together (one document at least)."""
+    """Lists of documents of about `_BATCH_CHARACTERS` in total (at least one document)."""
     iterator = iter(texts)
     while batch := list(islice(iterator, 1)):
         room = _BATCH_CHARACTERS - len(batch[0])

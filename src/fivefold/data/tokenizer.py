@@ -1,7 +1,7 @@
-"""The tokenizer of a run: always a Hugging Face folder, whether it is the model's, built in, or trained on the corpus.
+"""The tokenizer of a run: always a Hugging Face folder, from the model, built in, or trained on the corpus.
 
-A folder is what `AutoTokenizer` of the installed `transformers` makes of it: class, special tokens of all files, and
-templates. Another process asks once (`tokenizer_probe`), and the answer is kept in the cache. Texts are encoded by
+A folder is read as `AutoTokenizer` of the installed `transformers` reads it: class, special tokens of all files, and
+templates. Another process does so once (`tokenizer_probe`), and the result is cached. Texts are encoded by
 `tokenizers`.
 """
 
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 Bos = Literal["auto"] | bool  # `data.bos`
 EOS = "<|endoftext|>"
 _BYTES = 256
-_TRAIN_VERSION = 2  # raise when what `train:N` gives changes
-_READ_VERSION = 1  # raise when what is remembered of a folder changes
+_TRAIN_VERSION = 2  # raise when the result of `train:N` changes
+_READ_VERSION = 1  # raise when the cached facts of a folder change
 _SAMPLE_CHARACTERS = 4_000_000  # a byte-level BPE of some thousand entries changes little after that
 _SAMPLE_FILES = 2048
-_CHECKSUMS = "checksums.json"  # of the files of a folder in the cache
+_CHECKSUMS = "checksums.json"  # checksums of the files of a cached folder
 _FILE, _CONFIG = tokenizer_probe.TOKENIZER, "config.json"
 _VOCABULARIES = (
     "tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json", "vocab*",
     "merges.txt", "bpe.codes", "dict.txt",
 )  # fmt: skip
-# The files of a tokenizer, as names or patterns: those that are fetched, read, and copied to where a model is saved.
+# The files of a tokenizer, as names or patterns: fetched, read, and copied to saved models.
 TOKENIZER_FILES = (
     *_VOCABULARIES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip
 _MOST_BYTES = 2**29  # of a file; the largest known has 35 MB
-_PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try it in
-# Beyond its memory the probe aborts; these signals come from someone else.
+_PROBE_BYTES, _PROBE_BYTES_A_BYTE = 2**29, 40  # memory to load and try a tokenizer
+# Beyond its memory limit the probe aborts; these signals come from outside.
 _ENDED_FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 _PROBE_SECONDS = 300
 _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folder with tokenizer.json"
@@ -62,14 +62,14 @@ _MORE = "tokenizer.name_or_path: auto, byte, train:8192, or a Hugging Face folde
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """A tokenizer folder and what can be said without loading it. `digest` is its identity: contents and EOS.
+    """A tokenizer folder and its facts, available without loading it. `digest` is its identity: contents and EOS.
 
-    `template_ids` are what the tokenizer itself puts in front of a text, `bos_token_id` is the BOS that its files name,
-    `bos_token_ids` is what this run puts in front of each document: see `data.bos`. `bos` is how that is written.
-    `saved`: the folder that is loaded, and is copied to where a model is saved whose own tokenizer it is not: it names
-    its class, which else the model beside it decides. `splits_special`: special tokens in a text are cut as other text
-    is. `template`: how it writes conversations. `kind`: the class that reads the folder; `overrules`: otherwise than
-    its tokenizer.json says.
+    `template_ids`: the tokens that the tokenizer itself puts in front of a text. `bos_token_id`: the BOS in its files.
+    `bos_token_ids`: the tokens that this run puts in front of each document (see `data.bos`), and `bos` their text.
+    `saved`: the folder that is loaded, and copied to saved models whose own tokenizer it is not: it names its class,
+    which otherwise depends on the model next to it. `splits_special`: special tokens in a text are split like other
+    text. `template`: its chat template. `kind`: the class that reads the folder; `overrules`: the class makes other
+    tokens than tokenizer.json.
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class TokenizerInfo:
     overrules: bool = False
 
     def load(self) -> "Tokenizer":
-        """The tokenizer, which then neither cuts nor pads."""
+        """The tokenizer, without truncation and padding."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self.saved / _FILE))
@@ -95,7 +95,7 @@ class TokenizerInfo:
         return tokenizer
 
     def remarks(self, *, converses: bool) -> tuple[str, ...]:
-        """Lines about what a user may not expect of it; `converses`: where it writes conversations."""
+        """Lines about unexpected properties of it; `converses`: it is used for conversations."""
         found = []
         if self.overrules:
             found.append(
@@ -115,10 +115,10 @@ def find_tokenizer(
     progress: Progress | None = None,
     bos: Bos = "auto",
 ) -> TokenizerInfo:
-    """The tokenizer that `tokenizer.name_or_path: name` means; built in the cache at `root` if need be.
+    """The tokenizer for `tokenizer.name_or_path: name`, built in the cache at `root` if necessary.
 
-    `corpus` is what `train:N` learns from, `bos` is `data.bos`. Raises UserError if there is no such tokenizer, it has
-    no EOS, or it has no BOS and one is asked for.
+    `corpus` is the training text of `train:N`, `bos` is `data.bos`. Raises `UserError` if there is no such tokenizer,
+    it has no EOS, or it has no BOS and one is requested.
     """
     if name == "byte":
         found = _ours(_cached(root, ["byte"], lambda folder: _save(_byte_tokenizer(), folder)), root)
@@ -137,7 +137,7 @@ def put_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> list[int]:
 
 
 def missing_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """BOS, where a text of these tokens lacks it: one that begins with it (a rendered chat) gets no second one.
+    """BOS, if a text with these tokens lacks it: a text that begins with it (a rendered chat) gets no second one.
 
     A text without tokens stays empty: BOS and EOS alone would teach that a text ends at once.
     """
@@ -146,7 +146,7 @@ def missing_bos(ids: list[int], bos_token_ids: tuple[int, ...]) -> tuple[int, ..
 
 @contextmanager
 def encoding(folder: Path, tokenizer: "Tokenizer", texts: Sequence[str]) -> Iterator[None]:
-    """Raises `UserError` where the tokenizer of `folder` fails inside at one of `texts`, naming it."""
+    """Inside, raise `UserError` if the tokenizer of `folder` fails on one of `texts`, naming the text."""
     try:
         yield
     except BaseException as error:
@@ -161,7 +161,7 @@ def encoding(folder: Path, tokenizer: "Tokenizer", texts: Sequence[str]) -> Iter
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """Whether `tokenizers` raised it: a bare Exception, or a panic of Rust, which is none."""
+    """True if `tokenizers` raised it: a bare Exception, or a Rust panic, which is not an Exception."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
@@ -252,7 +252,7 @@ def _folder_of(name: str, *, auto: bool) -> Path:
         if not is_hub_id(name):
             what = f"the model {name!r} comes without a tokenizer" if auto else f"no folder {name!r}"
             raise _no_tokenizer(what, auto)
-        # Asked for even where there is a copy here, which may have been made without the templates.
+        # Requested even if there is a local copy, which may lack the templates.
         folder = snapshot(name, [*TOKENIZER_FILES, _CONFIG], key=MODEL if auto else "tokenizer.name_or_path")
     if not tokenizer_files(folder, _VOCABULARIES):
         where = f"{name!r} on the hub" if is_hub_id(name) else folder
@@ -266,14 +266,14 @@ def _no_tokenizer(what: str, auto: bool) -> UserError:
 
 
 def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
-    """What `AutoTokenizer` makes of a folder, remembered by its files' contents and the versions of the libraries.
-    `hub_id`: whose copy it is, "" for none."""
+    """The result of `AutoTokenizer` for a folder, cached by its files' contents and the versions of the libraries.
+    `hub_id`: the hub id that the folder is a copy of, or ""."""
     files = tokenizer_files(folder, [*TOKENIZER_FILES, _CONFIG])
     for file in files:
         if (size := file.stat().st_size) > _MOST_BYTES:
             raise _not_a_tokenizer(file, f"{size:,} bytes, and at most {_MOST_BYTES:,} are read")
     if folder / _CONFIG in files:
-        read_folder_config(folder)  # which AutoTokenizer reads too, and says of what is wrong there less than we
+        read_folder_config(folder)  # AutoTokenizer reads it too, with worse error messages
     digests = {str(file.relative_to(folder)): file_digest(file, root) for file in files}
     versions = [version(package) for package in ("transformers", "tokenizers")]
     parts = ["read", _READ_VERSION, versions, digests, hub_id]
@@ -305,8 +305,8 @@ def _inspect(folder: Path, root: Path, hub_id: str) -> TokenizerInfo:
 
 
 def _read_apart(folder: Path, out: Path, hub_id: str) -> None:
-    """Have another process read a folder, whose memory is bounded: a file of a few hundred bytes can ask for all there
-    is. Raises `UserError` for one that cannot be loaded, or that needs far more memory than its size tells."""
+    """Read a folder in another process with bounded memory: a file of a few hundred bytes can ask for all there is.
+    Raises `UserError` if it cannot be loaded, or needs far more memory than its size suggests."""
     size = sum(file.stat().st_size for file in tokenizer_files(folder))
     most = _PROBE_BYTES + _PROBE_BYTES_A_BYTE * size
     command = [sys.executable, "-P", str(Path(tokenizer_probe.__file__)), str(folder), str(out), str(most), hub_id]
@@ -336,11 +336,11 @@ def _not_a_tokenizer(path: Path, why: object) -> UserError:
     return UserError(f"{path}: not a tokenizer that AutoTokenizer reads: {why}", fix=fix, more=_MORE)
 
 
-# The two that are ours: byte-level, so that every text is representable and decodes to itself.
+# Our two tokenizers: byte-level, so that every text is representable and decodes to itself.
 
 
 def _ours(folder: Path, root: Path) -> TokenizerInfo:
-    """The facts of a folder that `_save` wrote: `AutoTokenizer` takes it as it is."""
+    """The facts of a folder written by `_save`, which `AutoTokenizer` reads unchanged."""
     info = TokenizerInfo(folder, digest="", vocab_size=0, eos_token_id=0, saved=folder)
     tokenizer = info.load()
     eos = tokenizer.get_vocab(with_added_tokens=True)[EOS]
@@ -359,8 +359,8 @@ def _byte_tokenizer() -> "Tokenizer":
 
 
 def _byte_characters() -> Iterator[str]:
-    """The printable stand-in of each byte, 0 to 255, as byte-level BPE writes them (GPT-2): printable Latin-1
-    characters stand for themselves, the others for characters from 256 on."""
+    """The printable character of each byte, 0 to 255, in byte-level BPE (GPT-2): printable Latin-1 characters stand for
+    themselves, the others for characters from 256 on."""
     others = iter(range(256, 512))
     for byte in range(_BYTES):
         printable = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF
@@ -400,7 +400,7 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     """The first characters of evenly spaced files, each by its share of the text: the same in any format."""
     files = [(one.source, path, form) for one in corpus for path, form in one.files]
     files = files[:: -(-len(files) // _SAMPLE_FILES)]
-    # What is noted of a source is noted when its documents are read, after this.
+    # Copies: the notes of a source belong to the later reading of its documents.
     files = [(replace(source, read={}, undecided=Counter()), path, form) for source, path, form in files]
     if len(files) > 1:
         sizes = [sum(len(plain(each)) for each in form.documents(path, source)) for source, path, form in files]
@@ -418,7 +418,7 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
 
 
 def _save(tokenizer: "Tokenizer", folder: Path) -> None:
-    # Not by `save`, whose errors, as of a full disk, are a bare Exception.
+    # Not `save`: its errors, such as a full disk, are bare Exceptions.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

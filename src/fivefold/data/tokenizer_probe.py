@@ -1,10 +1,9 @@
 """Reads a tokenizer's folder as `AutoTokenizer` does, in a process of its own with little memory.
 
-Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES HUB_ID`. Saves the tokenizer that
-`transformers` makes of the folder in OUT, and beside it what else is known of it (OUT/facts.json). A small file may
-ask for any amount of memory (thirty `Replace` normalizers double a text thirty times), and the Rust library answers
-some damage with a panic, which `except Exception` does not catch. Prints what is wrong; prints nothing where all is
-well.
+Run as a script by `data.tokenizer`: `python -P tokenizer_probe.py FOLDER OUT BYTES HUB_ID`. Saves the tokenizer as
+`transformers` reads it in OUT, with further facts in OUT/facts.json. A small file may ask for any amount of memory
+(thirty `Replace` normalizers double a text thirty times), and the Rust library answers some damage with a panic, which
+`except Exception` does not catch. Prints the problem, or nothing if there is none.
 """
 
 import ctypes
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER, FACTS, _CONFIG = "tokenizer.json", "facts.json", "tokenizer_config.json"
-MOST_TOKENS_A_CHARACTER = 100  # bytes of the longest characters, and a template's special tokens, are far below
+MOST_TOKENS_A_CHARACTER = 100  # multi-byte characters and a template's special tokens stay far below
 _SAMPLE = "".join(map(chr, range(32, 127))) + "\n\t é漢字🙂  Ａ ﬁ\r\n 12345 don't "
 
 
 def read(folder: str, out: str, hub_id: str = "") -> str | None:
-    """Save what `AutoTokenizer` makes of `folder` in the folder `out`; what is wrong with it. `hub_id`: whose copy it
-    is, "" for none."""
+    """Save the tokenizer that `AutoTokenizer` reads from `folder` in the folder `out`; return the problem, if any.
+    `hub_id`: the hub id that the folder is a copy of, or ""."""
     from transformers import AutoTokenizer
 
     named = {"config": _config_of(folder, hub_id)} if hub_id else {}
@@ -33,7 +32,7 @@ def read(folder: str, out: str, hub_id: str = "") -> str | None:
     if not getattr(read, "is_fast", False):
         return f"{name} has no form that the tokenizers library runs"
     tokenizer = read.backend_tokenizer
-    tokenizer.no_truncation()  # a tokenizer.json may carry both from whoever saved it
+    tokenizer.no_truncation()  # a tokenizer.json may contain both
     tokenizer.no_padding()
     encoding = _encoding(tokenizer)
     patterns = _texts([encoding["normalizer"], encoding["pre_tokenizer"]])
@@ -70,7 +69,7 @@ def read(folder: str, out: str, hub_id: str = "") -> str | None:
 
 
 def _config_of(folder: str, hub_id: str) -> Any:
-    """The model's config as `AutoTokenizer` reads it by a hub id, some of which decide the class."""
+    """The model's config as `AutoTokenizer` reads it by a hub id; some ids decide the class."""
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
@@ -82,7 +81,7 @@ def _config_of(folder: str, hub_id: str) -> Any:
 
 
 def _restore_settings(original: Path, saved: Path) -> None:
-    """Put back what `save_pretrained` leaves out of a class's own settings, such as `legacy` of Llama's."""
+    """Restore class settings that `save_pretrained` leaves out, such as Llama's `legacy`."""
     if not original.is_file():
         return
     given, kept = (json.loads(path.read_text(encoding="utf-8")) for path in (original, saved))
@@ -91,8 +90,8 @@ def _restore_settings(original: Path, saved: Path) -> None:
 
 
 def template_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that the post-processor of a tokenizer puts in front of a text: BOS for Llama, Mistral and Gemma,
-    nothing for GPT-2."""
+    """The ids that the post-processor of a tokenizer puts in front of a text: BOS for Llama, Mistral and Gemma, nothing
+    for GPT-2."""
     encoded = tokenizer.encode("a")
     ids: list[int] = encoded.ids
     text = next((i for i, special in enumerate(encoded.special_tokens_mask) if not special), 0)
@@ -110,7 +109,7 @@ def _eos(read: Any, folder: str) -> int | None:
 
 
 def _own(file: Path) -> Any:
-    """The tokenizer of a tokenizer.json by itself; None where there is none."""
+    """The tokenizer of a tokenizer.json by itself; None if there is no such file."""
     from tokenizers import Tokenizer
 
     if not file.is_file():
@@ -122,13 +121,13 @@ def _own(file: Path) -> Any:
 
 
 def _encoding(tokenizer: Any) -> dict[str, Any]:
-    """The parts of a tokenizer that decide the tokens of a text, without those around it."""
+    """The parts of a tokenizer that decide the tokens of a text, without the surrounding settings."""
     tree = json.loads(tokenizer.to_str())
     return {part: _plain(tree.get(part)) for part in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
 def _plain(tree: Any) -> Any:
-    """Without what makes no tokens: where a token counts as beginning, and whether nothing is "" or null."""
+    """Drop settings that do not change tokens: the offsets of tokens, and the choice between "" and null."""
     if isinstance(tree, list):
         return [_plain(each) for each in tree]
     if not isinstance(tree, dict):
@@ -141,7 +140,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """The short texts inside of a tree: patterns that a text must hold to be replaced."""
+    """The short texts in a tree, such as the patterns of replacements."""
     if isinstance(tree, str):
         yield tree[:1000]
     elif isinstance(tree, dict | list):
@@ -150,7 +149,7 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _said(error: BaseException, folder: str) -> str:
-    """What to say of an error of reading a folder: that it is its config's, where that cannot be read by itself."""
+    """The message for an error while reading a folder, attributed to its config if that alone cannot be read."""
     from transformers import AutoConfig
 
     where = ""
@@ -163,14 +162,14 @@ def _said(error: BaseException, folder: str) -> str:
 
 
 def _limit(more: int) -> None:
-    """Let this process take no more than `more` bytes of memory beyond what it has."""
+    """Limit this process to `more` bytes of memory beyond its current size."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _end_with_parent() -> None:
-    """On Linux: the limit of time is the parent's, and it may be killed."""
+    """On Linux, end with the parent: it keeps the time limit, and may be killed."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,21 +1,21 @@
-"""The tokens of texts. A long text is encoded in windows: in no more memory than short ones take, and on all cores.
+"""The tokens of texts. A long text is encoded in windows, with the memory of short texts and on all cores.
 
-`tokenizers` holds about 100 bytes for each token that it makes, and gives a text to one core. What a window shares with
-the next is encoded by itself too. The window must end with the tokens of that, and the next begin with them, but for a
-quarter at the other edge. In the middle of what all three have the two windows are joined.
+`tokenizers` takes about 100 bytes per token and one core per text. The overlap of two windows is also encoded by
+itself. The first window must end with the overlap's tokens, and the second begin with them, except for a quarter at the
+respective other edge. The windows are joined in the middle of the tokens that all three share.
 
-The joined tokens are those of the whole text, because each part of a tokenizer decides by what is near:
+The joined tokens are those of the whole text, because each part of a tokenizer decides locally:
 
 - BPE makes the merge of lowest rank first, of equal ones the leftmost. Take the first merge that would cross a boundary
-  of the joined tokens. The two tokens at it are neighbours in a window too, and what was merged within them was merged
-  there in the same order. So this merge would have been made there, and was not.
+  of the joined tokens. The two tokens at it are neighbours in a window too, and the merges inside them were made there
+  in the same order. So this merge would have been made there, and was not.
 - Other models encode word by word. Their windows are joined between two words.
-- Normalizers, added tokens and the patterns that cut words read from left to right, and look no further than the end of
-  a run of like characters. Windows that share no more than a part of such a run disagree, or cut it in the same way.
-  A pattern may look further, `"[^"]*"` to a quote that may be anywhere: `patterns.looks_far`.
+- Normalizers, added tokens and the patterns that split words read from left to right, and look no further than the end
+  of a run of like characters. Windows that share only a part of such a run disagree, or split it in the same way. A
+  pattern may look further, `"[^"]*"` to a quote anywhere: `patterns.looks_far`.
 
-Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides by all of it. With a pattern
-that looks far no text is long.
+Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides globally. With a pattern
+that looks far no text is split.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 from fivefold.data.patterns import looks_far
 
 _STEP = 2**16  # characters from the beginning of a window to that of the next
-_SHARED = 2**11  # characters at the beginning of a window that are the end of the one before
+_SHARED = 2**11  # overlapping characters of adjacent windows
 _TOGETHER = 16  # windows
 
 
 class Encoded(NamedTuple):
-    """The tokens of a part of a text, uint32 [tokens], and the character that each ends before, if that was asked."""
+    """The tokens of a part of a text, uint32 [tokens], and the end character of each, if requested."""
 
     ids: NDArray[np.uint32]
     ends: list[int]
@@ -51,7 +51,7 @@ class _Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes texts by a `Tokenizer` of `tokenizers`, and says where the tokens end `with_ends`."""
+    """Encodes texts by a `Tokenizer` of `tokenizers`; `with_ends` also reports where tokens end."""
 
     tokenizer: Any
     with_ends: bool
@@ -68,8 +68,8 @@ class Encoder:
         return not looks_far(self.tokenizer)
 
     def _each(self, texts: list[str], firsts: Iterable[int] = repeat(0)) -> Iterator[Encoded]:
-        """The tokens of parts of a text that begin at these characters."""
-        # The fast one does not say where in the text a token is.
+        """The tokens of parts of a text that begin at the characters `firsts`."""
+        # The fast one does not return offsets.
         many = self.tokenizer.encode_batch if self.with_ends else self.tokenizer.encode_batch_fast
         for encoding, first in zip(many(texts, add_special_tokens=False), firsts, strict=False):
             ends = [first + end for _, end in encoding.offsets] if self.with_ends else []
@@ -92,10 +92,10 @@ class Encoder:
                 parts.append(Encoded(tokens.ids[begin:end], tokens.ends[begin:end]))
                 (first, tokens, _), begin, merged = following, cut, 1
                 continue
-            more = islice(windows, merged - 1)  # twice as many each time
+            more = islice(windows, merged - 1)  # double the number of merged windows each time
             last = max((each.first for each in more), default=following.first) + _STEP + _SHARED
             before, tokens, merged = tokens, next(self._each([text[first:last]], [first])), 2 * merged
-            if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # a join did not see what decides
+            if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # an earlier join was wrong
                 return list(self._each([text]))
         return [*parts, Encoded(tokens.ids[begin:], tokens.ends[begin:])]
 
@@ -107,7 +107,7 @@ def _is_by_word(tokenizer: Any) -> bool:
 
 
 def _cut(before: NDArray[np.uint32], following: _Window, *, by_word: bool) -> int:
-    """How many of the shared tokens are taken from the window before; 0 where the windows are not to be joined."""
+    """The number of shared tokens to take from the window before; 0 if the windows cannot be joined."""
     shared = np.array(following.shared.ids, np.uint32)
     edge = len(shared) // 4
     kept = len(shared) - edge

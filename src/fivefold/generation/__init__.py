@@ -1,4 +1,4 @@
-"""Text from a trained model, under any layout. No torch until it is asked for."""
+"""Text from a trained model, under any layout. Torch is imported only on use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 
-# The defaults of the command and of the Python API. Small models repeat themselves when they always take the likeliest.
+# The defaults of the command and of the Python API. Greedy decoding makes small models repeat themselves.
 TEMPERATURE, TOP_K, TOP_P, SEED = 0.8, 50, 1.0, 1234
 MAX_NEW_TOKENS, MAX_NEW_TOKENS_CHAT = 100, 1024
 BATCH_SIZE = 16
 
 
 def check_options(given: Mapping[str, Any], *, more: str) -> None:
-    """Raise `UserError` for a number out of its range."""
+    """Raise `UserError` for a number out of range."""
     for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("batch_size", 1)):
         if not given.get(name, least) >= least:
             raise UserError(f"{name} {given[name]} is less than {least}", fix=f"write {least} or more", more=more)
@@ -23,17 +23,16 @@ def check_options(given: Mapping[str, Any], *, more: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """What to continue, with what, and how far. `model`: a run folder or the address of its
-    copy, a Hugging Face folder or a hub id.
+    """A request to continue text. `model`: a run folder or the address of its copy, a Hugging Face folder or a hub id.
 
-    One of: `prompt`, a text; `prompts`, a file of them, whose answers go to the file `out` (None: to the screen), so
-    many at a time as `batch_size` says; neither of them, with `chat`: a conversation. `chat`: prompts are what the user
-    says, and the tokenizer's chat template is put around them; `system`: the text of the system's turn.
+    One of: `prompt`, a text; `prompts`, a file of them, whose answers go to the file `out` (None: to the screen), in
+    batches of `batch_size`; neither, with `chat`: a conversation. `chat`: prompts are the user's words, wrapped in the
+    tokenizer's chat template; `system`: the text of the system's turn.
 
-    `layout` is its text form; without a precision in it, the model computes in the type its weights are stored in.
-    `step`: a run's checkpoint, None the newest. `temperature` 0: the likeliest token each time. `top_k` 0: all;
-    `top_p` 1: all. `stop`: texts before which an answer ends. Raises `UserError` for a number out of its range and for
-    options that do not belong together.
+    `layout` is its text form; by default, the model computes in the type its weights are stored in. `step`: a run's
+    checkpoint, None the newest. `temperature` 0: always the likeliest token. `top_k` 0: all; `top_p` 1: all. `stop`:
+    texts that end an answer and are left out. Raises `UserError` for a number out of range and for options that do not
+    belong together.
     """
 
     model: str
@@ -54,7 +53,7 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         more = "fivefold generate --help"
-        object.__setattr__(self, "stop", tuple(self.stop))  # from JSON it comes as a list
+        object.__setattr__(self, "stop", tuple(self.stop))  # a list if it comes from JSON
         check_options(vars(self), more=more)
         if not all(self.stop):
             raise UserError("an empty stop text would end every answer at once", fix="leave --stop out", more=more)

@@ -1,4 +1,4 @@
-"""Conversations: turns through the tokenizer's chat template, and what was read already is not computed again."""
+"""Conversations: turns through the tokenizer's chat template, reusing the cache of earlier turns."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ _PROBE = "ok"
 
 
 def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None = None) -> list[int]:
-    """The tokens of a conversation up to where the assistant begins: those of `apply_chat_template`, as in training.
-    Raises `UserError`."""
+    """The tokens of a conversation up to the beginning of the assistant's answer: those of `apply_chat_template`, as in
+    training. Raises `UserError`."""
     text = opened.info.template.render(turns, tools=tools, answer=True)
     if not (ids := opened.encode(text)):
         raise UserError(f"{opened.info.template.name} writes nothing of the conversation", fix="leave --chat out")
@@ -30,8 +30,8 @@ def asked_ids(opened: Opened, turns: Sequence[Turn], tools: Sequence[Any] | None
 
 
 def end_of_turn(template: ChatTemplate) -> str:
-    """What a template writes behind an answer, such as `<|im_end|>`; empty where that is not to be told. What it writes
-    behind the last of all answers is no more of it, where it begins as that of the others (Phi-3)."""
+    """The end marker of a template's answers, such as `<|im_end|>`; empty if unknown. Extra text after the last answer
+    is left out if it begins with the marker of earlier answers (Phi-3)."""
     turns: list[Turn] = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}] * 2
     try:
         text, spans = template.answers(turns)
@@ -44,7 +44,7 @@ def end_of_turn(template: ChatTemplate) -> str:
 
 
 def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Tokens that end an answer, and texts that do: the template's end of a turn is one of them."""
+    """Tokens and texts that end an answer, including the template's end of a turn."""
     ending = end_of_turn(opened.info.template)
     ids = opened.tokenizer.encode(ending, add_special_tokens=False).ids if ending else []
     if len(ids) == 1:
@@ -53,7 +53,7 @@ def endings(opened: Opened) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 class Chat:
-    """A conversation of a user with a model. Every rank has one, and calls the same."""
+    """A conversation of a user with a model. Every rank has one, and makes the same calls."""
 
     def __init__(self, opened: Opened, request: GenerateRequest) -> None:
         self.opened, self.request, self.seen = opened, request, Seen()
@@ -63,13 +63,13 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation."""
         system = self.request.system
         self.turns = [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer to what the user says, as it comes; then both are part of the conversation. Raises `UserError`
-        for a conversation that the template does not take, which stays as it was."""
+        """Stream the answer to the user's text; then both join the conversation. Raises `UserError` for a conversation
+        that the template does not take, and leaves it unchanged."""
         turns = [*self.turns, {"role": "user", "content": text}]
         ids, said = torch.tensor([asked_ids(self.opened, turns)]), []
         for piece in pieces(

@@ -1,11 +1,11 @@
-"""From tokens to the tokens that follow, with a key/value cache; on a model under any layout.
+"""From tokens to the following tokens, with a key/value cache, on a model under any layout.
 
 All ranks run the same forward and take the tokens of rank 0, so that no rank can stop earlier than another. FSDP
-gathers by itself; a model that is small enough is gathered once. Under tensor and context parallelism activations are
+gathers as usual; a small enough model is gathered once. Under tensor and context parallelism activations are
 replicated: a single token cannot be split along the sequence.
 
 Texts of unequal lengths form a batch with padding in front. Padding is a document of its own, as in training, and no
-token sees it: a text gets the tokens that it would get alone.
+token sees it: a text gets the same tokens as alone.
 
 Legend: B texts, T tokens of each in a forward, V vocabulary.
 """
@@ -28,12 +28,12 @@ from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
 from fivefold.parallel.fsdp.spec import FsdpPlan, keeps_gathered
 from fivefold.parallel.state import ParallelState, state_of
 
-GATHER_ONCE_BYTES = 2 * 2**30  # parameters of a rank, gathered, that are kept for a whole text
-_PAD = 0  # any token: no token sees it
+GATHER_ONCE_BYTES = 2 * 2**30  # most bytes of a rank's parameters to keep gathered for a whole text
+_PAD = 0  # any token id: no token sees padding
 
 
 class Seen:
-    """Texts that a model has read: `ids` of one text (none of a batch), and the keys and values of all."""
+    """Texts that a model has read: `ids` of a single text (empty for a batch), and the keys and values of all."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -41,7 +41,7 @@ class Seen:
         self.length = 0  # tokens of each text, padding included
 
     def reuse(self, ids: Sequence[int]) -> int:
-        """Forget what is not how `ids` begins. Returns how many tokens are left: not all of `ids`."""
+        """Drop the tokens after the common beginning with `ids`. Returns the number kept: fewer than `ids` has."""
         same = next((at for at, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1)
         self.cache.crop(same - self.length)  # a negative number
@@ -63,11 +63,10 @@ def decode(
 ) -> Iterator[int]:
     """Yield the tokens that continue `input_ids` (int64 [1, T], T > 0), an end-of-text token last if one comes.
 
-    `temperature`, `top_k`, `top_p`: see `Sampling`; `model.generation_config` may change what is likely. The same
-    tokens are drawn for the same `seed` whatever the layout.
-    `seen`: what the model has read; what `input_ids` shares with it is not computed again, and it is kept up to date.
-    Every rank iterates to the end, or closes the iterator at the same place. The model must be in the state that
-    `ready` leaves it in.
+    `temperature`, `top_k`, `top_p`: see `Sampling`; `model.generation_config` may change the probabilities. The same
+    `seed` draws the same tokens under any layout. `seen`: tokens that the model has read; a common beginning with
+    `input_ids` is not computed again, and it is updated. Every rank iterates to the end, or closes the iterator at the
+    same place. The model must be in the state set by `ready`.
     """
     steps = decode_rows(
         model, input_ids.tolist(), max_new_tokens=max_new_tokens, seeds=[seed], seen=seen,
@@ -88,10 +87,10 @@ def decode_rows(
     is_over: Callable[[int, int], bool],
     seen: Seen | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield, step by step, (number of a text, its next token) of each text of `rows` that is not over, in order.
+    """Yield, step by step, (number of a text, its next token) for each unfinished text of `rows`, in order.
 
-    `is_over(number, token)` says, with the token that came, whether a text ends with it; it is asked once a token, the
-    same on every rank. A text that is over takes no more room. `seeds`: of each text. `seen`: of a single text.
+    `is_over(number, token)` decides, given the new token, if a text ends with it; it is called once per token, with the
+    same result on every rank. A finished text leaves the batch. `seeds`: one per text. `seen`: only for a single text.
     Otherwise as `decode`.
     """
     _check_positions(model, rows)
@@ -134,14 +133,14 @@ def _check_positions(model: Any, rows: Sequence[Sequence[int]]) -> None:
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
-    """Texts as int64 [B, T], with padding in front, and how much there is of it in each."""
+    """Texts as int64 [B, T] with padding in front, and the number of padding tokens of each."""
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
     return torch.tensor([[_PAD] * pad + list(row) for row, pad in zip(rows, padding, strict=True)]), padding
 
 
 def _parts(model: Any, ids_BT: Tensor, past: int) -> Sequence[Tensor]:
-    """Tokens as they can join a cache: what is after its first ones must not cross a chunk of chunked attention."""
+    """Split tokens to join a cache: after its first tokens, none may cross a chunk of chunked attention."""
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
     if not (past and chunk):
         return [ids_BT]
@@ -167,7 +166,7 @@ def next_logits(
 
 
 def _bounds(pads: Tensor, length: int) -> Tensor:
-    """int32 on the CPU: where padding and texts of `length` tokens together begin, and the end of all."""
+    """int32 on the CPU: the starts of padding and of texts, together `length` tokens each, and the end of all."""
     starts = torch.arange(len(pads) + 1) * length
     bounds: Tensor = torch.unique(torch.cat([starts, starts[:-1] + pads]))
     return bounds.int()
@@ -175,11 +174,11 @@ def _bounds(pads: Tensor, length: int) -> Tensor:
 
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
-    """Set a parallelized model up for `decode`, and back for training as it was: mode, shards, sequence parallelism."""
+    """Prepare a parallelized model for `decode`, then restore it for training: mode, shards, sequence parallelism."""
     state = state_of(model)
     was_training = model.training
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # or every length would compile anew
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # otherwise every length would compile again
         stack.enter_context(state.whole_sequences())
         stack.enter_context(_gathered(model, state))
         model.eval()
@@ -191,7 +190,7 @@ def ready(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
-    """Keep small models gathered inside; leave every unit sharded and its own rule in force."""
+    """Keep small models gathered inside; afterwards every unit is sharded, with its own rule."""
     units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.feature(FsdpPlan).sharded}
     once = gathered_bytes(state) <= GATHER_ONCE_BYTES
     try:
@@ -213,7 +212,7 @@ def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
 
 
 def gathered_bytes(state: ParallelState) -> int:
-    """Bytes of this rank's parameters when FSDP has gathered all of them."""
+    """Bytes of this rank's parameters with all of them gathered by FSDP."""
     numel = sum(
         prod(state.placement.gathered_shape(name)) for name in state.placement.shards if state.placement.holds(name)
     )
@@ -221,7 +220,7 @@ def gathered_bytes(state: ParallelState) -> int:
 
 
 def _agreed(tokens: list[int], device: torch.device) -> list[int]:
-    """The tokens of rank 0, on every rank: a last bit that differs must not send ranks separate ways."""
+    """The tokens of rank 0, on every rank: a difference in the last bit must not make ranks diverge."""
     if dist.get_world_size() == 1:
         return tokens
     shared = torch.tensor(tokens, device=device)

@@ -1,4 +1,4 @@
-"""Where generation runs."""
+"""Starts generation, over workers or in the current world."""
 
 from dataclasses import asdict
 
@@ -7,11 +7,11 @@ from fivefold.launch.once import run_once
 
 
 def start(request: GenerateRequest, *, device: str = "auto", quiet: bool = False) -> str:
-    """Continue what `request` says, over as many workers as the layout says; also on the screen unless `quiet`. Returns
-    the new text of a prompt; nothing of a file of prompts, nor of a conversation.
+    """Continue the text of `request`, over the workers of its layout; also print it unless `quiet`. Returns the new
+    text of a prompt, and "" for a file of prompts and for a conversation.
 
-    `device`: auto, cpu or cuda. Inside a world that is there already (torchrun), uses that world. Raises `UserError`
-    when the model, the layout or an option does not fit.
+    `device`: auto, cpu or cuda. Inside an existing world (torchrun), use that world. Raises `UserError` if the model,
+    the layout or an option does not fit.
     """
     talks = request.prompt is None and request.prompts is None
     body = {"generate": asdict(request), "quiet": quiet}
@@ -22,6 +22,6 @@ def start(request: GenerateRequest, *, device: str = "auto", quiet: bool = False
     except KeyboardInterrupt:
         if not talks:
             raise
-        print(flush=True)  # the way to end a conversation
+        print(flush=True)  # Ctrl-C ends a conversation
         return ""
     return str(found)

@@ -1,4 +1,4 @@
-"""A run's or a Hugging Face model with its tokenizer, spread over a world: what generates, and what is evaluated."""
+"""The model of a run or of a Hugging Face folder with its tokenizer, parallelized for generation and evaluation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,8 +39,8 @@ from fivefold.parallel.fsdp.runtime import PRECISION_OF
 
 @dataclass(frozen=True)
 class Opened:
-    """`folder`: of config and tokenizer. `ends`, `stop`: tokens and texts that end a text. `run`: the keys of the run
-    that the model is of; empty where it is of none."""
+    """`folder`: of config and tokenizer. `ends`, `stop`: tokens and texts that end a text. `run`: the settings of the
+    model's run; empty if it has none."""
 
     folder: Path
     model: Any
@@ -51,14 +51,14 @@ class Opened:
     stop: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, none around them. Raises `UserError` for one that the model does not have."""
+        """The tokens of a text, without special ones. Raises `UserError` for tokens beyond the model's vocabulary."""
         with encoding(self.info.folder, self.tokenizer, [text]):
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         check_vocabulary(max(ids, default=0), self.model.config, self.info, "the text")
         return ids
 
     def prompt(self, text: str) -> Tensor:
-        """The tokens of a text that goes on, int64 [1, T]: see `encode_prompt`. Raises `UserError`."""
+        """The tokens of a text to continue, int64 [1, T]: see `encode_prompt`. Raises `UserError`."""
         with encoding(self.info.folder, self.tokenizer, [text]):
             ids_1T = encode_prompt(self.tokenizer, text, self.ends, self.info.bos_token_ids)
         check_vocabulary(int(ids_1T.max()), self.model.config, self.info, "the prompt")
@@ -66,15 +66,16 @@ class Opened:
 
 
 def open_model(name: str, world: World, *, layout: str, step: int | None, verb: str, converses: bool = False) -> Opened:
-    """`name`: a run folder or the address of its copy, a Hugging Face folder, or a hub id. `layout` is a text; without
-    a precision in it, the model computes in the type its weights are stored in. `step`: a run's checkpoint, None the
-    newest. `verb`: for messages. `converses`: texts are turns of a conversation. What a user may not expect of the
-    tokenizer is said on standard error. Raises `UserError` when the model, the step or the layout does not fit."""
+    """Open and parallelize a model. `name`: a run folder or the address of its copy, a Hugging Face folder, or a hub
+    id. `layout` is a text; by default, the model computes in the type of its stored weights. `step`: a run's
+    checkpoint, None the newest. `verb`: for messages. `converses`: texts are turns of a conversation. Unexpected
+    properties of the tokenizer are reported on stderr. Raises `UserError` if the model, the step or the layout does not
+    fit."""
     folder, weights, open_source = _locate(name, step, verb)
     run = _run_of(folder)
     has_adapter = (run.get("adapter") or {}).get("name", "none") != "none"
     trained = RunConfig.model_validate(run) if has_adapter else None
-    place = name if is_hub_id(name) else str(folder)  # of a hub id, the files of its tokenizer are fetched too
+    place = name if is_hub_id(name) else str(folder)  # a hub id: the files of its tokenizer are fetched too
     info = find_tokenizer(place, model=place, corpus=(), root=cache_root(), bos=_bos_of(run))
     for remark in info.remarks(converses=converses) if world.is_first else ():
         say_aloud(f"tokenizer: {remark}")
@@ -88,7 +89,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
     if trained is not None:
         source = Layered(source, base_source(trained, model))
         check_base(trained, Checkpoint.open(folder.parent).agreement, str(folder.parent))
-    elif weights and (weights / PEFT_CONFIG).is_file():  # beside its base: transformers loads both
+    elif weights and (weights / PEFT_CONFIG).is_file():  # an adapter next to its base: transformers loads both
         lora = lora_of(weights)
         source = Layered(PeftFolder(weights, lora, targets_of(facts_of(model), lora)), source)
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
@@ -99,7 +100,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
 
 
 def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: str) -> None:
-    """Raise `UserError` where the token of `what` with the `largest` number is beyond the model's vocabulary."""
+    """Raise `UserError` if the `largest` token id of `what` is beyond the model's vocabulary."""
     size = config.get_text_config().vocab_size
     if largest >= size:
         token = tokenizer.load().id_to_token(largest)
@@ -113,7 +114,7 @@ def check_vocabulary(largest: int, config: Any, tokenizer: TokenizerInfo, what: 
 def _locate(
     name: str, step: int | None, verb: str
 ) -> tuple[Path, Path | None, Callable[[PreTrainedModel], TensorSource]]:
-    """The folder of config and tokenizer, that of the weights if it is one, and what opens them."""
+    """The folder of config and tokenizer, that of the weights if there is one, and the function that opens them."""
     path, more = Path(name), f"fivefold {verb} --help"
     if is_remote(name) or (path / "checkpoints").is_dir() or (path / "run.yaml").is_file():
         checkpoint = find_checkpoint(name, step)
@@ -144,7 +145,7 @@ def _run_of(folder: Path) -> dict[str, Any]:
 
 
 def _bos_of(run: dict[str, Any]) -> Bos:
-    """`data.bos` of a run; auto where there is none."""
+    """`data.bos` of a run; auto without one."""
     bos = (run.get("data") or {}).get("bos", "auto")
     return bos if isinstance(bos, bool) else "auto"
 

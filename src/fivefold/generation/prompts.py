@@ -1,4 +1,4 @@
-"""A file of prompts, answered in batches: one JSON object a prompt, in the order of the file."""
+"""A file of prompts, answered in batches: one JSON object per prompt, in the order of the file."""
 
 import json
 import os
@@ -27,7 +27,7 @@ _MORE = "docs/generate.md"
 
 @dataclass(frozen=True)
 class Prompt:
-    """`ids`: its tokens. `given`: what its result repeats. `ends`, `stop`: tokens and texts that end the answer."""
+    """`ids`: its tokens. `given`: its record, for the result. `ends`, `stop`: tokens and texts that end the answer."""
 
     ids: Sequence[int]
     given: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Prompt:
 
 @dataclass
 class Answer:
-    """The text and how many `tokens` it took, the one that ended it among them; `is_over`: it ended by itself."""
+    """The text and the number of its `tokens`, including the one that ended it; `is_over`: it ended by itself."""
 
     stream: StoppedText
     parts: list[str] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it, once there are no more tokens."""
+        """The whole text, once there are no more tokens."""
         return "".join(self.parts)
 
 
 def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
     """Answer the prompts of `request.prompts` over a joined world; every rank calls this, and the first one writes to
-    `request.out`, or to standard output. Raises `UserError`, naming the line, before anything is computed."""
+    `request.out`, or to standard output. Raises `UserError`, naming the line, before any computation."""
     prompts = read_prompts(opened, request)
     with _out(request) if request.out and world.is_first else nullcontext(sys.stdout) as file:
         for first in range(0, len(prompts), request.batch_size):
@@ -70,9 +70,9 @@ def answer_file(opened: Opened, request: GenerateRequest, world: World) -> None:
 
 @contextmanager
 def _out(request: GenerateRequest) -> Iterator[TextIO]:
-    """The file of `request.out`, to write: an older one stays until the last answer is there, and those of a run that
-    ends before are left in `FILE.part`. A device or a pipe is written to, and a link followed. Raises `UserError` where
-    it cannot be written."""
+    """The output file `request.out`: an older file stays until the last answer is written, and answers of an
+    interrupted run stay in `FILE.part`. Devices and pipes are written directly, and links are followed. Raises
+    `UserError` if it cannot be written."""
     path = Path(str(request.out))
     is_replaced = path.is_file() or not path.exists()
     place = Path(os.path.realpath(path)) if is_replaced else path
@@ -86,8 +86,8 @@ def _out(request: GenerateRequest) -> Iterator[TextIO]:
 
 
 def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest, *, first: int = 0) -> list[Answer]:
-    """The answers to prompts, computed in one batch. `first`: the number of the first one, which draws by
-    `request.seed` and that."""
+    """The answers to prompts, computed in one batch. `first`: the number of the first one; each prompt is drawn with
+    `request.seed` plus its number."""
     found = [Answer(StoppedText(opened.tokenizer, prompt.stop)) for prompt in prompts]
     steps = decode_rows(
         opened.model, [prompt.ids for prompt in prompts], max_new_tokens=request.max_new_tokens,
@@ -103,7 +103,7 @@ def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest,
 
 
 def _take(prompts: Sequence[Prompt], found: Sequence[Answer], number: int, token: int) -> bool:
-    """Add a token to its answer; whether that is over."""
+    """Add a token to its answer. Returns True if the answer is over."""
     answer = found[number]
     answer.tokens += 1
     answer.is_over = token in prompts[number].ends
@@ -114,7 +114,7 @@ def _take(prompts: Sequence[Prompt], found: Sequence[Answer], number: int, token
 
 
 def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
-    """The prompts of a file: its lines, or of a .jsonl the `prompt` or the `messages` of each record."""
+    """The prompts of a file: its lines, or for .jsonl the `prompt` or the `messages` of each record."""
     path = Path(str(request.prompts))
     try:
         found = [_prompt(opened, request, record, where) for record, where in read_records(path)]
@@ -127,7 +127,7 @@ def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
 
 def read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The record of each line of a file, and its place. Raises `UserError`, `OSError`, `UnicodeDecodeError`."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` would end one at other characters, too
+    lines = path.read_text(encoding="utf-8-sig").split("\n")  # `splitlines` splits at other characters, too
     yield from (_records if path.suffix in (".jsonl", ".json", ".ndjson") else _texts)(path, lines)
 
 
@@ -141,20 +141,20 @@ def _records(path: Path, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any],
             continue
         where = f"{path}, line {number}"
         try:
-            record = strict_json.loads(line)  # NaN would stand in the answers
+            record = strict_json.loads(line)  # NaN would be copied to the answers
         except ValueError as error:
             raise UserError(f"{where}: not JSON: {error}", fix='{"prompt": "..."} on each line', more=_MORE) from error
         if not isinstance(record, dict) or len({"prompt", "messages"} & set(record)) != 1:
             raise UserError(
                 f"{where}: not an object with one of 'prompt' and 'messages'", fix='{"prompt": "..."}', more=_MORE
             )
-        examples.encodable(json.dumps(record, ensure_ascii=False), where)  # all of it is written with the answer
+        examples.encodable(json.dumps(record, ensure_ascii=False), where)  # the whole record is written with the answer
         yield record, where
 
 
 @contextmanager
 def _at(where: str) -> Iterator[None]:
-    """What is wrong with a record names its place."""
+    """Add the place of a record to its errors."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""`fivefold generate` on one rank: open the model, spread it, continue a prompt, a file of them, or a conversation."""
+"""`fivefold generate` on one rank: open and parallelize the model, continue a prompt, a file, or a conversation."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ from fivefold.launch.world import World
 
 def generate(request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None) -> str:
     """Open the model and continue the prompt over a joined world; every rank calls it, and returns the new text. Raises
-    `UserError` when the model, the step or the layout does not fit."""
+    `UserError` if the model, the step or the layout does not fit."""
     return continued(_open(request, world), request, world, write=write)
 
 
 def continued(
     opened: Opened, request: GenerateRequest, world: World, *, write: Callable[[str], object] | None = None
 ) -> str:
-    """The text that continues the prompt. Rank 0 passes the prompt and then the text, piece by piece, to `write`; of a
-    prompt of the chat template the text alone."""
+    """The text that continues the prompt. Rank 0 passes the prompt and then the text, piece by piece, to `write`; with
+    the chat template only the text."""
     assert request.prompt is not None
     show = write if write and world.is_first else lambda text: None
     options: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "seed": request.seed, **request.drawing}
@@ -47,7 +47,7 @@ def continued(
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> str:
-    """The text of `generate`, also on standard output unless `request["quiet"]`; empty where there is no one text."""
+    """The text of `generate`, also printed unless `request["quiet"]`; empty unless there is exactly one text."""
     asked, quiet = GenerateRequest(**request["generate"]), request["quiet"]
     opened = _open(asked, world)
     if world.is_first and not quiet:
@@ -65,7 +65,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> str:
 
 
 def _open(request: GenerateRequest, world: World) -> Opened:
-    converses = request.chat or request.prompt is None  # records of a file may have turns
+    converses = request.chat or request.prompt is None  # records of a file may contain turns
     return open_model(
         request.model, world, layout=request.layout, step=request.step, verb="generate", converses=converses
     )
@@ -75,7 +75,7 @@ on_worker = as_worker(on_rank)
 
 
 def say_not_used(opened: Opened, request: GenerateRequest) -> None:
-    """Name what the model's generation config asks for in vain, beside what standard output is for."""
+    """Name the unused settings of the model's generation config, on standard error."""
     found = not_used(opened.model.generation_config, Sampling(**request.drawing), request.max_new_tokens)
     if found:
         said = listed([f"{key} {value}" for key, value in sorted(found.items())], 12)
@@ -83,9 +83,9 @@ def say_not_used(opened: Opened, request: GenerateRequest) -> None:
 
 
 def to_screen(text: str) -> None:
-    """Write at once; a character that the screen's encoding does not have becomes `?`.
+    """Write at once; characters that the screen's encoding lacks become `?`.
 
-    On a terminal no character is a command; in a file or a pipe the text is exactly what the model wrote.
+    On a terminal control characters are escaped; in a file or a pipe the text is exactly what the model wrote.
     """
     text = shown(text) if sys.stdout.isatty() else text
     encoding = sys.stdout.encoding or "utf-8"

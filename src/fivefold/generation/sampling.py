@@ -1,4 +1,4 @@
-"""Which token comes next: logits as `transformers` processes them, then the likeliest token or one drawn.
+"""Choice of the next token: logits as `transformers` processes them, then the likeliest token or one drawn.
 
 Legend: T tokens so far, V vocabulary.
 """
@@ -15,8 +15,8 @@ from fivefold.models import hf_internals
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """`temperature` 0 takes the likeliest token. Otherwise tokens are drawn from the `top_k` likeliest (0: all), of
-    these from the smallest set of likeliest ones whose probabilities add up to `top_p` (1: all)."""
+    """`temperature` 0 takes the likeliest token. Otherwise tokens are drawn from the `top_k` likeliest (0: all), and
+    among these from the smallest set of likeliest ones whose probabilities add up to `top_p` (1: all)."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -24,7 +24,7 @@ class Sampling:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As options of `generate` of `transformers`."""
+        """The settings as options of `generate` of `transformers`."""
         if self.temperature == 0:
             return {"do_sample": False}
         return {
@@ -33,10 +33,10 @@ class Sampling:
 
 
 class Choice:
-    """The tokens that follow one text, by a request and by the model's generation config."""
+    """Chooses the tokens that follow one text, by a request and by the model's generation config."""
 
     def __init__(self, model: Any, ids: Sequence[int], sampling: Sampling, *, seed: int, max_new_tokens: int) -> None:
-        """`ids`: the tokens of the text. `max_new_tokens`: how many follow at most."""
+        """`ids`: the tokens of the text. `max_new_tokens`: the most tokens to follow."""
         self._ids, self._is_drawn = list(ids), sampling.temperature > 0
         self._generator = torch.Generator().manual_seed(seed)
         self._device = torch.device("cpu") if self._is_drawn else next(model.parameters()).device
@@ -57,5 +57,5 @@ class Choice:
         return int(torch.searchsorted(cumulative_V, uniform, right=True).clamp(max=scores_V.numel() - 1))
 
     def add(self, token: int) -> None:
-        """The token that follows, which all ranks agree on."""
+        """Append the next token, on which all ranks agree."""
         self._ids.append(token)

@@ -1,4 +1,4 @@
-"""From prompts to tokens, and from tokens to text as it comes."""
+"""From prompts to tokens, and from tokens to streamed text."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -11,23 +11,23 @@ from fivefold.data.tokenizer import put_bos
 from fivefold.data.tokenizer_probe import template_ids
 from fivefold.generation.decode import Seen, decode, ready
 
-_INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no whole character yet
+_INCOMPLETE = "\ufffd"  # decoded form of bytes that are no whole character yet
 
 
 def encode_prompt(
     tokenizer: Any, prompt: str, eos_token_ids: Collection[int], bos_token_ids: tuple[int, ...] | None = None
 ) -> Tensor:
-    """The prompt as int64 [1, T], with `bos_token_ids` in front as in training; None: what its tokenizer puts there.
+    """The prompt as int64 [1, T], with `bos_token_ids` in front as in training; None: its tokenizer's own BOS.
 
-    `tokenizer`: one of `tokenizers`, or one of `transformers`, which puts its own tokens around. An empty prompt is the
-    beginning of a document: BOS, else the end of the document before. Raises `UserError` when that is not known either.
+    `tokenizer`: one of `tokenizers`, or one of `transformers`, which adds its own tokens. An empty prompt is the
+    beginning of a document: BOS, else the EOS of the document before. Raises `UserError` if that is unknown too.
     """
-    if hasattr(tokenizer, "apply_chat_template"):  # of transformers
+    if hasattr(tokenizer, "apply_chat_template"):  # a tokenizer of transformers
         bos_token_ids, ids = (), list(tokenizer(prompt)["input_ids"])
     else:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     bos = template_ids(tokenizer) if bos_token_ids is None else bos_token_ids
-    while ids and ids[-1] in eos_token_ids:  # a prompt may say it
+    while ids and ids[-1] in eos_token_ids:  # a prompt may end with EOS
         ids = ids[:-1]
     ids = put_bos(ids, bos) or list(bos) or list(eos_token_ids)[:1]
     if not ids:
@@ -45,11 +45,11 @@ def pieces(
     seen: Seen | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """The text with which `model` continues `prompt` (int64 [1, T]), in whole characters as they come.
+    """The text with which `model` continues `prompt` (int64 [1, T]), streamed in whole characters.
 
-    `tokenizer`: a `tokenizers.Tokenizer`; `stop`: texts before which it ends; `seen`: what the model has read already,
-    which is not computed again; `options`: those of `decode`. Every rank takes all pieces. The model is left ready for
-    the next training step.
+    `tokenizer`: a `tokenizers.Tokenizer`; `stop`: texts that end it and are left out; `seen`: tokens that the model has
+    read already, which are not computed again; `options`: those of `decode`. Every rank consumes all pieces. The model
+    is left ready for the next training step.
     """
     stream = StoppedText(tokenizer, stop)
     with ready(model):
@@ -62,11 +62,10 @@ def pieces(
 
 
 class TextStream:
-    """Text of a growing list of tokens, given out in whole characters.
+    """The text of a growing list of tokens, streamed in whole characters.
 
-    Only the tokens since the last two places where a character ended are decoded again, so the cost per token stays
-    the same however long the text grows; a piece is always decoded behind its left neighbour, whose presence decides
-    about spaces.
+    Only the tokens since the last two character ends are decoded again, so the cost per token is constant however long
+    the text grows. A piece is always decoded after its left neighbour, which decides about spaces.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -86,7 +85,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What is left, incomplete characters as the decoder writes them."""
+        """The remaining text, with incomplete characters as the decoder writes them."""
         text, self._pending = self._new_text(), []
         return text
 
@@ -96,7 +95,7 @@ class TextStream:
 
 
 class StoppedText:
-    """A `TextStream` up to the first of some texts, which is not given out: what may become one is held back."""
+    """A `TextStream` up to the first stop text, which is left out: a possible beginning of one is held back."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
         """`tokenizer`: a `tokenizers.Tokenizer`; `stop`: no empty ones."""
@@ -104,11 +103,11 @@ class StoppedText:
         self.is_over = False
 
     def push(self, token: int) -> str:
-        """The text that is certain with `token`."""
+        """The text that is certain after `token`."""
         return self._certain(self._stream.push(token))
 
     def finish(self) -> str:
-        """What is left."""
+        """The remaining text."""
         if self.is_over:
             return ""
         text, self._held = self._certain(self._stream.finish()) + self._held, ""
@@ -126,5 +125,5 @@ class StoppedText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
+    """The number of characters at the end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

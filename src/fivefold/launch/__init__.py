@@ -1,1 +1,1 @@
-"""Starting worker processes, or finding the ones that something else has started."""
+"""Starting worker processes, or finding those that another launcher has started."""

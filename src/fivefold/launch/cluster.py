@@ -1,4 +1,4 @@
-"""The devices of a run as the planner knows them, for `layout: auto`."""
+"""The devices of a run in the planner's terms, for `layout: auto`."""
 
 from dataclasses import replace
 
@@ -12,11 +12,11 @@ OWN_LAYOUT = "write a layout, such as layout.dp_shard: -1, or name a file of fiv
 
 
 def cluster_here(kind: str, size: int, local_size: int, hardware: str = "") -> Cluster:
-    """`size` workers, `local_size` of them on this machine; `kind`: cpu or cuda. Machines are taken to be alike.
+    """`size` workers, `local_size` of them on this machine; `kind`: cpu or cuda. All machines are assumed alike.
 
-    `hardware`: a file that says what they do, in place of the planner's tables. Memory is what this machine has: a
-    GPU's, or for workers on a CPU their part of all. Raises `UserError` for a GPU that the planner does not know, and
-    for a file of other devices.
+    `hardware`: a file with their speeds, in place of the planner's tables. Memory is measured on this machine: a GPU's,
+    or for CPU workers their share of all. Raises `UserError` for a GPU that the planner does not know, and for a file
+    of other devices.
     """
     name, memory = _gpu() if kind == "cuda" else ("cpu", _part_of_memory(local_size))
     here = hardware or f"1x{'cpu' if kind == 'cpu' else chip_of_device(name, fix=OWN_LAYOUT).name}"
@@ -35,7 +35,7 @@ def _part_of_memory(workers: int) -> float | None:
 
 
 def _gpu() -> tuple[str, float]:
-    """Its name and GiB. Its properties are read without a context on it, which would take memory of the run."""
+    """The GPU's name and GiB. Its properties are read without a context, which would take memory from the run."""
     import torch
 
     found = torch.cuda.get_device_properties(0)

@@ -1,5 +1,5 @@
-"""What makes a process fast on a CPU, set once for the whole process: freed memory is kept, and fp32 products are
-computed by oneDNN where MKL is slow."""
+"""Process-wide settings for speed on a CPU: freed memory is kept, and oneDNN computes fp32 products where MKL is
+slow."""
 
 import ctypes
 import sys
@@ -11,14 +11,14 @@ from fivefold.torch_internals import multiply_by_onednn
 
 @cache
 def tune() -> None:
-    """Both. Results differ from those of before in rounding alone."""
+    """Apply both settings. Results change in rounding alone."""
     _keep_freed_memory()
     if mkl_is_slow():
         multiply_by_onednn()
 
 
 def mkl_is_slow() -> bool:
-    """Whether PyTorch's fp32 products use half of this CPU: Intel's MKL takes AVX2 for CPUs of another maker, though
+    """True if PyTorch's fp32 products use half of this CPU: Intel's MKL takes AVX2 for CPUs of another maker, though
     they have AVX-512. Two cores of an AMD EPYC 9005: 234 GFLOP/s by MKL, 500 by oneDNN."""
     import torch
 
@@ -30,12 +30,12 @@ def mkl_is_slow() -> bool:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse freed tensors instead of giving each back to the system, which would zero it page by page.
+    """Let glibc reuse freed tensors instead of returning each to the system, which would zero it page by page.
 
-    As malloc comes, a step of a 15M model takes 300,000 page faults, a third of its time on a virtual machine
-    (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). Elsewhere than on glibc nothing happens.
+    With the defaults of malloc, a step of a 15M model takes 300,000 page faults, a third of its time on a virtual
+    machine (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). No effect without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt:
-        mallopt(-4, 0)  # no allocation is a mapping of its own
-        mallopt(-1, 2**31 - 1)  # up to 2 GiB at the top of the heap stay
+        mallopt(-4, 0)  # never use mmap for an allocation
+        mallopt(-1, 2**31 - 1)  # keep up to 2 GiB at the top of the heap

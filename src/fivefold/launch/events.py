@@ -1,6 +1,6 @@
-"""What a run tells the Python code that called `ff.train`: rows of steps and evaluations, checkpoints as they appear.
+"""Events of a run for the Python code that called `ff.train`: rows of steps and evaluations, and new checkpoints.
 
-The first rank tells. Where this process is that rank, it is told at once; where it has started the workers, they write
+The first rank emits them. If this process is that rank, callbacks run directly. If it has started workers, they write
 lines to a file, which a thread of this process follows. A callback that raises stops the run after a step, saved.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.1
-STOP = "stop"  # beside the file of lines
+STOP = "stop"  # next to the event file
 
 
 @dataclass
 class Listener:
-    """The callbacks of a run, and the first error of one: nothing is called after it."""
+    """The callbacks of a run, and the first error of one; after it no callback is called."""
 
     on_step: Callable[[dict[str, Any]], object] | None = None
     on_eval: Callable[[dict[str, Any]], object] | None = None
@@ -28,22 +28,22 @@ class Listener:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether the run is to stop after this step."""
+        """True if the run has to stop after this step."""
         return self.error is not None
 
     def tell(self, kind: str, value: Any) -> None:
-        """`kind`: step or eval with a row, save with a folder."""
+        """Call the callback of `kind`: step or eval with a row, save with a folder."""
         callback: Callable[[Any], object] | None = getattr(self, f"on_{kind}")
         if callback is None or self.error is not None:
             return
         try:
             callback(Path(value) if kind == "save" else value)
-        except BaseException as error:  # raised again where the run was called
+        except BaseException as error:  # raised again by `raising`
             self.error = error
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """After the block, raise what a callback has raised: the run has stopped for it."""
+        """After the block, raise the error of a callback; the run has stopped because of it."""
         try:
             yield
         except (SystemExit, KeyboardInterrupt):
@@ -54,7 +54,7 @@ class Listener:
 
 
 class EventFile:
-    """On the first rank of workers that another process has started: lines for it, and its word to stop."""
+    """On the first rank of started workers: event lines for the launching process, and its request to stop."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -62,7 +62,7 @@ class EventFile:
         self._stop = path.with_name(STOP)
 
     def tell(self, kind: str, value: Any) -> None:
-        """As `Listener.tell`. What finds no space on the disk comes with what is told next."""
+        """As `Listener.tell`. Lines that do not fit on a full disk are written with the next event."""
         value = str(value) if isinstance(value, Path) else value
         self._waiting += json.dumps({"kind": kind, "value": value}).encode() + b"\n"
         with suppress(OSError):
@@ -75,11 +75,11 @@ class EventFile:
         return self._stop.exists()
 
 
-Events = Listener | EventFile  # where the first rank tells what happens
+Events = Listener | EventFile  # event sink of the first rank
 
 
 def events_of(request: Mapping[str, Any], *, is_first: bool) -> Events | None:
-    """Where this rank tells: of a worker's request, or of the process itself."""
+    """The event sink of this rank: a file for a worker, or the listener of this process."""
     if not is_first or not request.get("events"):
         return None
     asked = request["events"]
@@ -88,7 +88,7 @@ def events_of(request: Mapping[str, Any], *, is_first: bool) -> Events | None:
 
 @contextmanager
 def following(listener: Listener | None, folder: Path) -> Iterator[dict[str, str]]:
-    """Inside, what workers write is told to `listener`, in order, in a thread. Yields what their request has to say."""
+    """Inside, a thread passes the workers' events to `listener`, in order. Yields the entries for their request."""
     if listener is None:
         yield {}
         return

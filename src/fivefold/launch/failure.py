@@ -1,6 +1,6 @@
-"""How a worker fails: what it leaves beside the logs, and how that is read again: JSON, never a pickle.
+"""Failure files of workers: written next to the logs and read back as JSON, never as a pickle.
 
-And who says an error that many ranks may have met: each is said, and as a rule once.
+Also decides which rank reports an error that many ranks may have met, so that each is reported, as a rule once.
 """
 
 import json
@@ -27,8 +27,8 @@ _ROOM = 2**16  # bytes, more than a failure takes
 
 
 class WorkerDied(RunFailed):
-    """A worker ended without being the user's fault. `cause` says of what, whichever rank it was; `comes_again`: there
-    is no doubt that it would, as where memory does not suffice; `traceback` is the text of its error, for `--debug`."""
+    """A worker ended without being the user's fault. `cause`: the reason, the same for any rank. `comes_again`: a
+    restart is certain to fail too, as for lack of memory. `traceback`: the text of its error, for `--debug`."""
 
     cause = ""
     comes_again = False
@@ -36,17 +36,17 @@ class WorkerDied(RunFailed):
 
 
 def failure_file(logs: Path, rank: int) -> Path:
-    """Where rank `rank` leaves what went wrong."""
+    """The file for the failure of rank `rank`."""
     return logs / f"failure-{rank}.json"
 
 
 def hang_flag(logs: Path) -> Path:
-    """The file by which a rank whose collective hangs tells the others."""
+    """The file by which a rank with a hanging collective notifies the others."""
     return logs / "hung"
 
 
 def put_aside(logs: Path) -> None:
-    """What an earlier start left in `logs`: its flag is removed, as it would end this one; the rest is renamed."""
+    """Clear an earlier start from `logs`: its flag, which would end this one, is removed; the rest is renamed."""
     for old in (*logs.glob("failure-*.json"), *logs.glob("rank-*.log")):
         old.replace(old.with_name(f"before-{old.name}"))
     hang_flag(logs).unlink(missing_ok=True)
@@ -58,8 +58,8 @@ def _unfinished(logs: Path, rank: int) -> Path:
 
 @contextmanager
 def room_for_failures(logs: Path, ranks: int) -> Iterator[None]:
-    """Inside, there is room on the disk for a failure of each rank, which may be that the disk is full. Raises
-    `UserError` where it is already."""
+    """Inside, disk space is reserved for a failure of each rank, as the failure may be a full disk. Raises `UserError`
+    if the disk is full already."""
     places = [_unfinished(logs, rank) for rank in range(ranks)]
     with writing(logs, instead=""):
         for place in places:
@@ -76,13 +76,13 @@ def leave_failure(
     logs: Path, rank: int, error: Exception, stack: str | None = None, *, waits: bool = False, last: str = ""
 ) -> None:
     """Write `error`, with its traceback or, if given, `stack`. `waits`: this rank waits for others, in a collective;
-    `last`: its last one."""
+    `last`: its last collective."""
     said = error if isinstance(error, UserError) else UserError(_one_line(error))
     failure = {
         "is_users": isinstance(error, UserError),
         "type": type(error).__name__,
         "rank": rank,
-        "time": time.monotonic(),  # of this machine, whatever becomes of its clock
+        "time": time.monotonic(),  # monotonic on this machine, even if its clock is set
         "exit_code": error.exit_code if isinstance(error, UserError) else RunFailed.exit_code,
         "what": said.what,
         "fix": said.fix,
@@ -98,12 +98,12 @@ def leave_failure(
             file.write(json.dumps(failure, indent=1).encode())
             file.truncate()
         unfinished.replace(failure_file(logs, rank))
-    except OSError as full:  # a full disk, too, ends in words
+    except OSError as full:  # a full disk must still end in a message
         say(f"{said}\n{logs} cannot be written: {full.strerror or full}", stream=sys.stderr)
 
 
 def failures(logs: Path) -> list[dict[str, Any]]:
-    """All that were left: the user's, then the earliest; of a hang, first the rank that the others wait for."""
+    """All failures: the user's first, then by time; for a hang, the rank that the others wait for comes first."""
     left = [json.loads(file.read_text(encoding="utf-8")) for file in logs.glob("failure-*.json")]
     left.sort(key=lambda failure: (not failure["is_users"], failure["time"]))
     if left and left[0]["type"] in HANGS:
@@ -117,12 +117,12 @@ def _is_consequence(failure: dict[str, Any]) -> tuple[bool, int]:
 
 
 def is_out_of_memory(failure: dict[str, Any]) -> bool:
-    """Whether memory could not be had: CUDA's, or of this machine, from torch or from Python."""
+    """True if memory ran out: CUDA's or this machine's, reported by torch or by Python."""
     return _says_so(failure["what"]) or failure["type"] in _LACKS
 
 
 def is_want_of_memory(error: Exception) -> bool:
-    """The same of an error that has not been left yet."""
+    """`is_out_of_memory` for an error that has not been written yet."""
     return type(error).__name__ in _LACKS or (isinstance(error, RuntimeError | OSError) and _says_so(str(error)))
 
 
@@ -130,12 +130,12 @@ _LACKS = ("OutOfMemoryError", "MemoryError")
 
 
 def _says_so(said: str) -> bool:
-    """Of torch, of C++, and of the system where a file of offloading cannot be mapped (ENOMEM)."""
+    """True for the messages of torch, of C++, and of the system if a file of offloading cannot be mapped (ENOMEM)."""
     return any(words in said for words in ("can't allocate memory", "std::bad_alloc", "[Errno 12]"))
 
 
 def place(stack: str) -> str:
-    """Of what `faulthandler` wrote, where the main thread stands: `step (training/step.py:40)`."""
+    """The position of the main thread in a dump of `faulthandler`: `step (training/step.py:40)`."""
     main = re.split(r"\n\s*\n", stack.strip())[-1]
     frames = re.findall(r'File "([^"]*)", line (\d+) in (.*)', main)
     if not frames:
@@ -156,12 +156,12 @@ def _one_line(error: Exception) -> str:
 
 # ---- each error once ------------------------------------------------------------------------------------------------
 
-PATIENCE = timedelta(seconds=3)  # how long other ranks wait for rank 0 to meet the same error
+PATIENCE = timedelta(seconds=3)  # other ranks wait this long for rank 0 to meet the same error
 
 
 @contextmanager
 def one_voice(world: World | None) -> Iterator[None]:
-    """Before the ranks are joined: rank 0 speaks, and one rank of every other machine, which may be the only one."""
+    """Before the ranks are joined: rank 0 reports, and one rank of every other machine, which may fail alone."""
     try:
         yield
     except UserError as error:
@@ -174,7 +174,7 @@ def one_voice(world: World | None) -> Iterator[None]:
 
 @contextmanager
 def said_once(world: World) -> Iterator[None]:
-    """Among joined ranks: rank 0 speaks if it met an error, else the first of those that did."""
+    """Among joined ranks: rank 0 reports if it met an error, else the first rank that did."""
     try:
         yield
     except UserError as error:
@@ -188,13 +188,13 @@ def said_once(world: World) -> Iterator[None]:
 
 
 def speaks(world: World, store: Any, *, patience: timedelta = PATIENCE) -> bool:
-    """Whether this rank, which met an error, is the one to say it. `store` is shared by all ranks."""
+    """True if this rank, which met an error, has to report it. `store` is shared by all ranks."""
     if world.is_first:
         store.set("fivefold/rank-0-speaks", "1")
         return True
     try:
         store.wait(["fivefold/rank-0-speaks"], patience)
-    except RuntimeError:  # it met none, or it has ended and taken the store with it
+    except RuntimeError:  # rank 0 met no error, or ended together with the store
         try:
             return bool(store.add("fivefold/others-speak", 1) == 1)
         except RuntimeError:

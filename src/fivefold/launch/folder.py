@@ -1,4 +1,4 @@
-"""The run folder: which one a run gets, what is in it before the first step, that one run at a time writes to it."""
+"""The run folder: its name, its contents before the first step, and the lock of its one writer."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ INSTEAD = "set run.dir to a folder you can write to"
 
 
 def claim_fresh(config: RunConfig) -> RunConfig:
-    """The same config under a name that no run has yet (`demo`, `demo-2`, ...); the folder is made to claim it."""
+    """The same config under an unused run name (`demo`, `demo-2`, ...); its folder is created to claim the name."""
     base = config.run.name
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"
@@ -48,7 +48,7 @@ def open_folder(config: RunConfig) -> Path:
     logs = config.run_dir / "logs"
     with writing(config.run_dir, instead=INSTEAD):
         logs.mkdir(parents=True, exist_ok=True)
-        FolderLock(config.run_dir).release()  # refuses a folder in use before anything in it is touched
+        FolderLock(config.run_dir).release()  # refuse a folder in use before touching anything in it
         check_place(config.run_dir / "checkpoints" / "step-*", instead=INSTEAD)  # perhaps on another disk
         if not (config.run_dir / "run.yaml").exists():
             replace(config.run_dir / "run.yaml", config.to_yaml().encode())
@@ -56,8 +56,8 @@ def open_folder(config: RunConfig) -> Path:
 
 
 def began_with(config: RunConfig, world: int) -> Layout | None:
-    """The layout of the run that lies in the folder of `config`, where `config` asks for the same model and rows and
-    sets nothing else of the layout; None otherwise, or where it is not for `world` ranks."""
+    """The layout of the existing run in the folder of `config`, if `config` asks for the same model and rows and sets
+    nothing else of the layout; None otherwise, or if it does not fit `world` ranks."""
     if not (config.run_dir / "run.yaml").is_file():
         return None
     try:
@@ -73,19 +73,19 @@ def began_with(config: RunConfig, world: int) -> Layout | None:
 
 
 def last_logged_step(config: RunConfig) -> int:
-    """The step of the last whole line of `metrics.jsonl`; 0 when there is none."""
+    """The step of the last whole line of `metrics.jsonl`; 0 if there is none."""
     path = config.run_dir / "metrics.jsonl"
     found = re.findall(rb'^{"step": (\d+),.*}$', path.read_bytes()[-100_000:], re.MULTILINE) if path.is_file() else []
     return int(found[-1]) if found else 0
 
 
 def last_saved_step(config: RunConfig) -> int:
-    """The step of the newest published checkpoint; 0 when there is none."""
+    """The step of the newest published checkpoint; 0 if there is none."""
     return max(steps(config.run_dir / "checkpoints"), default=0)
 
 
 def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
-    """What to type after a run, or after it was stopped: each line can be pasted into a shell."""
+    """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell."""
     run = quote(str(config.run_dir))
     prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")
     hf = config.run_dir / "hf"
@@ -97,13 +97,13 @@ def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str
 
 
 class FolderLock:
-    """Held by the one process that writes to a run folder; the system drops it when that process ends in any way."""
+    """The lock of the one process that writes to a run folder; the system drops it when the process ends."""
 
     def __init__(self, run_dir: Path, *, instead: str = "take another run.name") -> None:
-        """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it. `instead`:
-        what to do where it is not to end.
+        """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it. `instead`: the
+        advice if that process is not to end.
 
-        On a filesystem that knows no locks, and on Windows, there is nothing to take.
+        On a filesystem without locks, and on Windows, there is nothing to take.
         """
         self._descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -125,12 +125,12 @@ class FolderLock:
         os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file that is locked is still the one at `path`."""
+        """True if the locked file is still the one at `path`."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         os.close(self._descriptor)

@@ -1,12 +1,13 @@
-"""The process that workers are forked from: `python -P -m fivefold.launch.fork_server MODULE:FUNCTION REPORTS`.
+"""The process that forks the workers: `python -P -m fivefold.launch.fork_server MODULE:FUNCTION REPORTS`.
 
-It imports once what every worker runs, while the launcher still prepares the data, and forks the workers from there:
-importing torch and transformers takes each process seconds, and many files of a disk that machines may share. It runs
-nothing of theirs before. A process that Python code started cannot be forked as safely: it may have threads and a GPU.
+It imports the workers' modules once, while the launcher still prepares the data, and forks the workers from there:
+importing torch and transformers takes each process seconds, and reads many files from a disk that machines may share.
+It runs none of that code before the fork. Forking a process started by Python code is less safe: it may have threads
+and a GPU.
 
-Standard input has a line of JSON for each start: `{"request": FILE, "places": [the environment of each rank], "unseen":
-whether nobody reads standard output any more}`. The descriptor REPORTS is told the ids of the processes, then
-`[rank, exit code]` of each that ends.
+Standard input carries one line of JSON per start: `{"request": FILE, "places": [the environment of each rank],
+"unseen": true if nobody reads standard output}`. The descriptor REPORTS receives the process ids, then `[rank, exit
+code]` per exit.
 """
 
 import signal
@@ -14,8 +15,8 @@ import signal
 from fivefold.core import interrupts
 
 if __name__ == "__main__":
-    interrupts.end_at_once()  # who started it has the word
-    # A scheduler may signal all processes of a job: workers save, and this one is there until they have ended.
+    interrupts.end_at_once()  # the launcher reports to the user
+    # A scheduler may signal all processes of a job: workers save, and this one must outlive them.
     signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.ENDING)
 
 import json
@@ -31,15 +32,15 @@ from fivefold.launch.world import LAUNCHER
 
 
 def serve(body: str, reports: int) -> None:
-    """Fork as the launcher says, until it closes standard input; in a worker, return when its work is done."""
+    """Fork as the launcher requests, until it closes standard input. In a worker, return when its work is done."""
     worker.die_with_parent(by=signal.SIGKILL)
     make_usable()  # the launcher's standard output may be closed
     with warnings.catch_warnings(record=True) as warned, suppress(Exception):
-        worker.imported(body.partition(":")[0])  # what fails here fails in the worker too, which tells of it
+        worker.imported(body.partition(":")[0])  # a failure here repeats in the worker, which reports it
     os.environ[LAUNCHER] = str(os.getpid())
     for line in sys.stdin:
         start, ranks = json.loads(line), dict[int, int]()
-        if start["unseen"]:  # the launcher has said so: this process had the same standard output before
+        if start["unseen"]:  # nobody reads the standard output that it shares with the launcher
             let_go()
         sys.stdout.flush()
         for rank, place in enumerate(start["places"]):
@@ -65,7 +66,7 @@ def _report(reports: int, numbers: list[int]) -> None:
 
 
 def _stand_alone(place: dict[str, Any]) -> None:
-    """With an empty standard input and an environment of its own, and open to signals."""
+    """Give this process an empty standard input and its own environment, and unblock its signals."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.ENDING)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -74,7 +75,7 @@ def _stand_alone(place: dict[str, Any]) -> None:
 
 
 def _has_lost_cuda() -> bool:
-    """Whether something that was imported has started CUDA, which no fork of its process can use."""
+    """True if an import has initialised CUDA, which a forked process cannot use."""
     if "torch" not in sys.modules:
         return False
     from fivefold.torch_internals import has_lost_cuda

@@ -1,7 +1,7 @@
-"""Where ranks meet that something else has started: a store of torch, at a port of rank 0 or of torchrun's agent.
+"""The rendezvous of ranks under another launcher: a store of torch, at a port of rank 0 or of torchrun's agent.
 
-Ranks that do not come are named while the others wait, and end the wait after a time. A node may not have started, or
-another job has left `RANK` and `WORLD_SIZE` in the environment.
+While ranks wait, missing ones are named, and after a timeout the wait ends. A node may not have started, or another job
+has left `RANK` and `WORLD_SIZE` in the environment.
 """
 
 import os
@@ -23,18 +23,18 @@ from fivefold.core.terminal import say
 from fivefold.core.text import listed
 
 LOOPBACK = "127.0.0.1"
-FIRST, EVERY = 10.0, 60.0  # seconds until it is said who is waited for, and from then on
-_PAUSE = 1.0  # seconds between two looks, at most
-_ANSWER = 10.0  # seconds that a store may take for an answer
+FIRST, EVERY = 10.0, 60.0  # seconds until the first report of missing ranks, and between later ones
+_PAUSE = 1.0  # most seconds between two checks
+_ANSWER = 10.0  # seconds for a store to answer
 _COUNT, _ALL, _WORLD = "fivefold/came", "fivefold/all-came", "fivefold/world"
 
 
 def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float, attempt: int = 0) -> Any:
-    """The store of all ranks, once all have come. `hosts`: it is this rank's, at `port` of this machine. `attempt`: how
-    often torchrun has started the ranks again, whose store outlives them.
+    """The store of all ranks, once all have arrived. `hosts`: this rank opens it, at `port` of this machine. `attempt`:
+    the number of times that torchrun has restarted the ranks; its store outlives them.
 
-    Raises `UserError` where the port cannot be had, another process is this rank, or ranks were told other sizes;
-    `RunFailed` where a rank has not come after `timeout` seconds.
+    Raises `UserError` if the port is taken, another process is this rank, or world sizes differ; `RunFailed` if a rank
+    is missing after `timeout` seconds.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, untyped
 
@@ -46,13 +46,13 @@ def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: fl
 
 
 class _Wait:
-    """Says what is waited for, and ends when it has taken too long."""
+    """Reports a wait to the user, and ends it after a timeout."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._began, self._next = timeout, time.monotonic(), FIRST
 
     def look(self, what: Callable[[], str]) -> None:
-        """Say `what` is waited for if it is time to ("" where another rank says it), and rest. Raises `RunFailed`."""
+        """Report what is missing (`what()`; "" if another rank does) when it is due, then sleep. Raises `RunFailed`."""
         waited = time.monotonic() - self._began
         if waited >= self._timeout:
             raise RunFailed(
@@ -69,7 +69,7 @@ class _Wait:
 
 
 def _open(size: int, host: str, port: int) -> Any:
-    """The store at a port of this machine: of the loopback interface where `host` is that, else of all."""
+    """Open the store at a port of this machine: on the loopback interface if `host` is that, else on all."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
 
     try:
@@ -84,19 +84,19 @@ def _open(size: int, host: str, port: int) -> Any:
 
 def _listen(host: str, port: int) -> socket.socket:
     if host != LOOPBACK and socket.has_dualstack_ipv6():
-        with suppress(OSError):  # a machine whose IPv6 is turned off
+        with suppress(OSError):  # IPv6 is disabled on this machine
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server((LOOPBACK if host == LOOPBACK else "", port))
 
 
 def _reach(rank: int, size: int, host: str, port: int, wait: _Wait) -> Any:
-    """The store that another process has opened, once it has."""
+    """Connect to the store of another process, once it is open."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, untyped
 
     while True:
         try:
             address = _address(host)
-            # torch tells of every attempt that fails, in C++.
+            # Try the port first: torch logs every failed attempt, in C++.
             socket.create_connection((address, port), timeout=_PAUSE).close()
             return _answered(partial(TCPStore, address, port, size, is_master=False, wait_for_workers=False))
         except (OSError, RuntimeError) as error:
@@ -107,7 +107,7 @@ def _reach(rank: int, size: int, host: str, port: int, wait: _Wait) -> Any:
 
 
 def _answered(connect: Callable[[], Any]) -> Any:
-    """What `connect` gives, in a thread: torch waits for ever for a service that is no store. Raises `TimeoutError`."""
+    """Run `connect` in a thread with a timeout: torch waits forever for other services. Raises `TimeoutError`."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -121,7 +121,7 @@ def _answered(connect: Callable[[], Any]) -> Any:
 
 
 def _address(host: str) -> str:
-    """`host` where its address is known, else the address that Slurm has of a node of this name. Raises `OSError`."""
+    """`host` if its address is known, else Slurm's address of the node with this name. Raises `OSError`."""
     try:
         socket.getaddrinfo(host, None)
         return host
@@ -133,7 +133,7 @@ def _address(host: str) -> str:
 
 @cache
 def _of_slurm(node: str) -> str:
-    """The `NodeAddr` of a node; "" where Slurm knows none."""
+    """The `NodeAddr` of a node; "" if Slurm knows none."""
     with suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(
             ["scontrol", "show", "node", node], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
@@ -150,7 +150,7 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
         _present(store, rank, size)
         if store.add(_COUNT, 1) >= size:
             store.set(_ALL, "")
-        while not store.check([_ALL]):  # to wait for it, torch would tell of every second
+        while not store.check([_ALL]):  # polled: torch's own wait logs every second
             wait.look(partial(_missing, store, rank, size, place))
     except DistNetworkError as error:
         raise RunFailed(
@@ -160,9 +160,9 @@ def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> 
 
 
 def _present(store: Any, rank: int, size: int) -> None:
-    """Say that this rank is there. Raises `UserError` where another process is this rank, or has come to another world.
+    """Register this rank. Raises `UserError` if another process has this rank, or registered with another world size.
 
-    A value is set where there is none; what is there then is that of who was first.
+    `compare_set` sets a value only if there is none and returns the stored one: that of the first process.
     """
     me = f"process {os.getpid()} of {socket.gethostname()}"
     first = store.compare_set(_WORLD, "", f"{size} {rank}").decode().split()
@@ -180,7 +180,7 @@ def _present(store: Any, rank: int, size: int) -> None:
 
 
 def _missing(store: Any, rank: int, size: int, place: str) -> str:
-    """Who has not come, in words, for the first of those who have."""
+    """The missing ranks, in words, on the first rank that is present; "" on the others."""
     first = next(each for each in range(size) if store.check([_key(each)]))
     if first != rank:
         return ""

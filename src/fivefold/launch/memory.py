@@ -1,5 +1,4 @@
-"""The memory of this machine: what there is, what its processes may take of it, and whether the system ended one for
-want of it."""
+"""The memory of this machine: its size, the share of its processes, and kills by the system for lack of it."""
 
 import json
 import os
@@ -13,15 +12,15 @@ from pathlib import Path
 from fivefold.core.errors import RunFailed
 from fivefold.core.units import GIB
 
-SCARCE = 0.03  # of all memory: less than that free, and a process that was killed was killed for it
+SCARCE = 0.03  # share of all memory: with less free, a killed process was killed for lack of memory
 LOOK_SECONDS = 0.25
 _NEEDS = "needs.json"
-_UNLIMITED = 2**60  # what cgroup v1 says where there is no limit
+_UNLIMITED = 2**60  # the value of cgroup v1 for no limit
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of memory (and swap) that this process and its neighbours may take, and how much of it is free now."""
+    """Bytes of memory (and swap) that this process and its neighbours may use, and the free part of it now."""
 
     total: int
     free: int
@@ -29,9 +28,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the ranks on this machine need together, in bytes. Activations are an estimate, the others are not."""
+    """The total need of the ranks on this machine, in bytes. Activations are an estimate, the others are exact."""
 
-    parameters: int  # of the whole model, a number
+    parameters: int  # number of parameters of the whole model
     ranks: int
     weights: int
     gradients: int
@@ -40,7 +39,7 @@ class Needs:
 
     @property
     def state(self) -> int:
-        """What stays from step to step, and gradients."""
+        """Everything kept from step to step, and gradients."""
         return self.weights + self.gradients + self.optimizer
 
     def __str__(self) -> str:
@@ -49,18 +48,18 @@ class Needs:
         return f"{', '.join(parts)}, activations about {self.activations / GIB:.2f} GiB for {ranks} here"
 
     def save(self, folder: Path) -> None:
-        """Leave it for the launcher."""
+        """Write it for the launcher."""
         (folder / _NEEDS).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> "Needs | None":
-        """What a worker left in its launcher's folder, if it came to that."""
+        """The needs that a worker wrote to its launcher's folder; None if it got no further."""
         with suppress(OSError, ValueError, TypeError):
             return cls(**json.loads((folder / _NEEDS).read_text(encoding="utf-8")))
         return None
 
     def advice(self, room: int) -> str:
-        """What helps where `room` bytes are all there is."""
+        """Advice for a machine with `room` bytes."""
         if self.state > room:
             return (
                 f"{self.parameters / 1e9:.2f} billion parameters need {self.state / GIB:.2f} GiB at the least; "
@@ -71,7 +70,7 @@ class Needs:
 
 
 def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> Room | None:
-    """Of the machine, or of the control group of this process where that has less; None where nothing tells."""
+    """The memory of the machine, or of this process's control group if that has less; None if unknown."""
     try:
         kib = dict(re.findall(r"(\w+):\s+(\d+) kB", (proc / "meminfo").read_text(encoding="utf-8")))
         swap = int(kib["SwapTotal"]), int(kib["SwapFree"])
@@ -89,7 +88,7 @@ def room(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> R
 
 
 def address_limit() -> int | None:
-    """Bytes of addresses that each process may have (`ulimit -v`), more than it has memory for; None: no limit."""
+    """Bytes of address space per process (`ulimit -v`), which has to exceed its memory; None: no limit."""
     try:
         import resource
     except ImportError:
@@ -99,13 +98,13 @@ def address_limit() -> int | None:
 
 
 def address_said() -> str:
-    """What to tell of such a limit; "" where there is none."""
+    """The message about such a limit; "" if there is none."""
     limit = address_limit()
     return f"ulimit -v gives each process {limit / GIB:.2f} GiB of addresses: raise that first" if limit else ""
 
 
 class Pressure:
-    """Whether memory ran out while it was looked at."""
+    """Tracks whether memory ran out."""
 
     def __init__(self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._groups = proc, groups
@@ -114,7 +113,7 @@ class Pressure:
         self.held = 0  # the most bytes that the processes held together
 
     def look(self, pids: Iterable[int]) -> None:
-        """Look at the memory that is left, and at what `pids` hold, if it is time to."""
+        """Check the free memory, and the memory of `pids`, if it is time to."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -124,13 +123,13 @@ class Pressure:
 
     @property
     def killed(self) -> bool:
-        """Whether the system ended a process for want of memory since this was made, or had next to none left when it
-        was last looked at."""
+        """True if the system killed a process for lack of memory since construction, or almost none was free at the
+        last check."""
         now = self._count()
         return self._scarce or any(count > self._kills.get(name, 0) for name, count in now.items())
 
     def _count(self) -> Mapping[str, int]:
-        """Processes that the system ended so far, by who counts them: the machine, and each control group."""
+        """Processes killed by the system so far, per counter: the machine, and each control group."""
         files = [self._proc / "vmstat"]
         for folder in _groups(self._proc, self._groups):
             files += [folder / "memory.events", folder / "memory.oom_control"]
@@ -140,14 +139,14 @@ class Pressure:
 
 
 def _groups(proc: Path, root: Path) -> Iterator[Path]:
-    """The folders of this process's memory control group and of those around it, of version 2 or 1."""
+    """The folders of this process's memory control group and its ancestors, of version 2 or 1."""
     for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
         base = root / "memory" if controllers else root
         inner = Path(path.lstrip("/"))
-        # Inside a container the path may be that of the host, and its own group lies at the root.
+        # Inside a container the path may be the host's, and the container's own group is at the root.
         yield from dict.fromkeys(base / each for each in (inner, *inner.parents) if (base / each).is_dir())
 
 
@@ -157,7 +156,7 @@ def _number(folder: Path, *names: str) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that the group only keeps because nobody else wants the room."""
+    """Bytes of cached files that the group gives up when memory is needed."""
     found = re.search(r"^(?:total_)?inactive_file (\d+)", _text(folder / "memory.stat"), re.M)
     return int(found[1]) if found else 0
 
@@ -175,7 +174,7 @@ def _text(file: Path) -> str:
 
 
 def out_of_gpu_memory(error: BaseException, rank: int) -> RunFailed | None:
-    """What a GPU's want of memory means to the user; None for another error. It would come again: no restart helps."""
+    """The message for a GPU out of memory; None for another error. It would recur: no restart helps."""
     import torch
 
     if not isinstance(error, torch.OutOfMemoryError):

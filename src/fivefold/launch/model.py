@@ -1,4 +1,4 @@
-"""What can be known of the model before anything is started: its config.json read as JSON, without torch.
+"""Checks of the model before any process starts: its config.json is read as JSON, without torch.
 
 The training body checks all of it again on the model itself; here a wrong request costs no tokenising and no worker.
 """
@@ -24,10 +24,10 @@ READ_MORE = "fivefold train --keys"
 
 
 def check_model(config: RunConfig, *, layout: Layout | None = None, weights: bool = True) -> None:
-    """Raise `UserError` where the model cannot run as asked. Of a hub id, config.json is fetched.
+    """Raise `UserError` if the model cannot run as requested. For a hub id, config.json is fetched.
 
-    `layout`: that of the run, with every degree known; its micro batches are looked at as well. None: as the run file
-    has it, which is no layout yet where the planner is to choose. `weights`: those that it starts from are looked for.
+    `layout`: the run's layout with every degree known; its micro batches are checked as well. None: the layout in the
+    run file, which is not final if the planner chooses. `weights`: also check that the initial weights exist.
     """
     name, (path, is_here) = config.model.name_or_path, _place(config)
     values = read_folder_config(path) | config.model.overrides
@@ -42,8 +42,7 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
 
 
 def _place(config: RunConfig) -> tuple[Path, bool]:
-    """Where the config.json of the model is, and whether that is where the user says: of a hub id it is fetched. Raises
-    `UserError`."""
+    """The path of the model's config.json, and True if it is local: for a hub id it is fetched. Raises `UserError`."""
     name = config.model.name_or_path
     path = shape_folder(name) or expanded(name)
     if path.exists():
@@ -54,8 +53,8 @@ def _place(config: RunConfig) -> tuple[Path, bool]:
 
 
 def check_data(config: RunConfig, data: "PreparedData") -> None:
-    """Raise `UserError` where the model of `config`, as far as its config.json says, lacks tokens of the data."""
-    if config.model.init == "random" and config.tokenizer.name_or_path != "auto":  # it takes the tokenizer's
+    """Raise `UserError` if the model of `config`, going by its config.json, lacks tokens of the data."""
+    if config.model.init == "random" and config.tokenizer.name_or_path != "auto":  # adopts its vocabulary
         return
     values = read_folder_config(_place(config)[0]) | config.model.overrides
     vocabulary = values.get("vocab_size")
@@ -64,8 +63,8 @@ def check_data(config: RunConfig, data: "PreparedData") -> None:
 
 
 def check_tokens(data: "PreparedData", vocabulary: int) -> None:
-    """Raise `UserError` where a text holds a token that is none of a model's. A tokenizer may name more than the model
-    has (a padding token, often)."""
+    """Raise `UserError` if a text contains a token outside a model's vocabulary. The tokenizer itself may have more
+    tokens than the model (often a padding token)."""
     if data.tokenizer.vocab_size <= vocabulary:
         return
     if any(side.largest_token >= vocabulary for side in (data.train, data.validation) if side):
@@ -78,8 +77,8 @@ def check_tokens(data: "PreparedData", vocabulary: int) -> None:
 
 
 def check_positions(positions: Any, seq_length: int, *, teacher: str | None = None) -> None:
-    """Raise `UserError` where rows are longer than a model's `positions`, if its config has any. `teacher`: the name of
-    another model than the run's."""
+    """Raise `UserError` if rows are longer than a model's `positions`, if its config has any. `teacher`: the name of
+    the model if it is not the run's."""
     if isinstance(positions, int) and 0 < positions < seq_length:
         whose = "the model's" if teacher is None else f"those of objective.teacher {teacher}:"
         instead = "model.overrides.max_position_embeddings" if teacher is None else "name another teacher"

@@ -1,5 +1,5 @@
-"""A body that runs once over the ranks of a layout and has a result: here, over workers of its own, or in the world
-that this process is part of."""
+"""Run a body once over the ranks of a layout and return its result: over new workers, or in the world of this
+process."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import World, alone, device_kind, find_world, join
 
 Body = Callable[[Mapping[str, Any], World], Any]
-_STDIN = "stdin"  # of a request: the pipe that the first rank reads in place of its standard input
+_STDIN = "stdin"  # key of a request: the pipe that the first rank reads as its standard input
 _READ = 2**16  # bytes at once
 
 
 def run_once(
     module: str, request: Mapping[str, Any], *, layout: str, device: str = "auto", what: str, reads: bool = False
 ) -> Any:
-    """What `module.on_rank(request, world)` returns on the first rank: values of JSON.
+    """The value of `module.on_rank(request, world)` on the first rank, as JSON values.
 
     `module.on_worker` is `as_worker(on_rank)`. `device`: auto, cpu or cuda. `what`: names the folder of the workers'
     logs. `reads`: the first rank reads this process's standard input, from `standard_input(request)`. Raises
-    `UserError` where the layout does not fit the machine.
+    `UserError` if the layout does not fit the machine.
     """
     world = find_world(device)
     if world is None:
@@ -43,7 +43,7 @@ def run_once(
 
 
 def as_worker(body: Body) -> Callable[[Mapping[str, Any], World], None]:
-    """The body of a worker: what the first rank returns is left in a file."""
+    """The body of a worker; it writes the first rank's result to a file."""
 
     def on_worker(request: Mapping[str, Any], world: World) -> None:
         found = body(request["body"], world)
@@ -54,7 +54,7 @@ def as_worker(body: Body) -> Callable[[Mapping[str, Any], World], None]:
 
 
 def _over_workers(module: str, request: Mapping[str, Any], workers: int, device: str, *, what: str, reads: bool) -> Any:
-    """The folder of the workers' logs stays only after a failure, whose message names it."""
+    """Run over new workers. The folder of their logs is kept only after a failure, whose message names it."""
     with kept_if_one_dies(what) as logs:
         result, pipe = logs / "result.json", logs / "stdin"
         body = {**request, _STDIN: str(pipe)} if reads else dict(request)
@@ -66,8 +66,8 @@ def _over_workers(module: str, request: Mapping[str, Any], workers: int, device:
 
 @contextmanager
 def _forwarded(pipe: Path) -> Iterator[None]:
-    """Inside, what comes to standard input goes on through `pipe`. Workers are in a session of their own, which no
-    terminal lets read."""
+    """Inside, copy standard input into `pipe`. Workers are in a session of their own, where terminals cannot be
+    read."""
     os.mkfifo(pipe, 0o600)
     threading.Thread(target=_forward, args=(pipe,), daemon=True).start()
     yield
@@ -75,12 +75,12 @@ def _forwarded(pipe: Path) -> Iterator[None]:
 
 def _forward(pipe: Path) -> None:
     with suppress(OSError), pipe.open("wb", buffering=0) as out:  # the reader has gone
-        while part := os.read(0, _READ):  # not by `sys.stdin`, whose lock would be held when this process ends
+        while part := os.read(0, _READ):  # not `sys.stdin`: its lock would be held when this process ends
             out.write(part)
 
 
 def standard_input(request: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of the standard input of the process that was asked, without their ends. For the first rank."""
+    """Yield the lines of the launching process's standard input, without their ends. For the first rank."""
     if _STDIN not in request:
         yield from (line.rstrip("\n") for line in iter(sys.stdin.readline, ""))
         return

@@ -1,8 +1,7 @@
 """The worker processes of this machine: started, waited for, ended.
 
-A process that imports what they run forks them (`fork_server.py`). They meet in a file of a folder that nobody else
-may enter: no port is opened for it, and nothing that is read there is a pickle. Who would hear of the rendezvous over a
-port could take the place of a rank.
+A server process that imports their modules forks them (`fork_server.py`). They meet in a file of a private folder: no
+port is opened, and nothing read there is a pickle. Through a port, another process could take the place of a rank.
 """
 
 import json
@@ -28,28 +27,28 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.launch.world import server_environment, worker_environment
 
 PAUSE_SECONDS = 0.05
-GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, for those that are left when one has ended
-REPORT_SECONDS = 2.0  # how long the process that forks has to tell of those that were killed
-CONSEQUENCE_SECONDS = 0.2  # how long others that fail are looked at: who failed first may be seen second
-AT_ONCE = 3  # so many times Ctrl-C leave no time to anyone
+GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, for the others when one has ended
+REPORT_SECONDS = 2.0  # time for the forking process to report killed workers
+CONSEQUENCE_SECONDS = 0.2  # time to collect other failures: the first to fail may be seen second
+AT_ONCE = 3  # this many Ctrl-C end everything at once
 POLITE = (130, 143)  # exit codes of a worker that was asked to stop, as shells report Ctrl-C and SIGTERM
 _PIPE_BYTES = 2**20
-PREFIX = "fivefold-"  # of our folders in the temporary one
+PREFIX = "fivefold-"  # name prefix of our temporary folders
 _OWNER = ".owner"
 
 
 class Workers:
-    """Worker processes by rank, forked by a process that imports what they run: a context manager.
+    """Worker processes by rank, forked by a process that imports their modules: a context manager.
 
-    The imports begin here, and go on while the caller does something else. `started` starts the workers, and again
-    after they have ended.
+    The imports begin here and continue while the caller does something else. `started` starts the workers, repeatedly
+    if needed, after the earlier ones have ended.
     """
 
     def __init__(self, body: str, *, count: int) -> None:
         """`count` processes of `body`, named as `package.module:function`."""
         self.signals: list[signal.Signals] = []
         self.body, self.count = body, count
-        self.ids: list[int] = []  # of the processes, by rank
+        self.ids: list[int] = []  # process ids by rank
         self._codes: dict[int, int] = {}
 
     def __enter__(self) -> "Workers":
@@ -60,13 +59,13 @@ class Workers:
         self._close()
 
     def _open(self) -> None:
-        """Start the process that forks."""
+        """Start the forking process."""
         self._reports, theirs = os.pipe()
         os.set_blocking(self._reports, False)
-        self._heard = select.poll()  # `select` takes no descriptor from 1024 on, and Python code may have as many open
+        self._heard = select.poll()  # `select` is limited to descriptors below 1024, and the caller may have more open
         self._heard.register(self._reports, select.POLLIN)
         command = [sys.executable, "-P", "-m", "fivefold.launch.fork_server", self.body, str(theirs)]
-        # In a session of its own: Ctrl-C in the terminal comes to this process alone.
+        # In a session of its own: Ctrl-C in the terminal reaches only this process.
         self._server = subprocess.Popen(
             command, env=server_environment(self.count), stdin=subprocess.PIPE, pass_fds=[theirs],
             start_new_session=True,
@@ -74,21 +73,21 @@ class Workers:
         os.close(theirs)
 
     def _close(self) -> None:
-        """End it, and with it those that it has forked."""
+        """End the forking process, and with it the workers."""
         self._server.kill()
         self._server.communicate()
-        while len(self._codes) < self.count:  # it may have forked some of which nothing was heard yet
+        while len(self._codes) < self.count:  # it may have forked workers that are not reported yet
             self._listen(PAUSE_SECONDS)
         os.close(self._reports)
 
     @contextmanager
     def started(self, request: Path, folder: Path) -> Iterator[None]:
-        """Inside, the workers run for the request in this file, and meet in `folder`; those that are left end with it.
+        """Inside, the workers run for the request in this file, and meet in `folder`; the remaining ones end with the
+        block.
 
-        Signals that this process is sent meanwhile are noted and passed on, and the workers decide what becomes of
-        them.
+        Signals to this process are noted and passed on meanwhile, and the workers decide how to react.
         """
-        if self._server.poll() is not None:  # something has killed it, which ended the workers before these
+        if self._server.poll() is not None:  # it was killed, which ended the workers of the previous start
             self._close()
             self._open()
         self.signals, self.ids, self._codes = [], [], {}
@@ -97,7 +96,7 @@ class Workers:
         assert self._server.stdin is not None
         with self._hearing():
             try:
-                with suppress(BrokenPipeError):  # it has ended: what it reported says so
+                with suppress(BrokenPipeError):  # it has ended: its reports show that
                     self._server.stdin.write(f"{json.dumps(start)}\n".encode())
                     self._server.stdin.flush()
                 yield
@@ -106,12 +105,12 @@ class Workers:
 
     @property
     def server(self) -> int:
-        """The id of the process that forks them."""
+        """The id of the forking process."""
         return self._server.pid
 
     @property
     def codes(self) -> dict[int, int]:
-        """Exit codes of those that have ended, by rank; negative: the signal."""
+        """Exit codes of the ended workers, by rank; negative: the signal."""
         self._listen()
         return dict(self._codes)
 
@@ -122,13 +121,13 @@ class Workers:
         return [rank for rank in range(len(self.ids)) if rank not in ended]
 
     def turns(self) -> Iterator[None]:
-        """One turn every few milliseconds until all have ended, or one has failed, or those that are left of a polite
-        stop have had their time. Before they are forked, until a signal."""
+        """One turn every few milliseconds until all have ended, or one has failed, or the grace period of a polite stop
+        is over. Before the fork it waits until a signal."""
         passed_on, deadline = 0, math.inf
         while (self.running or self._are_awaited) and time.monotonic() < deadline and not self._is_urgent:
             for each in self.signals[passed_on:]:
                 passed_on += 1
-                # A closed terminal stops a run as politely as SIGTERM does.
+                # A closed terminal (SIGHUP) stops a run as politely as SIGTERM does.
                 self.send(each if each == signal.SIGINT else signal.SIGTERM, self.running)
             codes = self.codes.values()
             is_polite = bool(self.signals) or any(code in POLITE for code in codes)
@@ -141,7 +140,7 @@ class Workers:
             self._listen(PAUSE_SECONDS)
 
     def end(self, *, at_once: bool = False) -> None:
-        """End those that still run: SIGTERM, then SIGKILL; `at_once`: SIGKILL, which a stopped process heeds too."""
+        """End the running workers: SIGTERM, then SIGKILL; `at_once`: only SIGKILL, as for stopped processes."""
         deadline = time.monotonic() + (0 if at_once else GRACE_SECONDS)
         if not at_once:
             self.send(signal.SIGTERM, self.running)
@@ -151,7 +150,7 @@ class Workers:
         deadline = time.monotonic() + REPORT_SECONDS
         while self.running:
             self._listen(PAUSE_SECONDS)
-            if time.monotonic() > deadline:  # it is stopped, or a worker waits for a disk
+            if time.monotonic() > deadline:  # the server is stopped, or a worker waits for a disk
                 self._server.kill()
 
     @property
@@ -160,7 +159,7 @@ class Workers:
 
     @property
     def _is_urgent(self) -> bool:
-        """Whether somebody insists. Schedulers send SIGTERM several times, which cuts no save short."""
+        """True after `AT_ONCE` times Ctrl-C. Schedulers send SIGTERM several times, which cuts no save short."""
         return self.signals.count(signal.SIGINT) >= AT_ONCE
 
     def send(self, number: signal.Signals, ranks: Sequence[int]) -> None:
@@ -170,16 +169,16 @@ class Workers:
                 os.kill(self.ids[rank], number)
 
     def _listen(self, seconds: float = 0) -> None:
-        """Hear what the process that forks has to say, for so long at most; nothing more when all have ended."""
+        """Read the reports of the forking process, waiting `seconds` at most; nothing more once all have ended."""
         if len(self._codes) == self.count or not self._heard.poll(1000 * seconds):
             return
-        told = os.read(self._reports, _PIPE_BYTES)  # lines are written whole, and no more fits into a pipe
+        told = os.read(self._reports, _PIPE_BYTES)  # lines are written whole, and a pipe holds no more than this
         for numbers in map(json.loads, told.splitlines()):
             if self.ids:
                 self._codes[numbers[0]] = numbers[1]
             else:
                 self.ids = numbers
-        if not told:  # it has been killed, and its workers cannot be waited for
+        if not told:  # the server was killed, and its workers cannot be waited for
             for rank in set(range(len(self.ids))) - set(self._codes):
                 with suppress(ProcessLookupError):
                     os.kill(self.ids[rank], signal.SIGKILL)
@@ -187,7 +186,7 @@ class Workers:
 
     @contextmanager
     def _hearing(self) -> Iterator[None]:
-        """Note signals that would end this process; one that is ignored, as under nohup, stays so."""
+        """Note signals that would end this process; an ignored one, as under nohup, stays ignored."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -215,7 +214,7 @@ def private_folder() -> Iterator[Path]:
 
 @contextmanager
 def kept_if_one_dies(what: str) -> Iterator[Path]:
-    """A `scratch_folder` that is removed afterwards; where a worker has died it stays, for the message names it."""
+    """A `scratch_folder` that is removed afterwards; it is kept if a worker died, as the message names it."""
     folder = scratch_folder(what)
     try:
         yield folder
@@ -228,8 +227,8 @@ def kept_if_one_dies(what: str) -> Iterator[Path]:
 
 
 def scratch_folder(what: str) -> Path:
-    """A temporary folder that only this user may enter. It is this process's to remove, or to `keep`; where it was
-    killed before it could, the next one does."""
+    """A temporary folder that only this user may enter. This process has to remove or `keep` it; if it is killed
+    before, the next process removes it."""
     _sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{what}-"))
     (folder / _OWNER).write_text(json.dumps(_identity(os.getpid())), encoding="utf-8")
@@ -253,7 +252,7 @@ def _sweep(place: Path) -> None:
 
 
 def _identity(pid: int) -> Mapping[str, Any]:
-    """What tells a process from a later one of the same number; without a start where there is none of that number."""
+    """Identifies a process among later ones with the same id; `start` is empty if no process has this id."""
     start = ""
     with suppress(OSError):
         start = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]

@@ -1,4 +1,4 @@
-"""What the first rank knows, on every rank."""
+"""Broadcast of a JSON value from the first rank."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from fivefold.launch.world import World
 
 
 def told(value: Any, world: World) -> Any:
-    """The first rank's `value`, of JSON, on every rank. Others pass anything."""
+    """The first rank's JSON `value`, on every rank. Other ranks may pass anything."""
     if world.size == 1:
         return value
     text = json.dumps(value).encode() if world.is_first else b""

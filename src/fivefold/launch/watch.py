@@ -1,8 +1,8 @@
-"""Ranks that stand still where they cannot say so themselves: the launcher misses their beat.
+"""Detection of ranks that hang without being able to report it: the launcher misses their beat.
 
-A rank that is watched writes a beat every second or so. A process that is stopped writes none, nor does one whose
-threads are kept from running; and where every rank waits patiently for another, each has a beat and none moves. The
-process that forks the ranks is watched by what it leaves undone: it tells of each that has ended, at once.
+A watched rank writes a beat about every second. A stopped process writes none, nor does one whose threads cannot run.
+If every rank waits for another, each writes beats and none makes progress. The forking process is watched by its
+duties: it reports each exit at once.
 """
 
 import json
@@ -17,44 +17,44 @@ from typing import Any
 from fivefold.launch.failure import failure_file, hang_flag, leave_failure, place
 from fivefold.launch.processes import Workers
 
-TELL = getattr(signal, "SIGUSR2", None)  # a worker that gets it writes its stacks to `stack_file`
-TELL_SECONDS = 2.0  # how long a rank has for that
+TELL = getattr(signal, "SIGUSR2", None)  # makes a worker write its stacks to `stack_file`
+TELL_SECONDS = 2.0  # time for a rank to do so
 _BEAT_BYTES = 128  # more than any beat takes
-COMPUTES = 0.1  # the part of a core
+COMPUTES = 0.1  # the share of a core from which a rank counts as active
 _STOPPED = ("T", "t")
 
 
 class Frozen(Exception):
-    """A rank that gave no sign."""
+    """Left as the failure of a rank that stopped giving signs."""
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a worker writes its stacks when it is told to, or when it crashes."""
+    """The file to which a worker writes its stacks, on request or in a crash."""
     return folder / f"stack-{rank}"
 
 
 class Beat:
-    """What a rank says of itself, in a file that the launcher reads."""
+    """The status of a rank, in a file that the launcher reads."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        """Without a `folder` there is nobody who reads it."""
+        """Without a `folder` nothing is written, as there is no reader."""
         self._file = _beat_file(Path(folder), rank) if folder else None
         self._count = 0
 
     def write(self, *, still: float, waits: bool) -> None:
-        """`still`: seconds without a move; `waits`: in a collective, for others."""
+        """Write a beat. `still`: seconds without progress; `waits`: in a collective, for others."""
         self._count += 1
         self._put({"count": self._count, "still": still, "waits": waits})
 
     def end(self) -> None:
-        """Nothing more will be said."""
+        """Mark the beat as final."""
         self._put({})
 
     def _put(self, said: Mapping[str, Any]) -> None:
         if self._file is None:
             return
         with suppress(OSError):  # the launcher is gone with its folder
-            # In place, always as long: a temporary folder that has filled up since takes it, and it is read whole.
+            # Rewritten in place with a fixed length: works in a full temporary folder, and is read whole.
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(descriptor, json.dumps(said).ljust(_BEAT_BYTES).encode(), 0)
@@ -63,8 +63,8 @@ class Beat:
 
 
 class Watch:
-    """Watches the beats of `workers`, whose folder is `folder`; `patience` is in seconds, 0 for never. `server`: what
-    became of the process that forks them."""
+    """Watches the beats of `workers` in `folder`; `patience` is in seconds, 0 for never. `server`: the failure of the
+    forking process, if any."""
 
     def __init__(self, folder: Path, workers: Workers, patience: float) -> None:
         self._folder, self._workers, self._patience = folder, workers, patience
@@ -72,13 +72,13 @@ class Watch:
         self._looked = time.monotonic()
         self._beats: dict[int, str] = {}
         self._cpu: dict[int, float] = {}
-        self._silent: dict[int, float] = {}  # seconds without a beat, as far as this process has seen them go by
-        self._frozen: dict[int, str] = {}  # rank -> how
-        self._idle = 0.0  # seconds that the process that forks them has left something undone
+        self._silent: dict[int, float] = {}  # seconds without a beat, while this process itself was running
+        self._frozen: dict[int, str] = {}  # rank -> how it is frozen
+        self._idle = 0.0  # seconds that the forking process has neglected a duty
         self.server = ""
 
     def found_frozen(self) -> bool:
-        """Look, if it is time to. Whether a rank has been silent, or all have stood still, for too long."""
+        """Check, if it is time to. True if a rank was silent for too long, or all made no progress."""
         now = time.monotonic()
         if self._patience <= 0 or now - self._looked < self._pause:
             return bool(self._frozen or self.server)
@@ -89,7 +89,7 @@ class Watch:
             if self._silent[rank] > self._patience:
                 self._frozen[rank] = f"gave no sign for {self._patience:g} s{_why(self._workers.ids[rank])}"
         said = [self._said(rank) for rank in running]
-        # One that waits for no other says so itself.
+        # A rank that waits for no other reports its own hang.
         if said and all(each and each["waits"] and each["still"] > self._patience for each in said):
             self._frozen |= {
                 rank: f"stood still for {self._patience:g} s, as all ranks do"
@@ -103,8 +103,8 @@ class Watch:
         return bool(self._frozen or self.server)
 
     def tell(self, logs: Path) -> bool:
-        """Leave a failure, with its stacks where they can be had, for each rank that was found frozen, or that does not
-        answer though another rank has found that it hangs; end all then. Whether there was one."""
+        """Leave a failure, with its stacks if available, for each frozen rank, and for each rank that does not answer
+        after another rank found that it hangs; then end all. Returns True if there was one."""
         if not self._frozen and hang_flag(logs).exists():
             self._wait(lambda: all(failure_file(logs, rank).exists() for rank in self._workers.running))
             for rank in self._workers.running:
@@ -132,13 +132,13 @@ class Watch:
         computes = cpu - self._cpu.get(rank, 0.0) > COMPUTES * seconds
         is_new = beat != self._beats.get(rank)
         self._beats[rank], self._cpu[rank] = beat, cpu
-        # It has not begun, or has ended, and may take its time, but not be stopped.
+        # Before the first beat or after the last, a rank may be slow, but not stopped.
         if state == "Z" or beat.strip() in ("", "{}"):
             return state not in _STOPPED
         return is_new or computes
 
     def _leaves_undone(self, running: Sequence[int]) -> bool:
-        """Whether the process that forks them is stopped, or has not told of one that has ended."""
+        """True if the forking process is stopped, or has not reported a process that has ended."""
         has_ended = any(_state(self._workers.ids[rank])[0] == "Z" for rank in running)
         return has_ended or _state(self._workers.server)[0] in _STOPPED
 
@@ -166,12 +166,12 @@ def _read(file: Path) -> str:
 
 
 def _ends_in_main(file: Path) -> bool:
-    """Whether the stacks are all there: those of the main thread come last, and end in the module that was started."""
+    """True if the stacks are complete: those of the main thread come last, and end in the started module."""
     return _read(file).rstrip().endswith(("<module>", "_run_code", "_run_module_as_main"))
 
 
 def _why(pid: int) -> str:
-    """Why a process gives no sign, as far as the system tells."""
+    """Why a process gives no sign, as far as the system shows."""
     reasons = {
         "T": ": its process is stopped (SIGSTOP)",
         "t": ": a debugger holds it",
@@ -181,7 +181,7 @@ def _why(pid: int) -> str:
 
 
 def _state(pid: int) -> tuple[str, float]:
-    """The state of a process by its letter, and the CPU seconds it has used; empty where the system does not tell."""
+    """The letter of a process's state, and the CPU seconds it has used; empty if the system does not show it."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,14 +1,14 @@
 """One worker process: `python -m fivefold.launch.worker BODY REQUEST.json`.
 
-Reads its place in the world, joins it and calls `body(request, world)`. BODY names that function, as
-`fivefold.training.run:on_worker`. The first failure of a worker is left as a file beside the logs (never a pickle),
-where the process that started the workers finds it and says it once.
+Reads its place in the world, joins it and calls `body(request, world)`. BODY names that function, such as
+`fivefold.training.run:on_worker`. The first failure of a worker is written to a file next to the logs (never a pickle),
+where the launcher finds it and reports it once.
 """
 
 from fivefold.core import interrupts
 
 if __name__ == "__main__":
-    interrupts.end_at_once()  # who started it has the word
+    interrupts.end_at_once()  # the launcher reports to the user
 
 import ctypes
 import faulthandler
@@ -40,24 +40,24 @@ CLOSED = CLOSED_PIPE
 
 
 def execute(name: str, request: Mapping[str, Any], world: World) -> None:
-    """Join `world` and call the body of this name in this process, as a worker that was started for it does."""
-    body = _body(name)  # imported before ranks wait for each other: that takes long, and not on all equally long
+    """Join `world` and call the named body in this process, as a worker started for it would."""
+    body = _body(name)  # imported before ranks wait for each other: it takes long, and not equally long on all
     with join(world), _in_words(world):
         body(request, world)
 
 
 def run(name: str, request_file: str, warned: Sequence[warnings.WarningMessage] = ()) -> None:
-    """All that this process does; after a failure it ends here. `warned`: while modules were imported, for the log."""
+    """The whole work of this process; after a failure the process ends. `warned`: import warnings, for the log."""
     try:
         interrupts.raise_again()
         code = main(name, request_file, warned)
-    except KeyboardInterrupt:  # while another one was being handled
+    except KeyboardInterrupt:  # while another interrupt was being handled
         code = INTERRUPTED
     _end(code)
 
 
 def main(name: str, request_file: str, warned: Sequence[warnings.WarningMessage] = ()) -> int:
-    """The exit code of this worker: 0, that of its error, 130 when interrupted."""
+    """Run this worker and return its exit code: 0, that of its error, or 130 when interrupted."""
     die_with_parent()
     make_usable()
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def main(name: str, request_file: str, warned: Sequence[warnings.WarningMessage]
                 body(request, world)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit as stopped:  # by a signal, politely
+    except SystemExit as stopped:  # a polite stop by a signal
         return int(stopped.code or 0)
     except UserError as error:
         return error.exit_code
@@ -87,7 +87,7 @@ def main(name: str, request_file: str, warned: Sequence[warnings.WarningMessage]
 
 @contextmanager
 def _telling(logs: Path, rank: int) -> Iterator[None]:
-    """Leave a failure beside the logs before it goes on: before the group closes and the other ranks fail of that."""
+    """Write a failure next to the logs before the group closes and the other ranks fail in turn."""
     try:
         yield
     except Exception as error:
@@ -101,13 +101,13 @@ def _telling(logs: Path, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _in_words(world: World) -> Iterator[None]:
-    """Inside, want of GPU memory and a full disk are said as the user has to hear it."""
+    """Inside, convert errors of GPU memory and of a full disk to messages for the user."""
     try:
         yield
     except Exception as error:
         if (found := of_system(error)) and is_full(found):
             meets = world.rendezvous.removeprefix(FILE) if world.rendezvous.startswith(FILE) else None
-            is_ours = meets if type(error).__name__ == "DistStoreError" else None  # in a temporary folder
+            is_ours = meets if type(error).__name__ == "DistStoreError" else None  # it lies in a temporary folder
             place = found.filename or is_ours or "a file of the run"
             raise cannot_write(place, found, instead="set TMPDIR" if is_ours else "") from error
         if said := out_of_gpu_memory(error, world.rank):
@@ -125,9 +125,9 @@ def _body(name: str) -> Body:
 
 
 def imported(module: str) -> ModuleType:
-    """A module. Where it is new here, it is imported without the collector, a quarter of the time of torch and
-    `transformers`, which leave nothing to collect; what is there then stays, and no later collection looks through it.
-    """
+    """Import a module. A new one is imported without the garbage collector, which saves a quarter of the time of torch
+    and `transformers`, as they leave no garbage; their objects are then frozen, so that no later collection scans
+    them."""
     if module in sys.modules or not gc.isenabled():
         return import_module(module)
     gc.disable()
@@ -139,7 +139,7 @@ def imported(module: str) -> ModuleType:
 
 
 def _log_to(path: Path, *, whole: bool) -> None:
-    """Send logging to `path`; `whole` sends everything that this process prints there too."""
+    """Send logging to `path`; with `whole`, everything else that this process prints as well."""
     logging.raiseExceptions = False  # a log that cannot be written (a full disk) is no reason for a traceback
     stream = path.open("w", encoding="utf-8", buffering=1)
     handler = logging.StreamHandler(stream)
@@ -154,8 +154,8 @@ def _log_to(path: Path, *, whole: bool) -> None:
 
 
 def _tell_stacks(world: World) -> None:
-    """Write the stacks of all threads for the launcher: in a crash, and when it asks, even of a process whose threads
-    are kept from running Python."""
+    """Write the stacks of all threads for the launcher: in a crash, and on its request, even if the threads cannot run
+    Python."""
     if world.folder and TELL is not None:
         file = stack_file(Path(world.folder), world.rank).open("w", encoding="utf-8")
         faulthandler.enable(file)
@@ -163,17 +163,17 @@ def _tell_stacks(world: World) -> None:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """On Linux, end when the process that started this one ends, however it ends, `by` a signal."""
+    """On Linux, end when the parent process ends, however it ends, with the signal `by`."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, by)
         started_by = os.environ.get(LAUNCHER)
-        if started_by and os.getppid() != int(started_by):  # it ended before it could be told of
+        if started_by and os.getppid() != int(started_by):  # the parent ended before prctl took effect
             raise SystemExit(TERMINATED)
 
 
 def _show_rank(rank: int) -> None:
-    """On Linux, the name of this process in `top` and `ps`: all workers are forked from one, with its command line."""
+    """On Linux, name this process for `top` and `ps`: all workers are forks with the same command line."""
     if sys.platform == "linux":
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, b"fivefold %d" % rank)

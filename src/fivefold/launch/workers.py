@@ -1,5 +1,4 @@
-"""The worker processes of a verb on this machine: how many, starting them, again after one has died, and what the first
-that fails has left."""
+"""The workers of a command on this machine: their number, start, restarts after a death, and the first failure."""
 
 import json
 import signal
@@ -30,15 +29,15 @@ from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
 
-CPU_WORKERS = 2  # by default: the smallest number that shows parallel training
+CPU_WORKERS = 2  # by default: the smallest number that trains in parallel
 
 
 def worker_count(
     layout: Layout, *, kind: str, devices: int, nproc: int | None, on_cpu: str = "train.device=cpu"
 ) -> int:
-    """How many workers to start: the layout's product; where it holds a -1, `nproc`, else every GPU, or 2 on CPU.
+    """The number of workers to start: the layout's product; if it contains a -1, `nproc`, else every GPU, or 2 on CPU.
 
-    Raises `UserError` with the arithmetic when `nproc` or the number of GPUs disagrees.
+    Raises `UserError` with the arithmetic if `nproc` or the number of GPUs disagrees.
     """
     fixed = prod(degree for degree in layout.shape if degree != -1)
     if layout.dp_shard != -1:
@@ -60,9 +59,9 @@ def worker_count(
 def start_workers(workers: Workers, request: Mapping[str, Any], *, logs: Path, patience: float = 0) -> None:
     """Start `workers`, which call their `body(request, world)`, and wait for them.
 
-    `request` is plain data for JSON and says the kind of device under `device`. Rank 0 keeps this terminal; the others
-    write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: for ever). Raises the first failing
-    worker's `UserError`, `WorkerDied` when it was no user's error, `KeyboardInterrupt` on Ctrl-C.
+    `request` is plain data for JSON with the kind of device under `device`. Rank 0 keeps this terminal; the others
+    write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: forever). Raises the first failing
+    worker's `UserError`, `WorkerDied` if it was no user's error, `KeyboardInterrupt` on Ctrl-C.
     """
     file = logs / "request.json"
     with writing(logs, instead=""):
@@ -95,8 +94,8 @@ def with_restarts(
 ) -> None:
     """Call `start`, and again when it raises `WorkerDied`, up to `most` times without a new checkpoint in between.
 
-    `steps`: (the last step that was logged, the last that was saved). Raises the last `WorkerDied` when `most` are used
-    up, and at once when it comes again: that is known, or the same cause came at the same step twice.
+    `steps`: (the last logged step, the last saved step). Raises the last `WorkerDied` when the restarts are used up,
+    and at once if it is certain to recur or the same cause occurred twice at the same step.
     """
     restarts, last, saved = 0, None, -1
     while True:
@@ -132,7 +131,7 @@ def gpus() -> int:
 
 
 def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Needs | None) -> BaseException:
-    """What the first worker to fail left behind; failing that, what its exit code says."""
+    """The failure file of the first worker to fail; without one, an error from its exit code."""
     if INTERRUPTED in codes.values():
         return KeyboardInterrupt()
     if TERMINATED in codes.values() or CLOSED in codes.values():
@@ -176,7 +175,7 @@ def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Nee
 
 
 def _memory_advice(pressure: Pressure, needs: Needs | None) -> str:
-    """What the workers took, what there is, and what can be had for less."""
+    """The memory that the workers took, the memory of the machine, and ways to need less."""
     there = room()
     held = f"the workers held {pressure.held / GIB:.2f} GiB at most" if pressure.held else ""
     total = f"this machine has {there.total / GIB:.2f}" if there else ""

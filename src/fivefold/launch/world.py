@@ -1,7 +1,7 @@
 """The world of a worker: its rank, its device and its neighbours. The one module that reads the environment.
 
-A world comes from `torchrun` (and everything that speaks its variables: Kubeflow, Ray Train, SageMaker), from
-`srun`, or is a single process. `find_world` only reads; `join` opens the process group and closes it again.
+A world comes from `torchrun` (and every launcher that sets its variables: Kubeflow, Ray Train, SageMaker), from `srun`,
+or is a single process. `find_world` only reads; `join` opens the process group and closes it again.
 """
 
 import ctypes
@@ -22,20 +22,20 @@ from fivefold.core.errors import UserError
 from fivefold.launch.meeting import LOOPBACK, meet
 
 FILE, TCP = "file://", "tcp://"
-TIMEOUT = timedelta(hours=1)  # of one collective, behind the watchdog of the run (train.collective_timeout)
+TIMEOUT = timedelta(hours=1)  # of one collective, a backstop for the watchdog (train.collective_timeout)
 
 LAUNCHER = "FIVEFOLD_LAUNCHER"  # in the environment of our own workers: the process that started them
 _FOLDER = "FIVEFOLD_WORKERS"  # in the environment of our own workers: `World.folder`
-_SHARED_OUT = "FIVEFOLD_SHARED_OUT"  # beside an OMP_NUM_THREADS that is ours, not the user's
+_SHARED_OUT = "FIVEFOLD_SHARED_OUT"  # set with an OMP_NUM_THREADS that is ours, not the user's
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """This process among all: `rank` of `size`, `local_rank` of `local_size` on this machine.
 
-    `device` is `cpu` or `cuda:N`; `rendezvous` is where the ranks meet: `tcp://host:port`, `file://path`, or empty for
-    a process on its own, which needs no network. `is_local`: all ranks are known to be on this machine. `folder`: what
-    workers and the launcher of this machine share with nobody else; empty where something else started them.
+    `device` is `cpu` or `cuda:N`. `rendezvous` is the meeting point of the ranks: `tcp://host:port`, `file://path`, or
+    empty for a single process, which needs no network. `is_local`: all ranks are known to be on this machine. `folder`:
+    private to the workers and the launcher of this machine; empty under another launcher.
     """
 
     rank: int = 0
@@ -50,26 +50,25 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that writes and speaks."""
+        """True on rank 0, the one that writes and reports."""
         return self.rank == 0
 
     @property
     def local_ranks(self) -> range:
-        """The ranks on this machine, which follow each other."""
+        """The ranks on this machine, which are consecutive."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_size)
 
 
 def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> World | None:
-    """The world that something else started this process in, or None when it stands alone.
+    """The world in which another launcher started this process, or None for a standalone process.
 
-    `device` is `auto`, `cpu` or `cuda`. Raises `UserError` when the variables are there but incomplete or
-    no numbers.
+    `device` is `auto`, `cpu` or `cuda`. Raises `UserError` if the variables are incomplete or no numbers.
     """
     in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
     if "RANK" in env and "WORLD_SIZE" in env:
         found = _from_torchrun(env)
-    # A step of one task, such as `srun --pty bash`, is a place to work in; its workers are started by us.
+    # A step of one task, such as `srun --pty bash`, is an interactive shell: we start its workers.
     elif "SLURM_PROCID" in env and _tasks(env) > 1 and not in_batch_script:
         found = _from_srun(env)
     else:
@@ -88,7 +87,7 @@ def alone(device: str = "auto") -> World:
 
 
 def device_kind(device: str) -> str:
-    """`auto` as `cuda` where a GPU is usable, else `cpu`. Raises `UserError` when `cuda` is asked for and absent."""
+    """`cuda` if a GPU is usable, else `cpu`, for `auto`. Raises `UserError` if `cuda` is requested and absent."""
     if device != "cpu" and _may_have_gpu():
         from torch import cuda
 
@@ -102,7 +101,7 @@ def device_kind(device: str) -> str:
 
 
 def _may_have_gpu() -> bool:
-    """Whether torch is worth asking. Importing it takes seconds, and it sees no GPU that it was not built for, nor one
+    """True if torch may see a GPU. Importing it takes seconds, and it sees none without CUDA support in its build, nor
     without a driver."""
     found = None if "torch" in sys.modules else find_spec("torch")
     if found is None or found.origin is None:
@@ -118,9 +117,9 @@ def _may_have_gpu() -> bool:
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Whether `device` (`cpu` or `cuda:N`) has instructions for bf16 matmuls that PyTorch uses.
+    """True if `device` (`cpu` or `cuda:N`) has instructions for bf16 matmuls that PyTorch uses.
 
-    Where not, as on CPUs with AVX2 at most, PyTorch multiplies in a plain loop on one core: a hundred times slower.
+    Without them, as on CPUs with AVX2 at most, PyTorch multiplies in a plain loop on one core: a hundred times slower.
     """
     import torch
 
@@ -136,9 +135,9 @@ def cores() -> int:
 
 
 def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> int:
-    """CPU threads of each of `local_size` workers that share this machine: OMP_NUM_THREADS, or else an equal part.
+    """CPU threads of each of `local_size` workers on this machine: OMP_NUM_THREADS, or else an equal share.
 
-    The 1 that torchrun puts there where nothing is said counts as nothing said.
+    The 1 that torchrun sets by default is ignored.
     """
     said = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     is_users = said.isdecimal() and int(said) > 0 and _SHARED_OUT not in env
@@ -149,20 +148,20 @@ def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> 
 
 @contextmanager
 def join(world: World, *, timeout: float = LaunchSection().timeout) -> Iterator[World]:
-    """Inside, `torch.distributed` is ready and the device is chosen; a group that exists already is left as it is.
+    """Inside, `torch.distributed` is ready and the device is chosen; an existing group is left unchanged.
 
-    `timeout`: seconds until all ranks have to be there, where something else has started them.
+    `timeout`: seconds until all ranks must be present, under another launcher.
     """
     import torch
 
     torch.set_num_threads(threads_per_worker(world.local_size))
-    # Collectives that the flight recorder keeps: a CPU is many ahead of its GPU, and an old one may be what hangs.
+    # Collectives that the flight recorder keeps: a CPU runs far ahead of its GPU, and an old one may be hanging.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     is_ours = open_world(world, timeout=timeout)
     try:
         yield world
     except BaseException:
-        # A NCCL group may wait for the peers that this failure leaves behind; the process ends anyway.
+        # Closing a NCCL group may wait for the other ranks; the process ends anyway.
         if is_ours and world.backend == "gloo":
             leave()
         raise
@@ -171,7 +170,7 @@ def join(world: World, *, timeout: float = LaunchSection().timeout) -> Iterator[
 
 
 def leave() -> None:
-    """Close the process group of a joined world, if it is open: this process can join another afterwards."""
+    """Close the process group of a joined world, if it is open; this process can join another afterwards."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -179,16 +178,16 @@ def leave() -> None:
 
 
 def set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set, before CUDA is started, what fits training there, where the user has not said otherwise."""
-    # Segments that grow: blocks of unlike sizes otherwise leave a tenth to a third of what is reserved unused.
+    """Set the environment for training before CUDA starts; the user's own settings win."""
+    # Expandable segments: otherwise blocks of different sizes waste a tenth to a third of the reserved memory.
     if "PYTORCH_ALLOC_CONF" not in env:
         env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # The sends and receives of a pipeline stand in one order on all ranks: nothing to warn of.
+    # The sends and receives of a pipeline have one order on all ranks: the warning does not apply.
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
 def open_world(world: World | None = None, *, timeout: float = LaunchSection().timeout) -> bool:
-    """Choose the device and make `torch.distributed` ready where nobody has yet; whether this was to do.
+    """Choose the device and initialise `torch.distributed` if nobody has yet. Returns True if it did.
 
     `world`: None is the one in the environment, or this process alone. `timeout`: as in `join`.
     """
@@ -215,13 +214,13 @@ def open_world(world: World | None = None, *, timeout: float = LaunchSection().t
 
 def server_environment(size: int) -> dict[str, str]:
     """The environment of the process that forks `size` workers."""
-    # By NVML, which leaves alone what a fork would break: CUDA is for the workers to start.
+    # NVML counts GPUs without initialising CUDA, which would break in the forked workers.
     asked = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", LAUNCHER: str(os.getpid())}
     return {**os.environ, **asked, "OMP_NUM_THREADS": str(threads_per_worker(size))}
 
 
 def worker_environment(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """What worker `rank` of `size` on this machine, which meet in `folder`, has in its environment besides."""
+    """Additional environment of worker `rank` of `size` on this machine; the workers meet in `folder`."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _FOLDER: folder}
     if "OMP_NUM_THREADS" not in os.environ:
         place[_SHARED_OUT] = 1
@@ -233,7 +232,7 @@ def _open_group(world: World, timeout: float) -> None:
     import torch.distributed as dist
 
     if (world.is_local or world.size == 1) and sys.platform == "linux":
-        # Nobody outside can reach the loopback interface, and no name is looked up to find it.
+        # The loopback interface is unreachable from outside and needs no name lookup.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device(world.device) if world.device != "cpu" else None
     dist.init_process_group(
@@ -245,13 +244,13 @@ def _open_group(world: World, timeout: float) -> None:
         device_id=device,
     )
     if world.backend == "gloo":
-        # A rank counts as connected before its peers have taken its connection. If it left the group at once, as after
-        # a refusal that all ranks find, the start of a slow peer would fail: "Connection closed by peer".
+        # A rank counts as connected before its peers have accepted its connection. If it left the group at once, as
+        # after a refusal on all ranks, a slow peer would fail to start: "Connection closed by peer".
         dist.barrier()
 
 
 def _store(world: World, timeout: float) -> Any:
-    """Where the ranks meet: a file, or a port of rank 0 or of torchrun's agent."""
+    """The rendezvous store: a file, or a port of rank 0 or of torchrun's agent."""
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # public, untyped
 
     if not world.rendezvous:
@@ -270,7 +269,7 @@ def _store(world: World, timeout: float) -> Any:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
-    """A worker of `torchrun`, or one that `launch/processes.py` has started on this machine."""
+    """The world of a worker of `torchrun`, or of one that `launch/processes.py` has started on this machine."""
     folder = env.get(_FOLDER, "")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name) and not folder]
     if missing:
@@ -317,7 +316,7 @@ def _placed(world: World, device: str, env: Mapping[str, str]) -> World:
         return world
     from torch import cuda
 
-    # A scheduler that shows each task only its own GPU makes that GPU number 0 everywhere.
+    # If a scheduler shows each task only its own GPU, that GPU is number 0 everywhere.
     devices = cuda.device_count()
     is_bound = devices == 1 and "CUDA_VISIBLE_DEVICES" in env
     if world.local_size > devices and not is_bound:
@@ -336,7 +335,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """Slurm's `4(x2),3` as `[4, 4, 3]`; empty when it is not given."""
+    """Slurm's `4(x2),3` as `[4, 4, 3]`; empty if unset."""
     counts: list[int] = []
     for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(repeats or 1)
@@ -348,13 +347,13 @@ def _port(env: Mapping[str, str]) -> int:
 
 
 def _port_of_step(env: Mapping[str, str]) -> int:
-    """A port that every task of a job step agrees on and that two steps of one machine rarely share."""
+    """A port that every task of a job step agrees on, and that two steps on one machine rarely share."""
     job, step = (int(text) if text.isdigit() else 0 for text in map(env.get, ("SLURM_JOB_ID", "SLURM_STEP_ID"), "00"))
     return 10_000 + (job * 16 + step) % 20_000
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None, *, least: int = 0, most: int = 2**31) -> int:
-    """A variable of who started this process. Raises `UserError` where it is no number from `least` to `most`."""
+    """A numeric variable of the launcher. Raises `UserError` if it is no number from `least` to `most`."""
     text = env.get(name, str(default)).strip()
     if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
         return int(text)

@@ -1,1 +1,1 @@
-"""Hugging Face causal language models, unchanged: built, described, given attention, and given weights."""
+"""Hugging Face causal language models, unchanged: building, describing, attention, and weights."""

@@ -1,4 +1,4 @@
-"""LoRA in a model, and where its matrices come from; `adapter_facts.py` has the formula and what is split."""
+"""LoRA in a model: attaches adapters and supplies their matrices; `adapter_facts.py` has the formula and the split."""
 
 from collections.abc import Collection, Iterable, Sequence
 from math import sqrt
@@ -17,7 +17,7 @@ from fivefold.ops.nf4 import round_trip
 
 
 def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
-    """Put the adapters into a model, on the meta device, and freeze all else. `facts`: of the model without them."""
+    """Add the adapters to a model, on the meta device, and freeze everything else. `facts`: those without adapters."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for target in targets_of(facts, lora):
@@ -39,7 +39,7 @@ def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
 
 
 def _attach_to_experts(module: nn.Module, target: Target, rank: int) -> None:
-    """One module for all A and one for all B, whose parameters are called like the matrices of the experts."""
+    """Add one module for all A and one for all B; their parameters carry the names of the experts' matrices."""
     dtype = module.get_parameter(target.parameter).dtype
     for leaf, shape in zip((A, B), target.shapes(rank).values(), strict=True):
         if not hasattr(module, leaf):
@@ -50,7 +50,7 @@ def _attach_to_experts(module: nn.Module, target: Target, rank: int) -> None:
 
 
 class WithAdapters(TensorSource):
-    """A model's weights, and new adapters: A as `peft` draws it (Kaiming, uniform), by name and place alone, B zero."""
+    """A model's weights with new adapters: A as in `peft` (Kaiming uniform), by name and place alone; B zero."""
 
     def __init__(self, base: TensorSource, targets: Iterable[Target], lora: Lora, seed: int) -> None:
         self._base, self._seed = base, seed
@@ -71,7 +71,7 @@ class WithAdapters(TensorSource):
 
 
 class Layered(TensorSource):
-    """The tensors of `first`, and those of `base` that it has not: adapters, and the model that they are beside."""
+    """The tensors of `first`, and those of `base` that `first` lacks: adapters over the model that they belong to."""
 
     def __init__(self, first: TensorSource, base: TensorSource) -> None:
         self._first, self._base = first, base
@@ -83,7 +83,7 @@ class Layered(TensorSource):
 
 
 class InNf4(TensorSource):
-    """A model's weights, those `names` as they are once they have been in four bits."""
+    """A model's weights; those in `names` are rounded to four bits and back."""
 
     def __init__(self, base: TensorSource, names: Collection[str]) -> None:
         self._base, self._names, self.shapes = base, frozenset(names), dict(base.shapes)
@@ -97,7 +97,7 @@ class InNf4(TensorSource):
 
 
 class Merged(TensorSource):
-    """The weights of a model with its adapters in them: W + scale * B A, computed in fp32. `transposed`: linears whose
+    """A model's weights with its adapters merged in: W + scale * B A, computed in fp32. `transposed`: linears whose
     weight is [I, O], and modules of experts [E, I, O]."""
 
     def __init__(self, base: TensorSource, adapters: TensorSource, lora: Lora, transposed: Collection[str]) -> None:

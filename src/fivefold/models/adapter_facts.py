@@ -1,21 +1,21 @@
-"""LoRA (arXiv:2106.09685): beside the linears of a frozen model, two small matrices each, which are trained.
+"""LoRA (arXiv:2106.09685): two small trained matrices next to each linear of a frozen model.
 
     y = W x + b + scale * B (A x)        W [O, I] frozen, A [r, I], B [O, r]; scale = alpha / r (rslora: alpha / sqrt r)
 
-What a tp rank has of A and B follows from the role of W:
+The shards of A and B on a tp rank follow from the role of W:
 
-| W | A | B | which gradients the ranks hold in part |
+| W | A | B | gradients to sum over tp |
 |---|---|---|---|
-| column: outputs are split | whole | split as the outputs of W | of A: each rank sends back from its own outputs |
-| row: inputs are split | split as the inputs of W | whole | of B: each rank reads what A makes of its own inputs |
+| column: outputs are split | whole | split as the outputs of W | of A: each rank has those from its own outputs |
+| row: inputs are split | split as the inputs of W | whole | of B: each rank has A's output for its own inputs |
 | whole | whole | whole | those of W |
 
-B (A x) of a row is a partial sum like W x, and is summed with it, once. Facts are those of the model without adapters:
-`adapted` adds the parameters. Names are those of `peft`: `X.lora_A.weight`, `X.lora_B.weight` beside `X.weight`.
+For a row, B (A x) is a partial sum like W x, and both are reduced together, once. Facts describe the model without
+adapters; `adapted` adds the parameters. Names follow `peft`: `X.lora_A.weight`, `X.lora_B.weight` next to `X.weight`.
 
-Experts E that are one parameter W [E, O, I] have an A [E, r, I] and a B [E, O, r], `X.lora_A.down_proj` and
-`X.lora_B.down_proj` beside `X.down_proj`. Their role is that of W: they are dealt expert by expert, and with
-`expert_tp` the table above says how they are cut (`parallel/shard_rules.py`).
+E experts in one parameter W [E, O, I] have an A [E, r, I] and a B [E, O, r], `X.lora_A.down_proj` and
+`X.lora_B.down_proj` next to `X.down_proj`. They take the role of W: they are distributed expert by expert, and with
+`expert_tp` they are split by the table above (`parallel/shard_rules.py`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -35,7 +35,7 @@ A, B = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Target:
-    """What has an adapter: a linear, or one `parameter` of a module of `of_experts` experts."""
+    """A linear with an adapter, or one adapted `parameter` of a module of `of_experts` experts."""
 
     module: str
     inputs: int
@@ -45,7 +45,7 @@ class Target:
 
     @property
     def weight(self) -> str:
-        """The name of what it is beside."""
+        """The name of the adapted weight."""
         return f"{self.module}.{self.parameter}"
 
     @property
@@ -54,13 +54,13 @@ class Target:
         return f"{self.module}.{A}.{self.parameter}", f"{self.module}.{B}.{self.parameter}"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Of A and of B, by name."""
+        """Shapes of A and B, by name."""
         each = (self.of_experts,) if self.of_experts else ()
         return dict(zip(self.weights, ((*each, rank, self.inputs), (*each, self.outputs, rank)), strict=True))
 
 
 def targets_of(facts: ModelFacts, lora: Lora) -> tuple[Target, ...]:
-    """What has one in the model: linears in order, then experts. Raises `UserError` for a name that nothing has."""
+    """The adapted weights: linears in order, then experts. Raises `UserError` for a name that matches none."""
     found = tuple(_linears(facts))
     if lora.targets != (AUTO,):
         of_class = f"adapter.targets: no linear of a layer of {facts.model_class}"
@@ -72,7 +72,7 @@ def targets_of(facts: ModelFacts, lora: Lora) -> tuple[Target, ...]:
 
 
 def _chosen(named: Mapping[str, Target], asked: Iterable[str], none_is: str, more: str = "") -> tuple[Target, ...]:
-    """Those with one of the names that are `asked` for."""
+    """The targets with one of the `asked` names."""
     for each in asked:
         if not any(_is_called(name, each) for name in named):
             leaves = sorted({name.rpartition(".")[2] for name in named})
@@ -91,7 +91,7 @@ def _linears(facts: ModelFacts) -> Iterator[Target]:
 
 
 def _experts(facts: ModelFacts) -> Iterator[Target]:
-    """In the order in which modules have their parameters, which is that in which `peft` wraps them."""
+    """Experts in the order of the modules' parameters, in which `peft` wraps them."""
     for each in facts.experts:
         of = each.features
         assert of is not None, "they are found with the facts"
@@ -105,7 +105,7 @@ def _is_called(name: str, asked: str) -> bool:
 
 
 def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
-    """The facts of the model with adapters: all else is frozen. None: the facts as they are. Raises `UserError`."""
+    """The facts of the model with adapters and everything else frozen. None: unchanged facts. Raises `UserError`."""
     if lora is None:
         return facts
     targets = targets_of(facts, lora)
@@ -126,7 +126,7 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
 
 
 def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collection[str]) -> None:
-    """Raises `UserError` for a weight that is not rows [O, I] of whole blocks."""
+    """Raise `UserError` for a weight that does not consist of rows [O, I] of whole blocks."""
     for each in targets:
         name, shape = each.weight, facts.parameters[each.weight].shape
         if name in in_nf4 and each.of_experts:
@@ -147,7 +147,7 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
 
 
 def _roles(of: Role | None) -> tuple[Role | None, Role | None]:
-    """Of A and of B beside a weight."""
+    """The roles of A and B next to a weight of role `of`."""
     if of is None:
         return None, None
     if of.kind == "column":
@@ -159,9 +159,9 @@ def _roles(of: Role | None) -> tuple[Role | None, Role | None]:
 
 
 def _behind(own: Mapping[str, _T], new: Mapping[str, _T]) -> dict[str, _T]:
-    """`own`, and `new` where a model has them: behind the last parameter of their linear."""
+    """`own` with `new` inserted in model order: after the last parameter of their linear."""
     of_linear: dict[str, list[str]] = {}
-    for name in sorted(new, key=lambda each: each.rsplit(".", 2)[1]):  # as modules have them: each A, then each B
+    for name in sorted(new, key=lambda each: each.rsplit(".", 2)[1]):  # module order: each A, then each B
         of_linear.setdefault(name.rsplit(".", 2)[0], []).append(name)
     last = {name.rpartition(".")[0]: name for name in own}
     found = dict[str, _T]()

@@ -1,6 +1,6 @@
-"""Where a Hugging Face model keeps its parts: its embedding, its head, and its decoder blocks.
+"""The parts of a Hugging Face model by name: its embedding, its head, and its decoder blocks.
 
-Nothing here knows a layout. Torch is loaded where a model is looked into, not for the value that is found.
+Nothing here knows a layout. Torch is imported only to inspect a model, not to hold the result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,13 +52,13 @@ class Anatomy:
 
 
 def is_within(name: str, modules: Iterable[str]) -> bool:
-    """Whether what is called `name` lies in one of `modules`."""
+    """True if `name` lies in one of `modules`."""
     return name.startswith(tuple(f"{module}." for module in modules))
 
 
 def _layers(model: "PreTrainedModel", names: Mapping[int, str]) -> tuple[str, ...]:
-    """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the one
-    with an entry per hidden layer. Of several (a tower for images has layers too), the one that tokens reach."""
+    """The decoder blocks: the list in the base model of the classes that the model calls its blocks, or else the list
+    with one entry per hidden layer. Among several (an image tower has layers too), the one that tokens reach."""
     from torch import nn
 
     from fivefold.models import hf_internals
@@ -83,8 +83,8 @@ def _layers(model: "PreTrainedModel", names: Mapping[int, str]) -> tuple[str, ..
 
 
 def _reached(model: "PreTrainedModel", stacks: Sequence[str]) -> set[str]:
-    """Those of these lists of layers that a forward of token ids comes to, as far as it gets without values: that
-    enters them, or the part of the model that holds this one alone."""
+    """The lists of layers that a forward of token ids reaches, as far as it runs without values. A list counts if the
+    forward enters it, or the part of the model that holds this list alone."""
     import torch
 
     from fivefold.models import hf_internals
@@ -101,7 +101,7 @@ def _reached(model: "PreTrainedModel", stacks: Sequence[str]) -> set[str]:
 
 
 def _holder(stack: str, stacks: Sequence[str]) -> str:
-    """The largest part of a model with `stack` and no other of `stacks` in it."""
+    """The largest part of a model that contains `stack` and no other of `stacks`."""
     held = stack
     while (outer := held.rpartition(".")[0]) and [each for each in stacks if is_within(each, [outer])] == [stack]:
         held = outer

@@ -1,9 +1,9 @@
-"""Attention of every model: causal, grouped-query, documents packed in a row kept apart.
+"""Attention of every model: causal, grouped-query, with the documents packed in a row kept apart.
 
 `transformers` calls `attention_forward` in place of its own functions (see `register`). Without `cu_seqlens` each row
 is one document. With `cu_seqlens`, the cumulative document bounds of the micro batch (`MicroBatch.cu_seqlens`), no
-document sees another. A quadratic mask exists in neither case. Sliding windows (Mistral, Gemma), chunks (Llama 4),
-soft-capped scores (Gemma 2) and attention sinks (gpt-oss) are served in both, and in generation.
+document sees another. Neither case builds a quadratic mask. Sliding windows (Mistral, Gemma), chunks (Llama 4),
+soft-capped scores (Gemma 2) and attention sinks (gpt-oss) are supported in both, and in generation.
 
 Legend: B rows, T positions, H query heads, S key positions, D head size; G key/value heads (H is a multiple of G).
 """
@@ -23,10 +23,10 @@ from fivefold.models.packed import packed_attention
 from fivefold.ops import cpu_attention
 
 NAME = "fivefold"
-CONTEXT = "context_parallel"  # attribute of an attention module: the fold that attends in place of this file
-KEEPS = "keeps_attention"  # attribute of an attention module: wraps what attends here, to keep its result
+CONTEXT = "context_parallel"  # attribute of an attention module: context parallelism that attends in place of this file
+KEEPS = "keeps_attention"  # attribute of an attention module: wraps the attention here, to save its result
 
-# Keywords that say nothing about what attention computes: positions are in the queries and keys already, and
+# Keywords that do not change the result of attention: positions are in the queries and keys already, and
 # `generate` passes its tokenizer on.
 _HARMLESS = (
     "position_ids", "cache_position", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
@@ -58,11 +58,11 @@ def attention_forward(
 
     query [B,H,T,D], key and value [B,G,S,D] -> ([B,T,H,D], None). `cu_seqlens`: int32 [n+1] on the CPU, 0 first, B*T
     last, every row start included. S > T is generation with a cache: the queries are the last T of S positions, and
-    `cu_seqlens` bounds the B*S keys; a query sees the last document of its row, before which a row may be padded.
-    `attention_mask`: what `masks.asked_for` gave, which decides; without one, a query sees itself and the
+    `cu_seqlens` bounds the B*S keys. A query sees the last document of its row, and padding may precede that.
+    `attention_mask`: the result of `masks.asked_for`, which decides; without one, a query sees itself and the
     `sliding_window` - 1 positions before it. `softcap`: scores become tanh(scores / softcap) * softcap. `s_aux` [H]:
     attention sinks, a logit per query head without a value.
-    Raises `UserError` for dropout, tensors as masks, and whatever would otherwise be dropped without a word.
+    Raises `UserError` for dropout, tensors as masks, and any option that would otherwise be dropped silently.
     """
     check_call(module, attention_mask, dropout, kwargs)
     mask = attention_mask if isinstance(attention_mask, Mask) else Mask(sliding_window)
@@ -77,7 +77,7 @@ def attention_forward(
     rule = AttentionParams(float(given) ** -0.5 if scaling is None else float(scaling), mask.window, softcap)
     if size == given:
         return _attend(module, query, key, value, cu_seqlens, rule, s_aux), None
-    # Latent attention (DeepSeek) has heads of two sizes: the narrower are filled up with zeros, which add nothing.
+    # Latent attention (DeepSeek) has heads of two sizes: the narrower are padded with zeros, which add nothing.
     query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
     return _attend(module, query, key, value, cu_seqlens, rule, s_aux)[..., :size], None
 
@@ -86,7 +86,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, rule: AttentionParams,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """[B,T,H,D]: heads of one size."""
+    """Attend with heads of one size: [B,T,H,D]."""
     context = getattr(module, CONTEXT, None)
     if context is not None and context.is_on:
         attended: Tensor = context.attend(query, key, value, cu_seqlens, rule, sinks)
@@ -99,7 +99,7 @@ def _attend(
 def _attend_here(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, rule: AttentionParams, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """[B,T,H,D]: rows that are whole on this rank."""
+    """Attend to rows that are whole on this rank: [B,T,H,D]."""
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
     window = rule.window if rule.window is not None and rule.window < keys else None
@@ -121,7 +121,7 @@ def _own_chunks(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None,
     mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Keys and values that the queries may see, and bounds in which each chunk of a document is one of its own."""
+    """The keys and values that the queries may see, and bounds that make each chunk a document of its own."""
     assert mask.chunk is not None
     (rows, _, length, _), keys = query.shape, key.shape[2]
     if keys == length:
@@ -141,7 +141,7 @@ def _own_chunks(
 
 
 def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[B,T,H,D]: each row one document, by PyTorch's own function. Query t of T stands at position S - T + t."""
+    """Attend with each row as one document, by PyTorch's own function: [B,T,H,D]. Query t is at position S - T + t."""
     length, keys = query.shape[2], key.shape[2]
     seen_TS = None
     if 1 < length != keys:
@@ -159,12 +159,12 @@ def _plain_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
 
 
 def _is_padded_cache(query: Tensor, key: Tensor, cu_seqlens: Tensor | None) -> bool:
-    """Whether the rows of a cache begin with padding."""
+    """True if the rows of a cache begin with padding."""
     return cu_seqlens is not None and query.shape[2] != key.shape[2] and cu_seqlens.shape[0] != query.shape[0] + 1
 
 
 def _first_keys(cu_seqlens: Tensor | None, rows: int, keys: int) -> list[int]:
-    """Of each row, the first key of its last document."""
+    """The first key of each row's last document."""
     assert cu_seqlens is not None
     ends = torch.arange(1, rows + 1) * keys
     found: list[int] = (cu_seqlens[torch.searchsorted(cu_seqlens.long(), ends) - 1] - ends + keys).tolist()
@@ -174,7 +174,7 @@ def _first_keys(cu_seqlens: Tensor | None, rows: int, keys: int) -> list[int]:
 def _row_by_row(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, mask: Mask, **options: Any
 ) -> Tensor:
-    """[B,T,H,D]: generation, each row with its own keys, as if it were alone."""
+    """Generate row by row, each with its own keys, as if it were alone: [B,T,H,D]."""
     if mask.start:
         raise UserError("a cache that drops its first keys cannot hold padded rows", fix="use a dynamic cache")
     firsts, rows = _first_keys(cu_seqlens, len(query), key.shape[2]), range(len(query))
@@ -192,7 +192,7 @@ def _row_by_row(
 def _last_tokens(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, scale: float, window: int | None
 ) -> Tensor:
-    """[B,1,H,D]: the last token of each row, by PyTorch's own function; padding in front of a row is hidden."""
+    """Attend with the last token of each row, by PyTorch's own function, hiding padding in front: [B,1,H,D]."""
     rows, keys = len(query), key.shape[2]
     first_B = torch.tensor(_first_keys(cu_seqlens, rows, keys), device=query.device)
     if window is not None:
@@ -205,8 +205,8 @@ def _last_tokens(
 
 
 def _cached_rows(query: Tensor, key: Tensor, value: Tensor, rule: AttentionParams, sinks: Tensor | None) -> Tensor:
-    """[B,T,H,D]: generation under `rule`. The cache of a sliding layer may have dropped its first keys; only the
-    distance from the last one counts."""
+    """Generate under `rule`: [B,T,H,D]. The cache of a sliding layer may have dropped its first keys; only the distance
+    from the last one counts."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         raise UserError(
             "a sliding window, soft-capping or attention sinks with a key/value cache have no gradients",

@@ -1,4 +1,4 @@
-"""From a model's name to its class on the meta device: no weights, no module replaced, no code from a folder run."""
+"""From a model's name to its class on the meta device: no weights, no replaced modules, no code from a folder."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +35,7 @@ ADAPTER = "adapter_config.json"
 MOST_PARAMETERS = 10**14
 MOST_MODULES = 500_000  # DeepSeek-V3, experts merged, has some 2,500
 
-# Keys of config.json files of all ages that say how a model rotates -> their names in `rope_parameters`, which
-# `transformers` makes of them.
+# Rotary keys of old and new config.json files -> their names in the `rope_parameters` of `transformers`.
 _ROPE = {"rope_theta": "rope_theta", "rotary_emb_base": "rope_theta", "partial_rotary_factor": "partial_rotary_factor",
          "rotary_pct": "partial_rotary_factor"}  # fmt: skip
 _ROPES = ("rope_scaling", "rope_parameters")
@@ -49,12 +48,12 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """The config of a local Hugging Face folder, a `config.json`, a built-in shape name, or a hub id.
 
-    It is what `AutoConfig.from_pretrained` makes of the file, with `overrides` in place of the keys of that name: what
-    the class derives, it derives of them. Rotary settings are replaced in the `rope_parameters` that it makes, in which
-    each has one place.
-    `of_text`: what they replace of the language model, whose keys a model for images and text keeps in `text_config`.
-    Raises `UserError` for a name that cannot be read, an unknown model type or override, and for folders that want
-    their own code run.
+    The result is that of `AutoConfig.from_pretrained`, with `overrides` replacing the keys of the same name; values
+    that the class derives follow from them. Rotary settings are replaced in its `rope_parameters`, which holds each of
+    them once.
+    `of_text`: replacements for the language model alone; a model for images and text keeps its keys in `text_config`.
+    Raises `UserError` for a name that cannot be read, an unknown model type or override, and folders that need own
+    code.
     """
     values = _read(name_or_path)
     check_no_code(values, str(name_or_path))
@@ -89,10 +88,10 @@ def build_meta(
 ) -> PreTrainedModel:
     """The causal language model of `hf_config` on the meta device, in fp32, with our attention selected.
 
-    `model.config.dtype` stays that of `hf_config`, the type of the weights that came in: an export goes back to it.
-    `model_class`: where it is not the one that `transformers` knows for the config. `weights`: the folder that they
-    come from. Tied weights are tied, but for those that differ there, which `transformers` leaves apart; buffers are on
-    meta too (`fivefold.models.recipe.buffer_values` knows their values).
+    `model.config.dtype` stays that of `hf_config`, the type of the original weights: an export goes back to it.
+    `model_class`: the class, if not the one that `transformers` knows for the config. `weights`: their source folder.
+    Tied weights are tied, except those that differ there, which `transformers` leaves apart; buffers are on meta too
+    (`fivefold.models.recipe.buffer_values` computes their values).
     Raises `UserError` if the config has no causal language model, or asks for attention dropout.
     """
     own_attention.register()
@@ -130,7 +129,7 @@ def _cannot_build(hf_config: PreTrainedConfig, error: Exception) -> UserError:
 
 
 def _check_sizes(model: PreTrainedModel) -> None:
-    """Raise `UserError` for a model with an empty parameter, or with more than any machine holds."""
+    """Raise `UserError` for a model with an empty parameter, or with more parameters than any machine holds."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     empty = next((name for name, size in sizes.items() if size == 0), None)
     if empty or not sizes or sum(sizes.values()) > MOST_PARAMETERS:
@@ -143,7 +142,7 @@ def _check_sizes(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Raises `UserError` where more than `MOST_MODULES` modules are made: a config of a few bytes can ask for 10^7."""
+    """Raise `UserError` beyond `MOST_MODULES` modules: a config of a few bytes can ask for 10^7."""
     made = count(1)
 
     def check(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -162,7 +161,7 @@ def _bounded() -> Iterator[None]:
 def use_our_attention(model: PreTrainedModel) -> None:
     """Select our attention in a model that was built elsewhere. Raises `UserError` if it asks for attention dropout.
 
-    Where rotary frequencies depend on lengths, the model refuses packed documents that would change each other.
+    If rotary frequencies depend on lengths, the model refuses packed documents that would change each other.
     """
     own_attention.register()
     own_experts.register()
@@ -182,7 +181,7 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
-    """`hf_config` itself, its dropout and jitter set to 0: of a model that is not trained, which draws none."""
+    """`hf_config` itself with dropout and jitter set to 0, for a model that is not trained."""
     text = hf_config.get_text_config()
     for key, value in noise(text.to_dict()):
         *above, last = key.split(".")
@@ -192,17 +191,17 @@ def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:
         if isinstance(inside, dict):
             inside[last] = type(value)(0)
         else:
-            setattr(inside, last, type(value)(0))  # configs hold fields to their types
+            setattr(inside, last, type(value)(0))  # configs check the types of fields
     return hf_config
 
 
 def weights_folder(
     name_or_path: str | Path, *, reads_adapter: bool = False, files: Sequence[str] = ("*.safetensors", "*.json")
 ) -> Path:
-    """The local folder of a model's weights: itself, or the `files` of a hub id, no others than safetensors and JSON.
+    """The local folder of a model's weights: itself, or the `files` of a hub id (safetensors and JSON only).
 
-    `reads_adapter`: the caller reads an adapter that lies beside the weights, which `transformers` takes for a part of
-    the model. Raises `UserError` where it does not, and for a name that is no folder of weights.
+    `reads_adapter`: the caller reads an adapter stored next to the weights, which `transformers` treats as part of the
+    model. Raises `UserError` for such an adapter otherwise, and for a name that is no folder of weights.
     """
     folder = _weights_folder(name_or_path, files)
     if not reads_adapter and (folder / ADAPTER).is_file() and (folder / "config.json").is_file():
@@ -270,7 +269,7 @@ def _with_overrides(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def _replaced(values: Mapping[str, Any], config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json, or of a section of it, with others in their place."""
+    """The keys of a config.json, or of a section of it, with overrides applied."""
     names = {**config.attribute_map, **_NOW}
     own = {names.get(key, key): value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}
     kept = {key: value for key, value in values.items() if names.get(key, key) not in own or key in own}
@@ -295,7 +294,7 @@ def _replaced(values: Mapping[str, Any], config: PreTrainedConfig, overrides: Ma
 
 
 def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `others` in their place, at every depth."""
+    """`values` with `others` replacing them, at every depth."""
     merged = dict(values)
     for key, value in others.items():
         both = isinstance(merged.get(key), Mapping) and isinstance(value, Mapping)
@@ -304,7 +303,7 @@ def _merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, A
 
 
 def _rope_replaced(config: PreTrainedConfig, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings of a config, for all layers or by layer type, with others in their place."""
+    """The rotary settings of a config, for all layers or by layer type, with overrides applied."""
     old = config.rope_parameters or {}
     by_type = [key for key, value in old.items() if isinstance(value, Mapping)]
     types = by_type or config.nested_rope_parameter_keys(asked)
@@ -321,7 +320,7 @@ def _rope_replaced(config: PreTrainedConfig, asked: Mapping[str, Any]) -> dict[s
 
 
 def _rope_asked(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """What overrides say of rotation, in the words of `rope_parameters`; a null is plain rotation."""
+    """The rotary settings in overrides, under their names in `rope_parameters`; a null is plain rotation."""
     asked: dict[str, Any] = {}
     for key in _ROPES:
         if key in overrides:
@@ -331,7 +330,7 @@ def _rope_asked(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _one_rope(old: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings with others in their place: of another type they share what all types have."""
+    """Rotary settings with overrides applied; another rope type keeps only the settings that all types share."""
     kept = {key: value for key, value in old.items() if key != "type"}
     if asked.get("rope_type", kept.get("rope_type")) != kept.get("rope_type"):
         kept = {key: value for key, value in kept.items() if key in _ROPE.values()}
@@ -339,7 +338,7 @@ def _one_rope(old: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check_taken(config: Any, overrides: Mapping[str, Any], inside: str = "") -> None:
-    """An override that the config class dropped or changed would train another model than the one asked for."""
+    """Raise `UserError` for an override that the config class dropped or changed: another model would be trained."""
     asked = dict(overrides)
     if isinstance(config, PreTrainedConfig) and (rope := _rope_asked(overrides)):
         asked = {key: value for key, value in overrides.items() if key not in (*_ROPE, *_ROPES)}

@@ -1,4 +1,4 @@
-"""The facts of a model by its config alone. Torch is loaded only where facts are neither shipped nor kept yet."""
+"""The facts of a model from its config alone. Torch is imported only if facts are neither shipped nor cached yet."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +18,8 @@ def facts_of_config(
 ) -> ModelFacts:
     """The facts of a model by its folder, its config.json, a built-in shape or a hub id; no weights are read.
 
-    `overrides`, `of_text`: keys of its config that are replaced, as `load_model_config` takes them. Torch is loaded
-    only where facts are neither shipped nor kept yet. Raises `UserError` for a model that cannot be read or trained.
+    `overrides`, `of_text`: replaced keys of its config, as in `load_model_config`. Torch is imported only if facts are
+    neither shipped nor cached yet. Raises `UserError` for a model that cannot be read or trained.
     """
     shape, changes = shape_folder(str(name)), [dict(each) for each in (overrides, of_text) if each]
     if shape is not None and not changes and (shipped := shipped_facts(shape)) is not None:

@@ -1,7 +1,7 @@
-"""The facts of a model, found by running a copy of it once, and kept: in memory, and on disk (`facts_store.py`).
+"""The facts of a model, found by running a copy of it once, then cached in memory and on disk (`facts_store.py`).
 
-Tracing depends on the class and config of a model, on which of its parameters are trained, and on the versions and the
-code that look at it. These name the facts, so that a second start, a second rank or a second layout reads them.
+Tracing depends on the class and config of a model, on its trained parameters, and on the versions and code of the
+tracer. The cache key covers all of these, so a second start, a second rank or a second layout reads the facts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,16 +34,16 @@ from fivefold.models.partition import derive
 from fivefold.models.record import BlockTrace, Kept, Untraceable
 from fivefold.models.trace import trace
 
-_KNOWN: dict[str, ModelFacts] = {}  # by key: what this process has found or read
-_TRACED = 2  # layers of those that are alike
-_OURS = ("transformers.", "torch.", "fivefold.")  # modules whose code a version or `about_code` stands for
+_KNOWN: dict[str, ModelFacts] = {}  # by key: facts that this process has found or read
+_TRACED = 2  # traced layers of each kind
+_OURS = ("transformers.", "torch.", "fivefold.")  # modules whose code is identified by a version or by `about_code`
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """The facts of a `transformers` causal language model, which may be on the meta device and stays as it is.
+    """The facts of a `transformers` causal language model, which may be on the meta device and stays unchanged.
 
-    Of several processes that ask at once, one traces and the others read. Raises `UserError` for a model in which
-    tokens meet outside of attention (packed documents would see each other), or whose parts cannot be told.
+    If several processes ask at once, one traces and the others read. Raises `UserError` for a model whose tokens meet
+    outside of attention (packed documents would see each other), or whose parts cannot be identified.
     """
     key = _key(model)
     if key is None:
@@ -54,7 +54,7 @@ def facts_of(model: Any) -> ModelFacts:
 
 
 def facts_of_deep(model: Any) -> ModelFacts:
-    """`facts_of` a model on the meta device that may have a hundred layers: of those that are alike, few are traced."""
+    """`facts_of` for a deep model on the meta device: traces only a few layers of each kind."""
     layers = Anatomy.of(model).layers
     if (cut := cut_of(model)) is not None:
         short, like = cut
@@ -66,11 +66,11 @@ def facts_of_deep(model: Any) -> ModelFacts:
 
 
 def cut_of(model: Any) -> tuple[Any, list[int]] | None:
-    """The same model with a few layers of each kind, and which of these each of its layers is like; None where it
+    """The same model with a few layers of each kind, and the matching short layer for each original layer; None if it
     cannot be cut.
 
-    Alike means: the config says the same of both, and their parameters have the same names and shapes. DeepSeek-V3 with
-    61 layers is cut to a dense one and one with experts, [0, 0, 0, 1, 1, ..., 1].
+    Layers match if the config says the same of both and their parameters have the same names and shapes. DeepSeek-V3
+    with 61 layers is cut to a dense one and one with experts, [0, 0, 0, 1, 1, ..., 1].
     """
     anatomy = Anatomy.of(model)
     try:
@@ -93,8 +93,8 @@ def _shapes(model: nn.Module, layer: str) -> list[tuple[str, tuple[int, ...], bo
 
 
 def _key(model: Any) -> str | None:
-    """A name for all that the facts depend on; None where code of others runs in the model: no version stands for that,
-    and its file may change while this process runs."""
+    """The cache key of everything that the facts depend on. None if third-party code runs in the model: no version
+    identifies it, and its file may change while this process runs."""
     modules = [(name, type(module), module) for name, module in model.named_modules()]
     code = {of for _, kind, module in modules for of in (kind.__module__, getattr(module.forward, "__module__", None))}
     if any(of is None or not of.startswith(_OURS) for of in code):
@@ -181,7 +181,7 @@ def _attends(blocks: Sequence[BlockTrace]) -> dict[str, AttentionShape]:
 
 
 def _outside(model: nn.Module, anatomy: Anatomy) -> Iterator[Matmul]:
-    """Linears outside of the layers. (An embedding is looked up, and costs nothing.)"""
+    """Linears outside of the layers. (An embedding is a lookup and costs nothing.)"""
     for name, module in model.named_modules():
         if hf_internals.linear_dims(module) is not None and not is_within(name, anatomy.layers):
             dims = hf_internals.linear_dims(module) or (0, 1)
@@ -193,8 +193,8 @@ def _cost(
     model: nn.Module, block: BlockTrace, low: BlockTrace, low_bytes: int, partition: Partition,
     experts: Sequence[Experts], hidden_size: int,
 ) -> LayerCost:  # fmt: skip
-    """Of a layer, with the names of its parts within it, so that layers alike cost the same. `low`: it in bf16,
-    whose numbers have `low_bytes`."""
+    """The cost of a layer; names are relative to the layer, so equal layers compare equal. `low`: its trace in bf16,
+    with numbers of `low_bytes`."""
     picks = {each.name: each.top_k for each in experts if is_within(each.name, [block.layer])}
     matmuls = []
     for name, parameter in model.get_submodule(block.layer).named_parameters():
@@ -206,7 +206,7 @@ def _cost(
     attention = tuple(_attends([block]).values())
     of_experts = [(times, _saved_by_expert(model.get_submodule(name), hidden_size)) for name, times in picks.items()]
     rows, features = (sum(float(times * each[which]) for times, each in of_experts) for which in (0, 1))
-    statistics = 2.0 * sum(each.query for each in attention)  # of each head one, in fp32
+    statistics = 2.0 * sum(each.query for each in attention)  # one per head, in fp32
 
     def in_all(kept: Sequence[Kept], itemsize: int, inside: float = 0.0) -> Saved:
         found = _saved(block.layer, kept, partition)
@@ -224,15 +224,15 @@ def _owner(model: nn.Module, parameter: str) -> nn.Module:
 
 
 def _saved_by_expert(module: Any, hidden_size: int) -> tuple[int, int]:
-    """Numbers that one row of an expert leaves behind: as wide as hidden states, it and the result; as wide as
-    features, what is made of it, and the activation twice."""
+    """Numbers that one row of an expert saves: as wide as hidden states, its input and its output; as wide as features,
+    the output of the first matmul and the activation twice."""
     shapes = [tuple(parameter.shape) for parameter in module.parameters() if parameter.ndim == 3]
     made = max((max(set(shape[1:]) - {hidden_size}, default=hidden_size) for shape in shapes), default=hidden_size)
     return 2 * hidden_size, 2 * made
 
 
 def _saved(layer: str, kept: Sequence[Kept], partition: Partition) -> dict[str, float]:
-    """Bytes of a token that a layer keeps for its backward pass, each tensor once: see `Saved`."""
+    """Bytes per token that a layer saves for its backward pass, each tensor once: see `Saved`."""
     tp_blocks = [tp_block for tp_block in partition.tp_blocks if is_within(tp_block.row, [layer])]
     columns = {name for tp_block in tp_blocks for name in tp_block.columns}
     owners = [tp_block.owner for tp_block in tp_blocks if tp_block.owner != layer]

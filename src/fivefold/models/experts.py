@@ -1,8 +1,8 @@
 """The experts of every model: dropless, tokens sorted by expert, one grouped matmul for all of them.
 
-`transformers` calls `experts_forward` in place of its own loop (see `register`), with the experts' weights as the
-model keeps them: one tensor for all, [E, outputs, inputs] or transposed, with biases or not. Which experts a token goes
-to, and with which weights, is the model's own router's business.
+`transformers` calls `experts_forward` in place of its own loop (see `register`), with the experts' weights as the model
+keeps them: one tensor for all, [E, outputs, inputs] or transposed, with or without biases. The model's own router picks
+the experts of a token and their weights.
 
 Legend: N tokens, K experts per token, S = N * K rows sorted by expert, E experts, D hidden size, I and O inputs and
 outputs of an expert's matmul (`ops/linear.py`).
@@ -22,9 +22,7 @@ from fivefold.ops.linear import PLAIN, GroupedAdapter, Linears
 
 NAME = "fivefold"
 
-Compute = Callable[
-    [Tensor, Tensor], Tensor
-]  # rows [S, D] sorted by expert, counts [E] -> what the experts make of those that are counted
+Compute = Callable[[Tensor, Tensor], Tensor]  # rows [S, D] sorted by expert, counts [E] -> outputs of the counted rows
 
 
 def register() -> None:
@@ -44,12 +42,12 @@ def routed(
 ) -> Tensor:  # fmt: skip
     """Send each token to its K experts and sum their results, weighted: [N, D]. Experts are 0 to E - 1.
 
-    A pick of E is a dropped one: it adds nothing to the output and nothing to any gradient. Rows of dropped picks stand
-    last, and `compute` leaves them out. `kernels`: None for operator by operator.
+    A pick of E is a dropped one: it adds nothing to the output and nothing to any gradient. Rows of dropped picks come
+    last, and `compute` leaves them out. `kernels`: None runs operator by operator.
     """
     order_S, counts_E = sort_by_expert(index_NK, experts)
     back_NK, kernels = inverse(order_S).view_as(index_NK), kernels or EAGER
-    # Rows are K times the hidden states: no name holds them longer than something needs them.
+    # Rows are K times the hidden states: no local name keeps them alive longer than necessary.
     made_SD = compute(_Spread.apply(hidden_ND, order_S, back_NK, kernels), counts_E)  # type: ignore[no-untyped-call]
     if dropped := len(order_S) - len(made_SD):
         made_SD = F.pad(made_SD, (0, 0, 0, dropped))
@@ -57,22 +55,22 @@ def routed(
 
 
 def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Which of the N * K rows stands at each place once they are sorted by expert, int64 [S]; rows per expert, int64
-    [E]. Dropped picks stand last, and no expert counts them. The host does not wait for the device."""
+    """The source row (of N * K) at each place after sorting by expert, int64 [S]; and the rows per expert, int64 [E].
+    Dropped picks come last and are not counted. The host does not wait for the device."""
     sorted_S, order_S = index_NK.reshape(-1).sort(stable=True)
     firsts = torch.searchsorted(sorted_S, torch.arange(experts + 1, dtype=sorted_S.dtype, device=sorted_S.device))
     return order_S, firsts.diff()
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The order that undoes `order`."""
+    """The permutation that undoes `order`."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return back
 
 
 class Permute(torch.autograd.Function):
-    """Rows in another order; `back`, its inverse, puts their gradients back, without adding anything up."""
+    """Permute rows; the inverse `back` permutes their gradients back, without any summation."""
 
     @staticmethod
     def forward(ctx: Any, rows_SD: Tensor, order_S: Tensor, back_S: Tensor) -> Tensor:
@@ -98,8 +96,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Rows sorted by expert [S, D], times the weights of their picks, summed by token [N, D]. In the type of the
-    weights; no product of all rows exists in it."""
+    """Rows sorted by expert [S, D], times the weights of their picks, summed by token [N, D] in the type of the
+    weights; no product of all rows is materialised in it."""
 
     @staticmethod
     def forward(
@@ -116,16 +114,16 @@ class _Weighted(torch.autograd.Function):
         return (*ctx.kernels.weighted_gradients(grads[0], made_SD, weights_NK, *ctx.places), None, None, None, None)
 
 
-# ---- what is computed of rows on their way ---------------------------------------------------------------------------
+# ---- sums over picks and their gradients -----------------------------------------------------------------------------
 
 
 def _sum_picks(rows_SD: Tensor, back_NK: Tensor) -> Tensor:
-    """[N, D]: the sum of the K rows of each token."""
+    """The sum of the K rows of each token: [N, D]."""
     return rows_SD[back_NK].sum(1)
 
 
 def _sum_weighted(made_SD: Tensor, weights_NK: Tensor, back_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, D] of `dtype`: the weighted sum of the K rows of each token, pick by pick."""
+    """The weighted sum of the K rows of each token, pick by pick: [N, D] of `dtype`."""
     first, *others = zip(back_NK.unbind(1), weights_NK.unsqueeze(-1).unbind(1), strict=True)
     total_ND = made_SD[first[0]] * first[1]
     for back_N, weights_N1 in others:
@@ -136,7 +134,7 @@ def _sum_weighted(made_SD: Tensor, weights_NK: Tensor, back_NK: Tensor, dtype: t
 def _weighted_gradients(
     grad_ND: Tensor, made_SD: Tensor, weights_NK: Tensor, order_S: Tensor, back_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of `_sum_weighted`: the gradients of the rows [S, D] and of the weights [N, K]."""
+    """The gradients of `_sum_weighted` for the rows [S, D] and the weights [N, K]."""
     precise_ND = grad_ND.to(weights_NK.dtype)
     of_weights = torch.stack([(precise_ND * made_SD[back_N]).sum(-1) for back_N in back_NK.unbind(1)], 1)
     of_rows = grad_ND.to(made_SD.dtype)[order_S // back_NK.shape[1]]
@@ -145,7 +143,7 @@ def _weighted_gradients(
 
 @dataclass(frozen=True)
 class RowKernels:
-    """The sums over picks of a token, and their gradients: operator by operator, or compiled, which reads every row
+    """The sums over the picks of a token and their gradients: operator by operator, or compiled to read each row
     once."""
 
     sum_picks: Callable[..., Tensor] = _sum_picks
@@ -153,7 +151,7 @@ class RowKernels:
     weighted_gradients: Callable[..., tuple[Tensor, Tensor]] = _weighted_gradients
 
     def compiled(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> "RowKernels":
-        """The same, each compiled by `compiled(name, function)`."""
+        """The same kernels, each compiled by `compiled(name, function)`."""
         own = (self.sum_picks, self.sum_weighted, self.weighted_gradients)
         return RowKernels(*(compiled("rows of experts", each) for each in own))
 
@@ -161,28 +159,28 @@ class RowKernels:
 EAGER = RowKernels()
 
 
-# ---- what an expert computes -----------------------------------------------------------------------------------------
+# ---- the computation of an expert ------------------------------------------------------------------------------------
 
 
 def router_buffers(model: nn.Module) -> list[str]:
     """The persistent buffers of routers, which are trained without a gradient (DeepSeek's `e_score_correction_bias`).
-    Every other buffer is computed by the model itself."""
+    The model computes every other buffer itself."""
     stored = model.state_dict(keep_vars=True)
     beside = tuple(f"{n.rpartition('.')[0]}." for n, module in model.named_modules() if hf_internals.is_experts(module))
     return [name for name, _ in model.named_buffers() if name in stored and beside and name.startswith(beside)]
 
 
 def number_of_experts(module: nn.Module) -> int:
-    """How many experts this module holds: after expert parallelism has cut it, those of this rank."""
+    """The number of experts in this module; under expert parallelism, those of this rank."""
     return next(module.parameters()).shape[0]
 
 
 def expert_mlp(
     module: Any, x_SD: Tensor, counts_E: Tensor, *, biased_from: int = 0, linears: Linears = PLAIN
 ) -> Tensor:
-    """The experts of `module` on rows sorted by expert: two grouped matmuls, as `linears` multiply, with the module's
-    own gate and activation between them. Under `expert_tp` the module has some features of every expert: the result is
-    a partial sum, and `down_proj_bias` covers some outputs only, from number `biased_from` on."""
+    """Apply the experts of `module` to rows sorted by expert: two grouped matmuls by `linears`, with the module's own
+    gate and activation between them. Under `expert_tp` the module has some features of every expert: the result is a
+    partial sum, and `down_proj_bias` covers some outputs only, from number `biased_from` on."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     made = _linear(module, first, x_SD, counts_E, linears)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
@@ -202,21 +200,21 @@ def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Lin
 
 
 def _adapter(module: Any, name: str) -> GroupedAdapter | None:
-    """What is beside the matrices `name` of the experts (`models/adapter.py`)."""
+    """The adapter of the matrices `name` of the experts (`models/adapter.py`)."""
     if not hasattr(module, "lora_A") or not hasattr(module.lora_A, name):
         return None
     return GroupedAdapter(getattr(module.lora_A, name), getattr(module.lora_B, name), module.lora_scale)
 
 
-# ---- which inputs make a feature -------------------------------------------------------------------------------------
+# ---- the inputs of a feature -----------------------------------------------------------------------------------------
 
-_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # of what `_order` tries
+_FEATURES, _PARTS, _ROWS = 7, ((0, 4), (4, 7)), 64  # sizes of the trial in `_order`
 
 
 def expert_features(module: Any) -> ExpertFeatures:
-    """Where the inner features of the experts `module` lie in its parameters.
+    """Locate the inner features of the experts `module` in its parameters.
 
-    The gate decides which columns make a feature. Its `_apply_gate` is tried on a few numbers, and an order that is not
+    The gate decides which columns form a feature. Its `_apply_gate` is tried on a few numbers, and an order that is not
     in `ORDERS` is refused.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
@@ -234,8 +232,8 @@ def expert_features(module: Any) -> ExpertFeatures:
 def _order(module: Any) -> tuple[str, str | None]:
     """(name of the order in which the activation of `module` reads its inputs, None), or ("", why no order fits).
 
-    An order fits if the activation gives the same for a part of the features alone as for that part among all: with
-    gate and up after each other, feature 2 of 7 is made of the inputs 2 and 9.
+    An order fits if the activation of some features alone equals that part of the activation of all: with gate and up
+    concatenated, feature 2 of 7 is computed from the inputs 2 and 9.
     """
     activate, inputs = (module._apply_gate, 2) if module.has_gate else (module.act_fn, 1)
     x = 3 * torch.randn(_ROWS, inputs * _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

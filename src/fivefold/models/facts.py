@@ -1,6 +1,6 @@
-"""What there is to know of a model before it is laid out: a frozen value, without a tensor, that JSON can hold.
+"""Everything known about a model before a layout is chosen: a frozen value without tensors, serialisable to JSON.
 
-`discover.py` finds the facts, once for each config; the plan of a layout (`parallel/plan.py`), FLOPs, the split of a
+`discover.py` finds the facts, once per config. The plan of a layout (`parallel/plan.py`), FLOPs, the split of a
 pipeline and `fivefold doctor` are computed from them alone. No torch here, and nothing here knows a layout.
 """
 
@@ -20,15 +20,15 @@ class Untrainable(UserError):
     """A model that no layout can train. The message begins with its class."""
 
 
-# ---- which features belong together ----------------------------------------------------------------------------------
+# ---- groups of features ----------------------------------------------------------------------------------------------
 
 Owner = Literal["query", "kv", "even"]
 
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """Adjacent features [start, stop) of a projection with one owner. Those of `query` or `kv` go to the tp rank that
-    has head `index`. Of those of `even`, every rank gets an equal share, in multiples of `unit` features."""
+    """Adjacent features [start, stop) of a projection with one owner. Features of `query` or `kv` go to the tp rank
+    that has head `index`. Every rank gets an equal share of `even` features, in multiples of `unit` features."""
 
     start: int
     stop: int
@@ -60,7 +60,7 @@ RoleKind = Literal[
 
 @dataclass(frozen=True)
 class Role:
-    """What one parameter is to tensor parallelism.
+    """The role of one parameter in tensor parallelism.
 
     | kind | weights | where |
     |---|---|---|
@@ -72,13 +72,13 @@ class Role:
     | `norm` | whole on every rank | acts on the residual stream, split over the sequence under sequence parallel |
     | `local` | whole on every rank | acts on data that differs by rank (q_norm): gradients are summed over tp |
     | `latent` | whole on every rank | acts on all tokens, for heads that differ by rank: gradients are summed over tp |
-    | `across` | whole on every rank | acts on all features of a split projection, which are gathered for it |
-    | `router` | whole on every rank | says where tokens go, of which a rank has a part under sequence parallelism |
-    | `experts` | dealt to the ranks of ep, expert by expert | acts on the tokens that come to it |
-    | `idle` | whole on every rank | no token comes to it (a tower for images): it has no gradient |
+    | `across` | whole on every rank | acts on all features of a split projection, after a gather |
+    | `router` | whole on every rank | routes tokens; under sequence parallelism a rank has a part of them |
+    | `experts` | distributed over the ranks of ep, expert by expert | acts on the tokens routed to it |
+    | `idle` | whole on every rank | no token reaches it (a tower for images): it has no gradient |
     | `replicated` | whole on every rank | no role is known; tensor parallel is refused |
 
-    `groups` says how the split dimension `dim` goes to the ranks; None for a vocabulary, which is dealt evenly.
+    `groups` assigns the split dimension `dim` to the ranks; None for a vocabulary, which is split evenly.
     """
 
     kind: RoleKind
@@ -89,8 +89,8 @@ class Role:
 
 @dataclass(frozen=True)
 class TPInput:
-    """Where hidden states enter a column/row pair: `modules` that are given the same tensor (such as `q_proj`, `k_proj`
-    and `v_proj`), and the `argument` in which they get it."""
+    """The entry of hidden states into a column/row pair: `modules` that read the same tensor (such as `q_proj`,
+    `k_proj` and `v_proj`), and the `argument` that carries it."""
 
     modules: tuple[str, ...]
     argument: int | str = 0
@@ -101,7 +101,7 @@ class TPBlock:
     """One column/row pair: the `columns` are split over outputs, the `row` over inputs, and the row's outputs are
     summed over tp. `owner`: the smallest module that holds all of them and the latent projections before them. `heads`:
     query and key/value heads of an attention, else None. `is_last`: nothing with weights runs after the row in its
-    layer. `shared`: columns that are given the same tensor, in the order in which they are called. Example: `q_proj`,
+    layer. `shared`: columns that read the same tensor, in the order in which they are called. Example: `q_proj`,
     `k_proj`, `v_proj`, which share their input, and the row `o_proj` under the owner `self_attn`."""
 
     owner: str
@@ -119,8 +119,8 @@ class Partition:
 
     `tp_blocks`: the column/row pairs. `heads`: query and key/value heads of each kind of layer (MiMo-V2 has several).
     `across`: module that needs all features of a split projection -> how ranks share these features. `to_logits`: the
-    module that is given the last hidden states: the head, or a transform before it (BERT). `refusal`: why tp cannot
-    split the model, or None.
+    module that reads the last hidden states: the head, or a transform before it (BERT). `refusal`: why tp cannot split
+    the model, or None.
     """
 
     roles: Mapping[str, Role]
@@ -134,7 +134,7 @@ class Partition:
 
     @cached_property
     def entries(self) -> tuple[TPInput, ...]:
-        """Of all blocks, in order."""
+        """The entries of all blocks, in order."""
         return tuple(entry for tp_block in self.tp_blocks for entry in tp_block.entries)
 
     def of_layers(self, layers: Sequence[str]) -> "Partition":
@@ -149,9 +149,9 @@ class Partition:
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 Block = tuple[int, int]
-Order = Callable[[Block, int], tuple[Block, ...]]  # features [start, stop) of I -> the inputs they are made of
+Order = Callable[[Block, int], tuple[Block, ...]]  # features [start, stop) of I -> their inputs
 
-# How an activation reads its inputs: name -> (inputs of a feature, which inputs make features [start, stop) of I).
+# How an activation reads its inputs: name -> (inputs per feature, the inputs of features [start, stop) of I).
 ORDERS: Mapping[str, tuple[int, Order]] = {
     "one by one": (1, lambda block, _: (block,)),
     "gate, then up": (2, lambda block, size: (block, (size + block[0], size + block[1]))),
@@ -161,10 +161,10 @@ ORDERS: Mapping[str, tuple[int, Order]] = {
 
 @dataclass(frozen=True)
 class ExpertFeatures:
-    """Where the inner features of a layer's experts lie in their parameters.
+    """Positions of the inner features of a layer's experts in their parameters.
 
-    `first`: the parameter that makes what the activation reads. `made`, `read`: the dimensions of what a matrix makes,
-    and of what it reads. `order`: one of `ORDERS`. `refusal`: why a part of the features cannot be told, or None.
+    `first`: the parameter whose output the activation reads. `made`, `read`: the output and input dimensions of a
+    matrix. `order`: one of `ORDERS`. `refusal`: why the features cannot be split, or None.
     """
 
     first: str
@@ -176,8 +176,8 @@ class ExpertFeatures:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that holds the weights of a layer's experts, and its router. `top_k`: experts per token. `is_last`:
-    nothing with weights runs after it in its layer. `has_logits`: the router gives logits, weights and picks."""
+    """A module with the weights of a layer's experts, and its router. `top_k`: experts per token. `is_last`: nothing
+    with weights runs after it in its layer. `has_logits`: the router returns logits, weights and picks."""
 
     name: str
     router: str
@@ -188,13 +188,13 @@ class Experts:
     features: ExpertFeatures | None = None
 
 
-# ---- what a layer costs ----------------------------------------------------------------------------------------------
+# ---- the cost of a layer ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix that a token is multiplied with. `times`: matrices of this shape that one token meets, which is 1 but
-    for experts: of 128, the 8 that it goes to."""
+    """A matrix that a token is multiplied with. `times`: matrices of this shape per token, 1 except for experts (8 for
+    a token that goes to 8 of 128)."""
 
     name: str
     inputs: int
@@ -203,7 +203,7 @@ class Matmul:
 
     @property
     def weights(self) -> int:
-        """Weights that a token meets."""
+        """Weights that a token is multiplied with."""
         return self.inputs * self.outputs * self.times
 
 
@@ -229,7 +229,7 @@ class Saved:
     `residual`: numbers of the residual stream; sequence parallelism splits them. `entered`: inputs of column-parallel
     linears; every tp rank has all of them. `inside`: numbers between a column and a row; tensor parallelism splits
     them. `rows`, `features`: of experts, numbers as wide as the hidden states, and those between their matrices. Tensor
-    parallelism splits tokens for them; with `expert_tp` it splits features, and every rank has the rows of all tokens.
+    parallelism splits tokens for them; with `expert_tp` it splits features, and every rank has all tokens' rows.
     """
 
     residual: float = 0.0
@@ -239,7 +239,7 @@ class Saved:
     features: float = 0.0
 
     def on_rank(self, tp: int, *, sequence_parallel: bool, expert_tp: bool = False) -> float:
-        """What a rank of `tp` has of it."""
+        """The saved numbers on each of `tp` ranks."""
         dense = self.residual / (tp if sequence_parallel else 1) + self.entered + self.inside / tp
         return dense + self.rows / (1 if expert_tp else tp) + self.features / tp
 
@@ -248,8 +248,8 @@ class Saved:
 class LayerCost:
     """The cost of a layer. FLOPs, `pp_split: auto`, slot durations and saved activations are all computed from it.
 
-    `saved`: in one type. `mixed`: in bf16, where norms compute in fp32: a number in fp32 counts twice. `fused`: the
-    same, of a compiled layer (`record.BlockTrace.fused`).
+    `saved`: in one type. `mixed`: in bf16 with norms in fp32; a number in fp32 counts twice. `fused`: like `mixed`, for
+    a compiled layer (`record.BlockTrace.fused`).
     """
 
     matmuls: tuple[Matmul, ...]
@@ -259,21 +259,21 @@ class LayerCost:
     fused: Saved
 
     def kept(self, compute_bytes: int, *, compiled: bool) -> Saved:
-        """What one token leaves, in numbers of `compute_bytes` each."""
+        """The saved activations of one token, in numbers of `compute_bytes` each."""
         return self.fused if compiled else self.mixed if compute_bytes == 2 else self.saved
 
     @property
     def active(self) -> int:
-        """Weights that a token is multiplied with; of experts, those that it goes to."""
+        """Weights that a token is multiplied with; for experts, those of its own picks."""
         return sum(matmul.weights for matmul in self.matmuls)
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- all facts of a model --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape, whether it is trained, and whether it rests in four bits (NF4)."""
+    """Shape and flags of a parameter: trained or frozen, stored in four bits (NF4) or not."""
 
     shape: tuple[int, ...]
     is_trained: bool = True
@@ -286,8 +286,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Counted:
-    """Module `name` counts the tokens of a row, across documents (Llama 4). Up to `most` tokens its count has no
-    effect."""
+    """Module `name` counts the tokens of a row, across documents (Llama 4). The count has no effect up to `most`
+    tokens."""
 
     name: str
     most: int
@@ -300,7 +300,7 @@ class ModelFacts:
     `parameters`: tied ones once, in the model's order.
     `attends`: attention module -> its heads.
     `before`, `after`: modules with parameters that run before the first layer and after the last.
-    `forgetful`: (layer, attention module) where the layer does not pass `cu_seqlens` on.
+    `forgetful`: (layer, attention module) of layers that do not pass `cu_seqlens` on.
     `looked_into`: embeddings whose weights the model reads directly, not through the module.
     `in_tuples`: layers that return their hidden states in a tuple.
     `carried`: why layers pass more than hidden states to each other, or None. Pipelines are then refused.
@@ -335,22 +335,22 @@ class ModelFacts:
 
     @property
     def size(self) -> int:
-        """Parameters in all."""
+        """Number of parameters."""
         return sum(parameter.size for parameter in self.parameters.values())
 
     @property
     def has_adapter(self) -> bool:
-        """Whether something is trained beside a frozen model (`models/adapter.py`)."""
+        """True if adapters are trained next to a frozen model (`models/adapter.py`)."""
         return any(".lora_A." in name for name in self.parameters)
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding: every token that can be given. (Mllama's head makes logits of 8 less.)"""
+        """Rows of the embedding: all valid token ids. (Mllama's head makes logits of 8 less.)"""
         return self.parameters[self.anatomy.embedding_weight].shape[0]
 
     @property
     def layer_costs(self) -> tuple[LayerCost, ...]:
-        """Of each layer, in order."""
+        """The cost of each layer, in order."""
         return tuple(self.costs[kind] for kind in self.kinds)
 
     @property
@@ -359,14 +359,14 @@ class ModelFacts:
         return sum(matmul.weights for matmul in self.outside if matmul.name == self.anatomy.head)
 
     def only(self, layers: Sequence[str]) -> "ModelFacts":
-        """Of the same model without its other layers.
+        """The facts of the same model without its other layers.
 
-        Example: of 80 layers that are alike, the first stands for all; what is asked of it is answered 80 times faster.
+        Example: among 80 equal layers the first stands for all, and queries on it are 80 times faster.
         """
         dropped = frozenset(self.anatomy.layers) - set(layers)
 
         def names_dropped(value: Any) -> bool:
-            """Whether a value is about a layer that goes."""
+            """True if a value belongs to a dropped layer."""
             if isinstance(value, str):
                 parts = value.split(".")
                 return any(".".join(parts[:size]) in dropped for size in range(1, len(parts) + 1))
@@ -391,10 +391,10 @@ class ModelFacts:
         return replace(self, **named, kinds=tuple(self.kinds[number] for number in own))
 
     def with_layers(self, layers: Sequence[str], like: Sequence[int]) -> "ModelFacts":
-        """Of the same model with these layers, each of which is like one of this model's own: `like` says which.
+        """The facts of the same model with these layers; `like` maps each to the own layer that it copies.
 
-        Of a model with a dense layer and one with experts: [0, 0, 0, 1, 1] are three dense layers and two with experts.
-        Raises `ValueError` where something stands between the layers, or belongs to several.
+        For a model with a dense layer and one with experts, [0, 0, 0, 1, 1] gives three dense layers and two with
+        experts. Raises `ValueError` if something stands between the layers, or belongs to several.
         """
         if self.counted:
             raise ValueError("what counts the tokens of a row is not repeated with its layer")
@@ -402,8 +402,8 @@ class ModelFacts:
         return replace(deeper, kinds=tuple(self.kinds[own] for own in like))
 
     def to_json(self) -> dict[str, Any]:
-        """As values that JSON knows. Roles, of which a model has few that differ, stand once each with the parameters
-        that have them."""
+        """The facts as JSON values. A model has few distinct roles, so each is stored once, with the parameters that
+        have it."""
         of_role: dict[Role, list[str]] = {}
         for name, role in self.partition.roles.items():
             of_role.setdefault(role, []).append(name)
@@ -419,7 +419,7 @@ class ModelFacts:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ModelFacts":
-        """What `to_json` gave. Raises `ValueError` or `LookupError` for anything else."""
+        """Rebuild facts from the result of `to_json`. Raises `ValueError` or `LookupError` for anything else."""
         facts, roles = _adapters()
         found = facts.validate_python(value["facts"])
         written = [
@@ -432,13 +432,13 @@ class ModelFacts:
 
 @cache
 def _adapters() -> tuple[TypeAdapter[ModelFacts], TypeAdapter[list[tuple[Role, list[str]]]]]:
-    """Between values and what JSON knows: of facts, and of each role with the parameters that have it."""
+    """Converters to and from JSON values: of facts, and of each role with the parameters that have it."""
     return TypeAdapter(ModelFacts), TypeAdapter(list[tuple[Role, list[str]]])
 
 
 def _runs(groups: list[dict[str, Any]]) -> list[list[Any]]:
-    """Groups with the same owner, size and unit that follow each other head by head stand once, with their number: 64
-    query heads of 128 features are [0, 128, "query", 0, 1, 64]."""
+    """Run-length encode groups with the same owner, size and unit that follow each other head by head: 64 query heads
+    of 128 features are [0, 128, "query", 0, 1, 64]."""
     runs: list[list[Any]] = []
     for group in groups:
         start, stop, owner, index, unit = (group[key] for key in ("start", "stop", "owner", "index", "unit"))
@@ -450,27 +450,27 @@ def _runs(groups: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _next_of(run: list[Any]) -> list[Any]:
-    """The group that would make a run one longer."""
+    """The group that would extend a run by one."""
     start, stop, owner, index, unit, count = run
     return [start + count * (stop - start), stop + count * (stop - start), owner, index + count, unit]
 
 
 def _groups(runs: list[list[Any]]) -> list[dict[str, Any]]:
-    """What `_runs` made runs of."""
+    """Undo `_runs`."""
     keys = ("start", "stop", "owner", "index", "unit")
     return [dict(zip(keys, _next_of([*run[:-1], at]), strict=True)) for run in runs for at in range(run[-1])]
 
 
 class _Deeper:
-    """Facts with other `layers`, each made from the one of `own` layers that `like` says."""
+    """Facts with other `layers`, each copied from the `own` layer that `like` names."""
 
     def __init__(self, own: Sequence[str], layers: Sequence[str], like: Sequence[int]) -> None:
         self.own, self.layers, self.like = own, layers, like
-        # By id and layer, values in which nothing names it. They are held, so that no other value gets the same id.
+        # (id, layer) -> a value that does not name the layer; held so that no other value gets the same id.
         self.untouched: dict[tuple[int, str], Any] = {}
 
     def of(self, value: Any) -> Any:
-        """A value of the model: what belongs to its layers stands for each of the new ones, in order."""
+        """A value of the model in which the parts of its layers are repeated for each of the new ones, in order."""
         if isinstance(value, Mapping):
             return dict(self._repeated(tuple(value.items())))
         if isinstance(value, tuple):
@@ -500,7 +500,7 @@ class _Deeper:
         return [at for at, layer in enumerate(self.own) if self._moved(value, layer, "?") is not value]
 
     def _moved(self, value: Any, old: str, new: str) -> Any:
-        """A value of one layer as that of another; the very same where it does not name the layer."""
+        """A value of layer `old` renamed to layer `new`; the same object if it does not name the layer."""
         if isinstance(value, str):
             return new + value.removeprefix(old) if value == old or is_within(value, [old]) else value
         if (id(value), old) in self.untouched:

@@ -1,7 +1,6 @@
-"""Where facts are kept between starts: one file for each key, in the cache. No torch.
+"""Cached facts: one file per key, in the cache. No torch.
 
-A file that is damaged, or that stands under another's name, is not believed: it has a checksum, and says its name.
-Nothing in it is ever run.
+A file has a checksum and states its own name, so that damaged or renamed files are ignored. Nothing in it is ever run.
 """
 
 import json
@@ -17,12 +16,12 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.core.integrity import read_signed, signed
 from fivefold.models.facts import ModelFacts
 
-SHIPPED = "facts.json"  # beside the config.json of a built-in shape
+SHIPPED = "facts.json"  # next to the config.json of a built-in shape
 
 
 def shipped_facts(shape: Path) -> ModelFacts | None:
-    """What stands beside a built-in shape (`ship_facts`); None where another config, or another version of torch or
-    `transformers` than those here, was traced: these say which tensors a layer keeps."""
+    """The facts stored next to a built-in shape (`ship_facts`). None if they were traced from another config or with
+    another version of torch or `transformers`: these decide which tensors a layer saves."""
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
         tree = json.loads((shape / SHIPPED).read_text(encoding="utf-8"))
         if tree["of"] == _about_shape(shape):
@@ -33,19 +32,19 @@ def shipped_facts(shape: Path) -> ModelFacts | None:
 
 
 def ship_facts(shape: Path, short: ModelFacts, like: list[int]) -> None:
-    """Write them: those of the model with a few layers, and which of these each of its layers is like."""
+    """Write the facts of the model with a few layers; `like`: the short layer of each full layer."""
     tree = {"of": _about_shape(shape), "like": like, **short.to_json()}
     (shape / SHIPPED).write_text(json.dumps(tree, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def _about_shape(shape: Path) -> list[str]:
-    """The code that finds facts is not among it: what is shipped with it was found by it, which a test holds."""
+    """Versions and config of a shape, without the tracing code: a test holds that it finds the shipped facts."""
     return [*_versions(), key_of(read_folder_config(shape))]
 
 
 def kept(key: str, find: Callable[[], ModelFacts]) -> ModelFacts:
-    """The facts of this name: read, or found and written. Of several processes that ask at once, one finds them and the
-    others read."""
+    """The facts under this key: read, or found and written. If several processes ask at once, one finds them and the
+    others read them."""
     try:
         file = cache_root() / "facts" / f"{key}.json"
     except UserError:  # there is no place for a cache
@@ -63,7 +62,7 @@ def kept(key: str, find: Callable[[], ModelFacts]) -> ModelFacts:
 
 
 def read_facts(file: Path) -> ModelFacts | None:
-    """What a file holds, if it is whole."""
+    """The facts in a file, if it is intact; else None."""
     with suppress(ValueError, TypeError, LookupError, AttributeError):  # a `DamagedError`, or facts of other code
         tree = read_signed(file)
         if tree["name"] == file.name:
@@ -72,7 +71,7 @@ def read_facts(file: Path) -> ModelFacts | None:
 
 
 def write_facts(file: Path, facts: ModelFacts) -> None:
-    """Keep them. A cache that is read-only or full keeps nothing: nothing depends on it."""
+    """Cache the facts. A read-only or full cache is ignored: nothing depends on it."""
     with suppress(UserError):
         write_atomically(file, signed({"name": file.name, **facts.to_json()}, indent=None))
 
@@ -83,13 +82,13 @@ def about_code() -> list[str]:
 
 
 def _versions() -> list[str]:
-    """`torch 2.13.0`, without what the build adds (`+cpu`)."""
+    """Versions such as `torch 2.13.0`, without the suffix of the build (`+cpu`)."""
     return [f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers")]
 
 
 @cache
 def _code() -> str:
-    """Of the files that find facts."""
+    """The hash of the files that find facts."""
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parent / "torch_internals.py"]
     return key_of([file.read_text(encoding="utf-8") for file in files])

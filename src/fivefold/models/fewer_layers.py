@@ -1,4 +1,4 @@
-"""A model's config with fewer layers: what is traced, tried or proved in place of a deep model."""
+"""A model's config with fewer layers, used to trace, try or prove in place of a deep model."""
 
 import copy
 import re
@@ -7,16 +7,16 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 
-OVERRIDES = "per_layer_config"  # layer number -> what it has instead of the config's values
+OVERRIDES = "per_layer_config"  # layer number -> its values in place of the config's
 GLOBAL = "allow_global_per_layer_attribute_access"  # such values may be read from the config as well
 Holder = tuple[dict[str, Any], str]  # a list is the value of this key in this dict
 
 
 def fewer_layers(config: Any, least: int = 2) -> Any:
-    """A copy of a config with a layer of each kind, at least `least` if it has them.
+    """A copy of a config with one layer of each kind, and at least `least` layers if it has them.
 
-    Every list with an entry per layer is cut with the layers, at every depth, and every list of layer numbers counts
-    anew. Raises `UserError` where the class does not take that.
+    Every list with an entry per layer is cut with the layers, at every depth, and every list of layer numbers is
+    renumbered. Raises `UserError` if the class does not accept the result.
     """
     values = config.to_dict()
     text, named = text_of(values), config.get_text_config().attribute_map
@@ -36,13 +36,13 @@ def fewer_layers(config: Any, least: int = 2) -> Any:
 
 
 def text_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of the language model, where a config has those of others as well."""
+    """The values of the language model, also in a config with several models."""
     text = values.get("text_config")
     return text if isinstance(text, dict) else values
 
 
 def remade(config: Any, values: dict[str, Any]) -> Any:
-    """A config of the same class from the values of its `to_dict`, changed. Raises `UserError`."""
+    """A config of the same class from changed values of its `to_dict`. Raises `UserError`."""
     try:
         return type(config)(**{key: value for key, value in values.items() if key != "model_type"})
     except Exception as error:  # the validators of transformers raise several kinds
@@ -50,14 +50,14 @@ def remade(config: Any, values: dict[str, Any]) -> Any:
 
 
 def layers_kept(config: Any, least: int = 2) -> tuple[list[int], list[str]]:
-    """The layers that `fewer_layers` keeps, and all that the config says of every layer, as a text."""
+    """The layers that `fewer_layers` keeps, and the config's settings of every layer, as a text."""
     values = text_of(config.to_dict())
     count = config.get_text_config().num_hidden_layers
     return _kept(values, count, least), _said(values, count)
 
 
 def _said(text: dict[str, Any], count: int) -> list[str]:
-    """What a config says of each layer alone."""
+    """The settings of each single layer in a config."""
     numbered = [set(holder[key]) for holder, key in _numbered(text, count)]
     overrides = {int(number): each for number, each in (text.get(OVERRIDES) or {}).items()}
     listed = [holder[key] for holder, key in _per_layer(text, count)]
@@ -68,7 +68,7 @@ def _said(text: dict[str, Any], count: int) -> list[str]:
 
 
 def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
-    """The first layer of each kind, and as many of the first as `least` asks for."""
+    """The first layer of each kind, plus the first other layers up to `least` in total."""
     first: dict[str, int] = {}
     for layer, said in enumerate(_said(text, count)):
         first.setdefault(said, layer)
@@ -77,7 +77,7 @@ def _kept(text: dict[str, Any], count: int, least: int) -> list[int]:
 
 
 def _lists(values: dict[str, Any]) -> Iterator[Holder]:
-    """Every list of a config, at every depth, but rotary factors and token ids."""
+    """Every list of a config, at every depth, except rotary factors and token ids."""
     for key, value in values.items():
         if isinstance(value, dict) and not str(key).startswith("rope_"):
             yield from _lists(value)
@@ -92,7 +92,7 @@ def _per_layer(values: dict[str, Any], count: int) -> list[Holder]:
 
 
 def _numbered(values: dict[str, Any], count: int) -> list[Holder]:
-    """The lists that say which of `count` layers are of a kind, such as `mlp_only_layers`."""
+    """The lists of layer numbers of one kind among `count` layers, such as `mlp_only_layers`."""
     return [
         (holder, key)
         for holder, key in _lists(values)
@@ -103,7 +103,7 @@ def _numbered(values: dict[str, Any], count: int) -> list[Holder]:
 
 
 def _keep_experts(text: dict[str, Any]) -> None:
-    """Models with experts say in their own ways which layers have none: the first of those that are left."""
+    """Adapt the model-specific keys for layers without experts: the first of the layers that are left."""
     if text.get("first_k_dense_replace"):
         text["first_k_dense_replace"] = 1
     if (text.get("decoder_sparse_step") or 1) > 1:

@@ -1,7 +1,7 @@
 """Model FLOPs. No torch.
 
-Counted: every matmul of the model, forward and backward (6 per weight and token; 4 of one that is frozen beside an
-adapter, for it has no gradient), and attention inside documents, causally halved. Not counted: recompute, padding,
+Counted: every matmul of the model, forward and backward (6 per weight and token; 4 for a frozen weight next to an
+adapter, which has no gradient), and attention inside documents, causally halved. Not counted: recompute, padding,
 element-wise work. (The convention of PaLM, arXiv:2204.02311.)
 """
 
@@ -12,7 +12,7 @@ from fivefold.models.facts import ModelFacts
 
 @dataclass(frozen=True)
 class Costs:
-    """What training a model costs: `parameters`; FLOPs `per_token` (matmuls) and `per_squared_length` (causal
+    """The training cost of a model: `parameters`; FLOPs `per_token` (matmuls) and `per_squared_length` (causal
     attention, per squared document length, all layers)."""
 
     parameters: int
@@ -21,7 +21,7 @@ class Costs:
 
     @classmethod
     def of(cls, facts: ModelFacts) -> "Costs":
-        """Of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
+        """The costs of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
         active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
         attention = [shape for cost in facts.layer_costs for shape in cost.attention]
         adapters = _of_adapters(facts)
@@ -33,7 +33,7 @@ class Costs:
 
 
 def _of_adapters(facts: ModelFacts) -> int:
-    """Numbers of adapters that a token meets: of those of experts, a share."""
+    """Adapter weights that a token is multiplied with; for adapters of experts, the share of its top k."""
     if not facts.has_adapter:
         return 0
     experts = {each.name: each for each in facts.experts}

@@ -1,11 +1,11 @@
-"""A model's own forward at run time: what it is handed, what it refuses, and its head alone.
+"""A model's own forward at run time: its inputs, its refusals, and its head alone.
 
-- Layers that do not know `cu_seqlens` hand it on to their attention all the same.
-- A model that counts its tokens from behind the padding token (RoBERTa: padding + 1, + 2, and so on) is given such
-  positions. fivefold counts 0, 1, 2 from a document's start, and that is what it hands to every other model.
-- A model that would treat a document otherwise for what lies beside it in its row refuses the row.
+- Layers that do not know `cu_seqlens` still pass it on to their attention.
+- A model that counts its tokens from the padding token (RoBERTa: padding + 1, + 2, and so on) gets such positions.
+  Every other model gets 0, 1, 2 from a document's start.
+- A model refuses a row in which a document would be affected by its neighbours.
 
-A `trace` says which models these are.
+`trace` finds out which models these are.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor],
 
 class _PassThrough(nn.Module):
     def __getattr__(self, name: str) -> Any:
-        """Some models call a part of their base (`self.model.decoder(...)`): it passes through as well."""
+        """Pass through for parts of a base as well, which some models call (`self.model.decoder(...)`)."""
         return self
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
@@ -46,7 +46,7 @@ class _PassThrough(nn.Module):
 
 @contextmanager
 def base_gives(base: nn.Module, hidden: Tensor) -> Iterator[list[dict[str, Any]]]:
-    """Inside, `base` gives `hidden`, whatever it is given, of which the list has the keyword arguments."""
+    """Make `base` return `hidden` for any input; the yielded list collects the keyword arguments of each call."""
     given, own = list[dict[str, Any]](), vars(base).get("forward")
 
     def forward(*_: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -64,7 +64,7 @@ def base_gives(base: nn.Module, hidden: Tensor) -> Iterator[list[dict[str, Any]]
 
 class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
     def __getattr__(self, name: str) -> None:
-        """What else a base gives back (router logits, cross attentions) is not there."""
+        """None for every other output of a base (router logits, cross attentions)."""
         if name.startswith("__"):
             raise AttributeError(name)
         return None
@@ -74,7 +74,7 @@ class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 def hand_on_cu_seqlens(model: nn.Module, forgetful: Sequence[tuple[str, str]]) -> None:
-    """Let attention have the bounds of documents in layers that do not pass on what they do not know."""
+    """Pass the bounds of documents to attention in layers that drop unknown keywords."""
     by_layer: dict[str, list[Any]] = {}
     for layer, name in forgetful:
         by_layer.setdefault(layer, []).append(model.get_submodule(name))
@@ -86,7 +86,7 @@ def hand_on_cu_seqlens(model: nn.Module, forgetful: Sequence[tuple[str, str]]) -
 def _with_cu_seqlens(
     plain: Any, modules: Sequence[Any], *args: Any, cu_seqlens: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """A block's forward; inside, its attention modules are given the bounds."""
+    """Run a block's forward with the bounds passed to its attention modules."""
     attends = [module.forward for module in modules]
     for module, attend in zip(modules, attends, strict=True):
         module.forward = partial(attend, cu_seqlens=cu_seqlens)
@@ -104,8 +104,7 @@ def behind_padding(ids_BT: Tensor, positions_BT: Tensor, padding: int) -> Tensor
     """The positions [B, T] that such a model counts for tokens at `positions_BT` of their documents.
 
     Tokens count from padding + 1. A padding token has position `padding` and is not counted. Example: padding 1 and the
-    tokens 7, 1, 8 of one document give 2, 1, 3. Tokens of a document that lie in a cache all count, as in
-    `transformers`.
+    tokens 7, 1, 8 of one document give 2, 1, 3. All cached tokens of a document count, as in `transformers`.
     """
     is_token = ids_BT != padding
     place = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -122,7 +121,7 @@ def count_behind_padding(base: nn.Module, padding: int) -> None:
 def _place(padding: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     ids, given = kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
     if ids is None or (given is None and kwargs.get("past_key_values") is not None):
-        return args, kwargs  # it counts by itself
+        return args, kwargs  # the model counts by itself
     given = torch.arange(ids.shape[1], device=ids.device) if given is None else given
     cu_seqlens, cached = kwargs.get("cu_seqlens"), kwargs.get("past_key_values") is not None
     longest = int(given.max()) + 1 if cached else ids.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
@@ -131,7 +130,7 @@ def _place(padding: int, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check_length(base: Any, padding: int, longest: int) -> None:
-    """Raise `UserError` for a document that is longer than the places behind the padding token."""
+    """Raise `UserError` for a document longer than the positions after the padding token."""
     places = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if places is not None and longest > places - padding - 1:
         raise UserError(
@@ -141,11 +140,11 @@ def _check_length(base: Any, padding: int, longest: int) -> None:
         )
 
 
-# ---- lengths that a model does not take ------------------------------------------------------------------------------
+# ---- lengths that a model does not support ---------------------------------------------------------------------------
 
 
 def has_rope_limits(config: PreTrainedConfig) -> bool:
-    """Whether the rotary tables of some lengths differ from those of others."""
+    """True if the rotary tables depend on the length."""
     return any(_rope_limits(config))
 
 
@@ -153,7 +152,7 @@ def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
     """Raise `UserError` if documents of several lengths, up to `longest` tokens, cannot share a micro batch.
 
     `dynamic` and `longrope` take one table of frequencies for a whole micro batch, by its longest document. Above a
-    limit a document would be rotated differently for what lies beside it, and so for the layout.
+    limit the rotation of a document would depend on its neighbours, and so on the layout.
     """
     for kind, limit, instead in _rope_limits(hf_config):
         if longest > limit:
@@ -166,7 +165,7 @@ def check_lengths(hf_config: PreTrainedConfig, longest: int) -> None:
 
 def check_slices(hf_config: PreTrainedConfig, position_ids: Tensor) -> None:
     """Raise `UserError` if a part of these tokens would be rotated by another table than the whole row. `transformers`
-    chooses the rotary table by the largest position that it is given."""
+    chooses the rotary table by the largest position in its input."""
     for kind, limit, instead in _rope_limits(hf_config):
         if int(position_ids.max()) >= limit:
             raise UserError(
@@ -178,7 +177,7 @@ def check_slices(hf_config: PreTrainedConfig, position_ids: Tensor) -> None:
 
 
 def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
-    """(rope type, the length up to which its table never changes, what makes it never change) where there is one."""
+    """(rope type, the length up to which its table is constant, what fixes the table) per rope with a limit."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     for each in [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]:
@@ -189,8 +188,8 @@ def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
 
 
 def check_documents(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook of the base of a model with `has_rope_limits`. Documents of one length are rotated as each alone would
-    be, whatever the length; of several, see `check_lengths`."""
+    """A pre-hook of the base of a model with `has_rope_limits`. Documents of equal length are rotated as if alone,
+    whatever the length; for several lengths, see `check_lengths`."""
     cu_seqlens = kwargs.get("cu_seqlens")
     if cu_seqlens is not None and len(set(cu_seqlens.diff().tolist())) > 1:
         check_lengths(base.config, int(cu_seqlens.diff().max()))
@@ -204,7 +203,7 @@ def check_rows(name: str, most: int, parts: int, base: Any, args: tuple[Any, ...
     """
     given = kwargs.get("input_ids", args[0] if args else None)
     length = parts * given.shape[1] if isinstance(given, Tensor) else 0
-    if kwargs.get("cu_seqlens") is not None and isinstance(given, Tensor):  # of a cache: of all its tokens
+    if kwargs.get("cu_seqlens") is not None and isinstance(given, Tensor):  # a cache: the length of all its tokens
         length = max(length, int(kwargs["cu_seqlens"][-1]) // len(given))
     if length > most and (kwargs.get("cu_seqlens") is not None or parts > 1):
         raise UserError(

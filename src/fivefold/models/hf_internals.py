@@ -1,7 +1,7 @@
 """The one file that reads private or semi-private interfaces of `transformers`.
 
-`tests/models/test_hf_internals.py` holds one contract test per family: when a new minor of `transformers` moves one of
-these interfaces, those tests fail and this file is the only one to mend.
+`tests/models/test_hf_internals.py` holds one contract test per family: when a new minor version of `transformers` moves
+one of these interfaces, those tests fail and only this file needs a fix.
 """
 
 import copy
@@ -52,7 +52,7 @@ from fivefold.core.folder_config import read_folder_config
 from fivefold.models.merged import Piece, merged
 from fivefold.torch_internals import Dispatch
 
-# How the tensor parallel plans of `transformers` name what they do with a linear, and the role it is to us.
+# Styles of a linear in the tensor parallel plans of `transformers` -> its role here.
 PLAN_STYLES: Mapping[str, str] = {
     "colwise": "column",
     "rowwise": "row",
@@ -81,12 +81,12 @@ def config_class(model_type: str) -> type[PreTrainedConfig] | None:
 
 
 def config_keys(cls: type[PreTrainedConfig]) -> set[str]:
-    """Every key that a `config.json` of this class may hold."""
+    """Every key that a `config.json` of this class may contain."""
     return set(cls().to_dict()) | set(cls.attribute_map)
 
 
 def config_of_values(values: Mapping[str, Any]) -> PreTrainedConfig:
-    """What `AutoConfig` makes of a `config.json` with these values."""
+    """The config that `AutoConfig` builds from a `config.json` with these values."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -94,7 +94,7 @@ def config_of_values(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def of_plain_weights(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy that no longer says how files of weights are quantised, which those of the model here are not."""
+    """A copy without the quantisation settings of weight files, as the weights here are not quantised."""
     copied = copy.deepcopy(config)
     for each in (copied, copied.get_text_config()):
         vars(each).pop("quantization_config", None)
@@ -110,7 +110,7 @@ def untied_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def quantisation(folder: Path) -> str | None:
-    """How the files of a folder say that its weights are quantised ("gptq", "fp8"...); None where they say nothing."""
+    """The quantisation method that the files of a folder state ("gptq", "fp8"...); None if they state none."""
     for name, keys in (
         ("config.json", ("quantization_config",)), ("config.json", ("text_config", "quantization_config")),
         ("quantize_config.json", ()), ("quant_config.json", ()), ("hf_quant_config.json", ("quantization",)),
@@ -125,13 +125,13 @@ def quantisation(folder: Path) -> str | None:
 
 
 _OLD_METHODS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-# What computes plain weights of quantised ones, of those for which PyTorch is enough.
+# Quantisation methods that need no package but PyTorch -> the config that dequantises them.
 _DEQUANTISES: Mapping[str, Callable[..., Any]] = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
 def dequantised_model(folder: Path, method: str) -> PreTrainedModel | None:
-    """The model of a folder of quantised weights, which `transformers` makes plain on the CPU; None where it needs
-    other packages for them."""
+    """The model of a folder of quantised weights, dequantised by `transformers` on the CPU; None if that needs other
+    packages."""
     if method not in _DEQUANTISES:
         return None
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -147,9 +147,9 @@ def dequantised_model(folder: Path, method: str) -> PreTrainedModel | None:
 def causal_lm_on_meta(
     config: PreTrainedConfig, attention: str, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """The causal language model of `config`, in fp32 on the meta device, with the named attention function. Its class
-    is said where `AutoModelForCausalLM` does not know the config: that of a part of a larger model. Raises `UserError`
-    for a class that knows its own attention functions alone."""
+    """The causal language model of `config`, in fp32 on the meta device, with the named attention function.
+    `model_class` is needed if `AutoModelForCausalLM` does not know the config, such as a part of a larger model. Raises
+    `UserError` for a class with attention functions of its own only."""
     make = (
         model_class._from_config if model_class else partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
     )
@@ -168,14 +168,14 @@ def causal_lm_on_meta(
 
 
 def causal_class_name(config: PreTrainedConfig) -> str:
-    """The class of the causal language model of a config; "" where `transformers` knows none."""
+    """The class of the causal language model of a config; "" if `transformers` knows none."""
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return str(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__) if known else ""
 
 
 def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """A second model of the same class and config, in fp32 on the meta device, with the named attention function. Of a
-    model that was changed after it was made: a copy of what it is now."""
+    """A second model of the same class and config, in fp32 on the meta device, with the named attention function. A
+    model that was changed after construction is copied as it is now."""
     made = causal_lm_on_meta(model.config, attention, type(model))
     if unlike_its_class(model, made) is None:
         return made
@@ -193,8 +193,8 @@ def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def unlike_its_class(model: PreTrainedModel, made: PreTrainedModel | None = None) -> str | None:
-    """Where a model is not what its class makes of its config, in words: a module of another class, added, gone, with
-    a forward of its own, or with other sizes; None where it is."""
+    """The first difference between a model and what its class builds from its config, in words: a module of another
+    class, added, gone, with a forward of its own, or with other sizes; None if there is none."""
     made = made or causal_lm_on_meta(model.config, "eager", type(model))
     expected = dict(made.named_modules(remove_duplicate=False))
     found = dict(model.named_modules(remove_duplicate=False))
@@ -216,7 +216,7 @@ def _sizes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, int
 
 
 def own_numbers(module: nn.Module) -> dict[str, int]:
-    """The numbers that a module with weights was made with, such as heads, or experts per token."""
+    """The numbers in the attributes of a module with weights, such as heads, or experts per token."""
     if isinstance(module, PreTrainedModel) or next(module.parameters(), None) is None:
         return {}
     others = ("training", "gradient_checkpointing", "padding_idx", "layer_idx")
@@ -227,14 +227,14 @@ def own_numbers(module: nn.Module) -> dict[str, int]:
 
 
 def _again(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Its class made once more, in fp32 unless `options` say otherwise."""
+    """Build the model's class once more, in fp32 unless `options` override it."""
     made: PreTrainedModel = type(model)._from_config(copy.deepcopy(model.config), **{"dtype": torch.float32, **options})
     return base_first(made)
 
 
 def base_first(model: PreTrainedModel) -> PreTrainedModel:
-    """Its head stands behind the rest, as most classes have it: a tied weight has the embedding's name in all of them
-    (of XLM-RoBERTa it would have the head's)."""
+    """Move the head after the rest, the order of most classes: a tied weight then has the embedding's name in all of
+    them (in XLM-RoBERTa it would have the head's)."""
     base = base_prefix(model)
     for name in [each for each in model._modules if each != base and base in model._modules]:
         model._modules[name] = model._modules.pop(name)
@@ -242,7 +242,7 @@ def base_first(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Some constructors draw parameters in a way that the device of a context does not reach (`torch.normal`)."""
+    """Move remaining parameters to meta: some constructors ignore the device context (`torch.normal`)."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
@@ -251,8 +251,8 @@ def _all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """The unmodified model of the class and config of another in fp64 on the CPU, computing attention by itself, with
-    these values."""
+    """The unmodified model of the class and config of another in fp64 on the CPU, with these values and its own
+    attention."""
     model = _again(like, dtype=torch.float64, attn_implementation=_own_attention(like.config, type(like)))
     select_experts(model, "eager")
     with torch.no_grad():
@@ -262,8 +262,7 @@ def reference_model(like: PreTrainedModel, values: Mapping[str, torch.Tensor]) -
 
 
 def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `config` as `transformers` makes it on the CPU, with weights of its own, computing attention by
-    itself."""
+    """The model of `config` as `transformers` builds it on the CPU, with weights of its own and its own attention."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         of_plain_weights(config),
         dtype=dtype,
@@ -275,7 +274,7 @@ def unmodified_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
 
 
 def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a local folder as `transformers` loads it, computing attention by itself."""
+    """The model of a local folder as `transformers` loads it, with its own attention."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if quantisation(folder) not in _DEQUANTISES:
         config = of_plain_weights(config)
@@ -288,13 +287,13 @@ def load_unmodified(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def no_progress_bars() -> None:
-    """`transformers` loads and saves without a word."""
+    """Disable the progress bars of `transformers`."""
     transformers.utils.logging.disable_progress_bar()
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of `transformers`, about settings that are not used: those are named by us."""
+    """Silence the warnings of `transformers` about unused settings, which fivefold reports itself."""
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:
@@ -304,13 +303,13 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _own_attention(config: PreTrainedConfig, model_class: type[PreTrainedModel] | None = None) -> str:
-    """The attention of PyTorch, or the model's own code where that has no soft cap or no sinks."""
+    """PyTorch's attention, or the model's own code if PyTorch's lacks soft caps or sinks."""
     serves = (model_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])._supports_sdpa
     return "sdpa" if serves and not has_softcap(config) else "eager"
 
 
 def has_softcap(config: PreTrainedConfig) -> bool:
-    """Whether the attention of a model caps its scores softly (Gemma 2)."""
+    """True if the attention of a model soft-caps its scores (Gemma 2)."""
     return bool(getattr(config, "attn_logit_softcapping", None))
 
 
@@ -337,13 +336,13 @@ def select_experts(model: PreTrainedModel, name: str) -> None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of all experts of a layer, and calls the experts function for them."""
+    """True if a module holds the weights of all experts of a layer, and calls the experts function for them."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """The name of the submodule that holds everything but the head (`model` for most families). The class states it;
-    where it states another's, it is the one model that this one holds."""
+    """The name of the submodule with everything but the head (`model` for most families). The class states it; if no
+    such attribute exists, it is the single model inside this one."""
     stated = str(model.base_model_prefix)
     held = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
     return held[0] if not hasattr(model, stated) and len(held) == 1 else stated
@@ -362,16 +361,16 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def tied_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """Parameters that are another's name: {name that is not stored: name that is}."""
+    """Tied parameters: {name that is not stored: name that is}."""
     return dict(model.all_tied_weights_keys)
 
 
 def names_in_model(
     model: PreTrainedModel, stored: Collection[str]
 ) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
-    """How `transformers` loads tensors that have other names in a file than in the model: ({`stored` name: name in the
-    model} where it renames, as of older classes and of base models, which lack the prefix; {name in the model: its
-    pieces} where it merges, expert by expert). What it computes in any other way is left out."""
+    """How `transformers` loads tensors whose names in a file differ from those in the model: ({`stored` name: name in
+    the model} for renamed tensors, as in older classes and in base models, which lack the prefix; {name in the model:
+    its pieces} for merged ones, expert by expert). All other conversions are left out."""
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -396,14 +395,14 @@ def names_in_model(
 
 
 def _merges(converter: WeightConverter) -> bool:
-    """Whether it stacks experts along dimension 0, several tensors of each one after the other."""
+    """True if it stacks experts along dimension 0, with several tensors of each concatenated."""
     kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
     several = len(converter.source_patterns) > 1
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
 
 def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
-    """({name in the model: the name under which `transformers` saves it}, {name in the model: the pieces of it that
+    """({name in the model: the name under which `transformers` saves it}, {name in the model: the pieces that
     `transformers` saves in its place})."""
     tensors = model.state_dict()
     saved = revert_weight_conversion(model, dict(tensors))
@@ -413,7 +412,7 @@ def saved_as(model: PreTrainedModel) -> tuple[dict[str, str], dict[str, tuple[Pi
 
 
 def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
-    """Regular expressions of checkpoint keys that the model says may be left unread."""
+    """Regular expressions of checkpoint keys that the model allows to leave unread."""
     return set(model._keys_to_ignore_on_load_unexpected or ())
 
 
@@ -421,8 +420,8 @@ def unexpected_keys_to_ignore(model: PreTrainedModel) -> set[str]:
 
 
 def generation_config(folder: Path) -> GenerationConfig:
-    """What `from_pretrained` takes for the model of a folder: its generation_config.json, else what its config.json
-    says of generation. Raises `UserError` for files that cannot be read."""
+    """The generation config that `from_pretrained` uses for a folder: its generation_config.json, else the generation
+    settings in its config.json. Raises `UserError` for files that cannot be read."""
     has_own = (folder / "generation_config.json").is_file()
     name, of_config = ("generation_config.json", {}) if has_own else ("config.json", {"_from_model_config": True})
     try:
@@ -437,7 +436,7 @@ def generation_config(folder: Path) -> GenerationConfig:
 
 
 def generation_values(settings: GenerationConfig) -> dict[str, Any]:
-    """What a generation config says otherwise than `generate` does anyway."""
+    """The values of a generation config that differ from the defaults of `generate`."""
     plain = settings._get_default_generation_params()
     said = {key: value for key, value in settings.to_diff_dict().items() if not key.startswith("_")}
     return {key: value for key, value in said.items() if value not in (None, plain.get(key))}
@@ -446,8 +445,8 @@ def generation_values(settings: GenerationConfig) -> dict[str, Any]:
 def logits_processors(
     model: Any, ids_1T: torch.Tensor, max_new_tokens: int, options: Mapping[str, Any]
 ) -> LogitsProcessorList:
-    """What `generate` does to the logits behind a text, by `options` and by the model's generation config; not what
-    runs the model once more for it (`guidance_scale`)."""
+    """The processors that `generate` applies to the logits of a text, from `options` and the model's generation config;
+    without those that run the model again (`guidance_scale`)."""
     with _without_warnings():
         settings, _ = GenerationMixin._prepare_generation_config(model, GenerationConfig(**options))
     settings.max_length, settings.guidance_scale = ids_1T.shape[1] + max_new_tokens, None
@@ -463,7 +462,7 @@ def logits_processors(
 
 @contextmanager
 def intercepted_initialisers(receive: Callable[[str, Mapping[str, Any]], None]) -> Iterator[None]:
-    """Every initialiser called inside is passed to `receive(name, its arguments by name)` and is not run."""
+    """Inside, pass every initialiser call to `receive(name, its arguments by name)` without running it."""
 
     def stand_in(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         parameters = signature(function)
@@ -489,7 +488,7 @@ def intercepted_initialisers(receive: Callable[[str, Mapping[str, Any]], None]) 
 
 @contextmanager
 def untied(model: PreTrainedModel) -> Iterator[None]:
-    """Tied names hold tensors of their own inside, as in the constructor, which initialises first and ties later."""
+    """Inside, tied names hold separate tensors, as in the constructor, which initialises first and ties later."""
     originals = {name: model.get_parameter(name) for name in tied_parameters(model)}
     try:
         for name, tensor in originals.items():
@@ -506,8 +505,8 @@ def _set_parameter(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
 
 
 def constructed_values(like: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that the constructors of a model like this one compute, before any initialiser runs,
-    on the CPU; not those that they draw, or leave without values (these never take memory)."""
+    """The parameters and buffers that the constructors of such a model compute before any initialiser runs, on the CPU.
+    Those that they draw, or leave without values, are left out (and never take memory)."""
     builds = []
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]), intercepted_initialisers(lambda *_: None), Dispatch(_empty_on_meta):
@@ -523,13 +522,13 @@ _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_e
 
 
 def _empty_on_meta(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Memory that is asked for without values is on the meta device."""
+    """Allocate memory without values on the meta device."""
     device = {"device": torch.device("meta")} if operator._schema.name in _EMPTY else {}
     return operator(*args, **{**kwargs, **device})
 
 
 def initialise_again(model: PreTrainedModel) -> None:
-    """Run the model's own initialisation over every module, whether or not it has run before."""
+    """Run the model's own initialisation on every module, even if it has run before."""
     marked: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
     for item in marked:
         if hasattr(item, "_is_hf_initialized"):
@@ -539,9 +538,8 @@ def initialise_again(model: PreTrainedModel) -> None:
 
 # Linears -------------------------------------------------------------------------------------------------------------
 
-# Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes). A class that is
-# derived from one of them (an adapter's, a quantised one's) is a linear too. No norm is known by its class: the trace
-# sees what it does.
+# Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes). Derived classes
+# (adapters, quantised linears) are linears too. Norms are not recognised by class: the trace sees what they do.
 LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
     nn.Linear: (0, 1, ("out_features", "in_features")),
     Conv1D: (1, 0, ("nf", "nx")),
@@ -549,8 +547,8 @@ LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """Of a linear: which dimension of its weight are the outputs, and which the inputs. None for other modules, and for
-    those of a derived class that do something else (Llama 4's router is an `nn.Linear` that picks experts)."""
+    """The output and input dimensions of a linear's weight. None for other modules, and for derived classes that do
+    something else (Llama 4's router is an `nn.Linear` that picks experts)."""
     known = _registered(module)
     if known is None or not (is_plain_linear(module) or _maps_features(module, *LINEARS[known][:2])):
         return None
@@ -558,13 +556,13 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether its class computes what the registered one does, and nothing else."""
+    """True if its class uses the forward of the registered class."""
     known = _registered(module)
     return known is not None and type(module).forward is known.forward
 
 
 def set_linear_sizes(module: nn.Module) -> None:
-    """Make a linear's size attributes those of its weight."""
+    """Set a linear's size attributes from its weight."""
     known = _registered(module)
     assert known is not None, f"{type(module).__name__} is no linear"
     out_dim, in_dim, (outputs, inputs) = LINEARS[known]
@@ -578,7 +576,7 @@ def _registered(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _maps_features(module: Any, out_dim: int, in_dim: int) -> bool:
-    """Whether the forward of its own class makes one tensor [1, 1, outputs] of [1, 1, inputs]: tried on meta."""
+    """True if the forward of its own class maps [1, 1, inputs] to one tensor [1, 1, outputs]: tried on meta."""
     trial = copy.copy(module)
     for kind in ("_parameters", "_buffers"):
         own = vars(module)[kind].items()
@@ -592,7 +590,7 @@ def _maps_features(module: Any, out_dim: int, in_dim: int) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == (1, 1, shape[out_dim])
 
 
-# What attention modules call their numbers of heads, for models that cut a fused projection by them.
+# Attribute names of head counts in attention modules, for models that split a fused projection by them.
 HEAD_COUNTS = {
     "num_heads": "query", "num_attention_heads": "query", "n_head": "query",
     "num_key_value_heads": "kv", "num_kv_heads": "kv",
@@ -601,8 +599,8 @@ FEATURE_COUNTS = ("split_size", "embed_dim", "hidden_size")  # features of all q
 
 
 def forced_tokenizer_class(model_type: str) -> str | None:
-    """The class by which `AutoTokenizer` reads any tokenizer beside a model of this type, whatever its files name; None
-    where they decide."""
+    """The class that `AutoTokenizer` uses for any tokenizer of this model type, whatever its files name; None if the
+    files decide."""
     from transformers.models.auto import tokenization_auto
 
     forced = model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS

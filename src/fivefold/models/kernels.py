@@ -1,17 +1,17 @@
 """Causal attention of documents, forward and backward written out, for the operator in `packed.py`.
 
-Operators cannot call autograd, so each kernel is a pair of functions that hand over the log-sum-exp.
+Operators cannot call autograd, so each kernel is a pair of functions that pass on the log-sum-exp.
 
 | kernel | where | window | soft-capping | memory |
 |---|---|---|---|---|
-| `compiled` | fp32 and bf16 on the CPU, of documents of any lengths: `ops/cpu_attention.c` | yes | yes | linear in T |
+| `compiled` | fp32 and bf16 on the CPU, documents of any lengths: `ops/cpu_attention.c` | yes | yes | linear in T |
 | `cpu` | any other type on the CPU, or no C compiler: the fused kernel of PyTorch | no | no | linear in L |
 | `flash_*`, of documents | 16-bit types on CUDA: one variable-length flash call | yes | no | linear in T |
 | `flash_*` | 16-bit types on CUDA, context parallel: queries that see all of the keys | no | no | linear in L |
-| `fused` | 16-bit types on CUDA, what flash has not: `ops/gpu_attention.py`, once tried | yes | yes | linear in T |
+| `fused` | 16-bit types on CUDA, not served by flash: `ops/gpu_attention.py`, once tried | yes | yes | linear in T |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
-Attention sinks need no kernel of their own: `join_sinks` puts them into the output and log-sum-exp of any of them.
+Attention sinks need no kernel of their own: `join_sinks` adds them to the output and log-sum-exp of any of them.
 
 Legend: N documents of L tokens, or one row of M tokens of all documents; H query heads, G key/value heads (R = H / G
 query heads share one), D head size.
@@ -41,14 +41,14 @@ from fivefold.torch_internals import (
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
-_OWN: Mapping[str, Any] = {"compiled": cpu_attention, "fused": gpu_attention}  # of fivefold's own, called alike
-FA3_MODULE = "flash_attn_interface"  # of the package flash_attn_3
+_OWN: Mapping[str, Any] = {"compiled": cpu_attention, "fused": gpu_attention}  # fivefold's own kernels, one interface
+FA3_MODULE = "flash_attn_interface"  # module of the package flash_attn_3
 
 
 def choose(asked: str, device: torch.device) -> str:
-    """Which kernels serve from here on. On a GPU, for 16-bit types: `fa2` or `fa3`. On a CPU: `compiled`, or "" for
-    PyTorch's own, which are asked for as `fa2`. `asked`: `train.attention`. Raises `UserError` where fa3 is asked for
-    and cannot be."""
+    """Select the kernels used from here on. On a GPU, for 16-bit types: `fa2` or `fa3`. On a CPU: `compiled`, or "" for
+    PyTorch's own kernels, requested as `fa2`. `asked`: `train.attention`. Raises `UserError` if fa3 is requested and
+    not available."""
     why = _no_fa3(device)
     if asked == "fa3" and why:
         raise UserError(
@@ -69,7 +69,7 @@ def choose(asked: str, device: torch.device) -> str:
 
 
 def _no_fa3(device: torch.device) -> str:
-    """Why there is no FlashAttention 3 here; "" where there is."""
+    """Why FlashAttention 3 is not available; "" if it is."""
     if device.type != "cuda":
         return f"it is for GPUs, and this run is on {device.type}"
     if torch.cuda.get_device_capability(device) != (9, 0):
@@ -82,11 +82,11 @@ def _no_fa3(device: torch.device) -> str:
 def forward(
     q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, farthest: int, *, ahead: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [N,H,L,D] and log-sum-exp [N,H,L], by the kernel that serves them.
+    """Output [N,H,L,D] and log-sum-exp [N,H,L], by the kernel that supports the batch.
 
-    A query sees itself and the keys before it, of as many as there are queries. With `ahead`, all S keys are earlier
-    than the queries, and the first query stands `ahead` positions after the first key. `farthest`: positions from a
-    key to the last query that could see it.
+    A query sees itself and the keys before it; there are as many keys as queries. With `ahead`, all S keys are earlier
+    than the queries, and the first query stands `ahead` positions after the first key. `farthest`: positions from a key
+    to the last query that could see it.
     """
     kernel = serving(q_NHLD, rule, farthest, ahead)
     if kernel in _OWN:
@@ -120,7 +120,7 @@ def backward(
 
 
 def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | None = None) -> str:
-    """Which kernel of the table serves a batch: see `forward`."""
+    """The kernel of the table for a batch: see `forward`."""
     if cpu_attention.serves(q_NHLD):
         return "compiled"
     is_plain = rule.softcap is None and (rule.window is None or farthest < rule.window)
@@ -132,12 +132,12 @@ def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | N
 
 
 def takes_documents(query: Tensor, rule: AttentionParams) -> bool:
-    """Whether one call serves all documents, of whatever lengths: `varlen_forward`."""
+    """True if one call handles all documents, of any lengths: `varlen_forward`."""
     return serving_documents(query, rule) != ""
 
 
 def serving_documents(query: Tensor, rule: AttentionParams) -> str:
-    """Which kernel of the table takes all documents of queries [.., D] in one call; "" where none does."""
+    """The kernel of the table that handles all documents of queries [.., D] in one call; "" if there is none."""
     if cpu_attention.serves(query):
         return "compiled"
     if rule.softcap is None:
@@ -146,7 +146,7 @@ def serving_documents(query: Tensor, rule: AttentionParams) -> str:
 
 
 def takes_flash(query: Tensor) -> bool:
-    """Whether PyTorch has flash kernels for heads [.., D] like these."""
+    """True if PyTorch has flash kernels for heads [.., D] like these."""
     is_short = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     return query.device.type == "cuda" and is_short
 
@@ -176,7 +176,7 @@ def flash_backward(
 
 
 def _flat(tensor_NHLD: Tensor) -> Tensor:
-    """[N*L,H,D]: what the variable-length calls take."""
+    """Flatten to [N*L,H,D] for the variable-length calls."""
     return tensor_NHLD.transpose(1, 2).flatten(0, 1)
 
 
@@ -226,22 +226,22 @@ def varlen_backward(
 
 
 def _one_row(tensor_MHD: Tensor) -> Tensor:
-    """As [1,H,M,D]."""
+    """Reshape to [1,H,M,D]."""
     return tensor_MHD.transpose(0, 1).unsqueeze(0)
 
 
 def _offset(q_NHLD: Tensor, k_NGSD: Tensor, ahead: int | None) -> int:
-    """Positions from the first key to the first query: `ahead`, or the queries are the last of the keys."""
+    """Positions from the first key to the first query: `ahead`, or by default the queries are the last of the keys."""
     return k_NGSD.shape[2] - q_NHLD.shape[2] if ahead is None else ahead
 
 
 def _flash_window(rule: AttentionParams) -> dict[str, int]:
-    """As `torch.nn.attention.varlen` asks for it: keys before and after a query, and then no causal flag."""
+    """The window in the form of `torch.nn.attention.varlen`: keys before and after a query, without a causal flag."""
     return {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
 
 
 def join_sinks(out_xHD: Tensor, lse_xH: Tensor, sinks_H: Tensor) -> None:
-    """Put one more logit per head into the softmax, in place: a key without a value (gpt-oss).
+    """Add one more logit per head to the softmax, in place: a key without a value (gpt-oss).
 
     The backward kernels need no change. From the new log-sum-exp they recompute weights that sum to less than 1; the
     rest is the sink's share.

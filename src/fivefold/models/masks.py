@@ -1,7 +1,7 @@
-"""Which keys a query sees, as numbers instead of a matrix.
+"""The keys that a query sees, as numbers instead of a matrix.
 
-Models of `transformers` ask for a mask with a function of positions, and pass the result to attention, layer by layer.
-Here the result is a `Mask`, which says the same in two numbers. Some models pass attention a window as well. The eager
+Models of `transformers` request a mask with a function of positions, and pass the result to attention, layer by layer.
+Here the result is a `Mask`, two numbers with the same meaning. Some models pass attention a window as well. The eager
 and the PyTorch attention of `transformers` follow the mask and ignore that window; so does the attention here.
 
 A mask that a `Mask` cannot express is refused: `trace` compares it with the function of positions (`check`).
@@ -21,11 +21,11 @@ INSTEAD_OF_A_MASK = (
     "the documents of a row apart"
 )
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> whether it is seen
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> True if the key is seen
 
 
 class MaskOpened(TypeError, AttributeError):
-    """A model looks into its mask, which is no tensor here."""
+    """Raised when a model reads its mask, which is no tensor here."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Mask:
     start: int = 0
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Bool, of positions that broadcast."""
+        """A bool tensor over positions that broadcast."""
         seen = key <= query
         if self.window is not None:
             seen = seen & (key > query - self.window)
@@ -102,12 +102,12 @@ def asked_for(
 
 
 class NeedsTokens(UserError):
-    """A mask's function looks at what there is of each token, beyond those of the row that it was made for."""
+    """A mask function that reads per-token data beyond the row that it was made for."""
 
 
 def check(mask: Mask, function: MaskFunction) -> None:
-    """Raise `UserError` unless `function` sees what `mask` sees, at the edges of windows and chunks. `NeedsTokens`: it
-    can be asked in a row of `shown_in(mask)` tokens alone."""
+    """Raise `UserError` unless `function` agrees with `mask` at the edges of windows and chunks. `NeedsTokens`: it can
+    only be called in a row of `shown_in(mask)` tokens."""
     position = _edges(mask)
     query, key, zero = position[:, None], position[None, :], torch.zeros(1, 1, dtype=torch.long)
     try:
@@ -121,7 +121,7 @@ def check(mask: Mask, function: MaskFunction) -> None:
 
 
 def shown_in(mask: Mask) -> int:
-    """Tokens of a row that holds every place that `check` looks at."""
+    """The length of a row that contains every position that `check` looks at."""
     return int(_edges(mask).max()) + 1
 
 
@@ -132,7 +132,7 @@ def _edges(mask: Mask) -> Tensor:
 
 
 def in_chunks(cu_seqlens: Tensor, chunk: int) -> Tensor:
-    """Bounds of documents and of their chunks of `chunk` tokens, each of which attends as a document would."""
+    """Bounds of documents and of their chunks of `chunk` tokens; each chunk attends as a document would."""
     lengths = cu_seqlens.diff()
     parts = (lengths + chunk - 1) // chunk
     number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)

@@ -1,8 +1,8 @@
-"""Tensors that a model keeps as one and its files expert by expert: which file's tensor is which part.
+"""Tensors that are merged in the model and stored expert by expert in its files.
 
 `transformers` merges `experts.0.w1.weight`, `experts.0.w3.weight`, `experts.1.w1.weight`... into one
-`experts.gate_up_proj` [E, 2I, D] when it loads. Here a region is read from the tensors that it lies in, and no others,
-in numeric order of the experts (sorted as text, 10 would come before 2).
+`experts.gate_up_proj` [E, 2I, D] when it loads. Here a region is read only from the tensors that it lies in, in numeric
+order of the experts (sorted as text, 10 would come before 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ Merged = Mapping[str, tuple[Piece, ...]]  # name in the model -> its pieces, by 
 
 
 def merged(found: Sequence[tuple[str, Piece]]) -> dict[str, tuple[Piece, ...]]:
-    """Pieces by the model's name, in order; what is not a full set (experts 0 to E - 1, each part once) is left out."""
+    """Pieces by the model's name, in order; incomplete sets (not experts 0 to E - 1, each part once) are left out."""
     by_name: dict[str, list[Piece]] = {}
     for name, piece in found:
         by_name.setdefault(name, []).append(piece)
@@ -46,7 +46,7 @@ def _is_full(pieces: Sequence[Piece]) -> bool:
 
 
 def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The merged shape, from those of the files; None where they are not all the same."""
+    """The merged shape, from the shapes in the files; None if those differ."""
     different = {shapes[each.stored] for each in pieces}
     if len(different) != 1 or not (one := different.pop()):
         return None
@@ -54,7 +54,7 @@ def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> Tensor:
-    """A region of the merged tensor. `rows`: of one piece."""
+    """Read a region of the merged tensor. `rows`: the rows of one piece."""
     experts, inner, *rest = region
     parts = pieces[0].parts
     whole = []
@@ -70,6 +70,6 @@ def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> Te
 
 
 def split(pieces: Sequence[Piece], tensor: Tensor) -> dict[str, Tensor]:
-    """A merged tensor as its files have it: name there -> tensor."""
+    """Split a merged tensor into the tensors of its files: name there -> tensor."""
     rows = tensor.shape[1] // pieces[0].parts
     return {each.stored: tensor[each.expert, each.part * rows : (each.part + 1) * rows].contiguous() for each in pieces}

@@ -10,11 +10,11 @@ A rank has blocks of every row. The queries of a block attend in two shapes, wha
   softmax over no keys would still give a number.
 
 Example: documents of 6 and 10 tokens under cp2. Rank 1 has the block (4, 12), rank 0 has (0, 4) and (12, 16). The
-queries 4 and 5 attend to the keys 0 to 3 off-diagonal. The queries 6 to 11 are of the second document, which begins
+queries 4 and 5 attend to the keys 0 to 3 off-diagonal. The queries 6 to 11 belong to the second document, which begins
 inside the block.
 
-Partial results carry their log-sum-exp, by which they are merged in fp32 (fp64). Given the merged output and
-log-sum-exp, the backward kernels are exact for each partial result. No [T, T] mask exists.
+Partial results carry their log-sum-exp and are merged with it in fp32 (fp64). Given the merged output and log-sum-exp,
+the backward kernels are exact for each partial result. No [T, T] mask exists.
 
 Legend: B rows, T tokens of a row, L of them on this rank, S keys; H query heads, G key/value heads, D head size.
 """
@@ -35,7 +35,7 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True)
 class OffdiagonalBlock:
-    """Queries and the earlier keys that they see. `queries`, `keys`: slices of what a rank holds of each.
+    """Queries and the earlier keys that they see. `queries`, `keys`: slices of the rank's queries and keys.
 
     `ahead`: positions from the first key to the first query.
     """
@@ -47,13 +47,13 @@ class OffdiagonalBlock:
 
     @property
     def farthest(self) -> int:
-        """Positions from the first key to the last query. A window of fewer hides some key from some query."""
+        """Positions from the first key to the last query. A smaller window hides some key from some query."""
         queries: int = self.queries.stop - self.queries.start
         return self.ahead + queries - 1
 
 
 def local_cu_seqlens(edges: tuple[int, ...], rows: int, length: int, blocks: Blocks) -> Tensor:
-    """`cu_seqlens` over the B*L tokens of these blocks (int32, CPU), from `edges`, those over all B*T tokens.
+    """`cu_seqlens` over the B*L tokens of these blocks (int32, CPU), from `edges`, the bounds over all B*T tokens.
 
     The edges of blocks end documents too; attention across them is off-diagonal. Example: one row of 16 tokens in
     documents of 6 and 10, `edges` (0, 6, 16). The block (4, 12) gives [0, 2, 8]; (0, 4) and (12, 16) give [0, 4, 8].
@@ -96,7 +96,7 @@ def offdiagonal_blocks(
 
 
 def _trimmed(q0: int, q1: int, k0: int, k1: int, window: int | None) -> tuple[int, int, int, int] | None:
-    """Without the keys that no query sees and the queries that see no key; None where nothing is left."""
+    """The bounds without keys that no query sees and queries that see no key; None if nothing is left."""
     if window is not None:
         k0, q1 = max(k0, q0 - window + 1), min(q1, k1 - 1 + window)
     return (q0, q1, k0, k1) if q0 < q1 and k0 < k1 else None
@@ -120,7 +120,7 @@ def _document(edges: Sequence[int], token: int) -> Block:
 
 
 def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
-    """Blocks with where they begin in what holds them one after the other."""
+    """Blocks and their offsets when stored one after the other."""
     at = 0
     for block in blocks:
         yield block, at
@@ -133,7 +133,7 @@ def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
 def forward(
     part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [b,H,l,D], [b,H,l] of the block's rows and queries."""
+    """Output and log-sum-exp [b,H,l,D], [b,H,l] for the block's rows and queries."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     return kernels.forward(q, k, v, rule, part.farthest, ahead=part.ahead)
 
@@ -142,7 +142,7 @@ def backward(
     part: OffdiagonalBlock, grad: Tensor, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, out: Tensor, lse: Tensor,
     rule: AttentionParams,
 ) -> kernels.Gradients:  # fmt: skip
-    """Gradients [b,H or G,.,D] of the block's q, k, v; `grad` and `out` [B,L,H,D] and `lse` [B,L,H] of all keys."""
+    """Gradients [b,H or G,.,D] of the block's q, k, v. `grad` and `out` [B,L,H,D] and `lse` [B,L,H] cover all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     g, o, stat = (each[part.rows, part.queries].transpose(1, 2) for each in (grad, out, lse))
     return kernels.backward(g, q, k, v, o, stat, rule, part.farthest, ahead=part.ahead)
@@ -163,7 +163,7 @@ def merge(
 
 
 def combine(out_blHD: Tensor, lse_blH: Tensor, more_blHD: Tensor, more_lse_blH: Tensor) -> None:
-    """Attention to some keys, and to `more` keys, as attention to all of them, in place."""
+    """Combine attention to some keys with attention to `more` keys, in place."""
     both = torch.logaddexp(lse_blH, more_lse_blH)
     weight, more_weight = ((each - both).exp().unsqueeze(-1) for each in (lse_blH, more_lse_blH))
     out_blHD.copy_(out_blHD * weight + more_blHD.to(out_blHD.dtype) * more_weight)

@@ -1,8 +1,8 @@
 """Causal attention over packed documents, document by document, as one operator.
 
-`fivefold::packed_attention` is opaque to `torch.compile`: a compiled block holds one call to it, whatever the
+`fivefold::packed_attention` is opaque to `torch.compile`: a compiled block contains one call to it, whatever the
 documents are. Documents of similar length run as one batch, padded at their ends, where causal attention never looks;
-see `kernels.py` for what runs where. Windows count inside a document: one that is not longer than the window has none.
+see `kernels.py` for the choice of kernels. Windows count inside a document and have no effect on shorter ones.
 
 Legend: B rows, T positions, H query heads, G key/value heads, D head size; N documents padded to L tokens in one group;
 M = B * T tokens.
@@ -49,9 +49,9 @@ def packed_attention(
 def _all_at_once(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp by one call, whose output is not copied."""
+    """Output and log-sum-exp from one call, without a copy of the output."""
     shape = query.shape[0], query.shape[2]
-    if query.device.type == "cpu":  # its kernel would read and write beyond the tokens
+    if query.device.type == "cpu":  # its kernel would read and write out of bounds
         documents(cu_seqlens, *shape)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     edges = _on_device(cu_seqlens, query.device)
@@ -62,7 +62,7 @@ def _all_at_once(
 def _by_groups(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """The same, documents of similar length as one batch."""
+    """Output and log-sum-exp with documents of similar length as one batch."""
     out_BTHD, lse_BTH = _empty_outputs(query)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
@@ -111,16 +111,16 @@ def packed_attention_backward(
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Documents that run as one batch [N, L]. `index` int64 [N, L] names the token at each place; past a document's end
-    it repeats the last one. `real` int64 are the flat places that hold a token, None when all do. `longest`: tokens of
-    the longest document, without padding."""
+    """Documents that run as one batch [N, L]. `index` int64 [N, L] is the token at each place; past a document's end it
+    repeats the last one. `real` int64 are the flat places that hold a token, None if all do. `longest`: tokens of the
+    longest document, without padding."""
 
     index: Tensor
     real: Tensor | None
     longest: int
 
     def take(self, tokens_Mx: Tensor, *, zero_padding: bool = False) -> Tensor:
-        """[M, ...] -> [N, L, ...]. Padding holds a copy of some token, or zeros."""
+        """Gather [M, ...] -> [N, L, ...]. Padding is a copy of some token, or zeros."""
         taken = tokens_Mx.index_select(0, self.index.flatten())
         if zero_padding and self.real is not None:
             padding = torch.ones(len(taken), dtype=torch.bool, device=taken.device).index_fill_(0, self.real, False)
@@ -128,7 +128,7 @@ class Group:
         return taken.view(*self.index.shape, *tokens_Mx.shape[1:])
 
     def put(self, tokens_Mx: Tensor, documents_NLx: Tensor) -> None:
-        """Write [N, L, ...] back to where `take` found it; padding is dropped."""
+        """Write [N, L, ...] back to the places that `take` read; padding is dropped."""
         index, taken = self.index.flatten(), documents_NLx.flatten(0, 1)
         if self.real is not None:
             index, taken = index[self.real], taken.index_select(0, self.real)
@@ -136,7 +136,7 @@ class Group:
 
 
 def groups(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> list[Group]:
-    """The documents between `cu_seqlens`, those of similar length together, each padded to `padded_length`."""
+    """The documents between `cu_seqlens`, grouped by similar length, each padded to `padded_length`."""
     by_length: dict[int, list[tuple[int, int]]] = {}
     for start, stop in documents(cu_seqlens, rows, length):
         size = length if stop - start == length else padded_length(stop - start)
@@ -145,7 +145,7 @@ def groups(cu_seqlens: Tensor, rows: int, length: int, device: torch.device) -> 
 
 
 def documents(cu_seqlens: Tensor, rows: int, length: int) -> list[tuple[int, int]]:
-    """The first token of each document and the one after its last. Bounds of anything else are a bug."""
+    """The first token of each document and the one after its last. Other bounds are a bug: asserted."""
     edges: list[int] = cu_seqlens.tolist()
     assert edges[0] == 0 and edges[-1] == rows * length, f"bounds {edges[0]}..{edges[-1]} for {rows} x {length} tokens"
     found = list(pairwise(edges))
@@ -155,8 +155,8 @@ def documents(cu_seqlens: Tensor, rows: int, length: int) -> list[tuple[int, int
 
 
 def padded_length(length: int) -> int:
-    """Up to a multiple of 32, or of an eighth of an octave: few shapes, so that batches are large and the kernels that
-    the CPU library compiles per shape stay few (with every length its own they took 900 MB)."""
+    """Round up to a multiple of 32, or of an eighth of an octave. Few shapes make large batches, and the CPU library
+    compiles few kernels, one per shape (with unrounded lengths they took 900 MB)."""
     step = max(32, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
@@ -176,17 +176,17 @@ def _group(places: list[tuple[int, int]], size: int, device: torch.device) -> Gr
 
 
 def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`. The host does not wait for the kernels before it: CUDA takes what it is to copy
-    from pageable memory before it returns."""
+    """Copy a CPU tensor to `device`. The host does not wait for earlier kernels: CUDA takes the data from pageable
+    memory before the call returns."""
     return tensor.to(device, non_blocking=True)
 
 
 def _tokens(tensor_BHTD: Tensor) -> Tensor:
-    """[M,H,D]: a view where the projection that made the tensor left it in that order."""
+    """Flatten to [M,H,D]: a view if the projection that produced the tensor left it in that order."""
     return tensor_BHTD.transpose(1, 2).flatten(0, 1)
 
 
-# What the operators look like from outside: shapes, types and memory order, for autograd and `torch.compile`. ---------
+# Shapes, types and memory order of the operators, for autograd and `torch.compile`. ----------------------------------
 
 
 def _empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """[H]: as for any score, weight * (dO V' - sum(dO * O)), with no value and summed over all queries."""
+    """Gradient of the sinks, [H]: as for any score, weight * (dO V' - sum(dO * O)), without V, over all queries."""
     weight_BTH = (sinks.to(lse.dtype) - lse).exp()
     return -(weight_BTH * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 1)).to(sinks.dtype)
 

@@ -1,5 +1,5 @@
-"""The column/row pairs of a block: which projections read the residual stream, which write back to it, and which of
-their features belong together, and so go to the same rank."""
+"""The column/row pairs of a block: the projections that read the residual stream, those that write back to it, and the
+groups of their features that must stay on one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 from fivefold.models.facts import FeatureGroup, FeatureGroups, Owner
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Untraceable, depends, gradients
 
-NEARBY = 64  # features that are tried until one is found that depends on a column at all
+NEARBY = 64  # features tried until one depends on a column at all
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A row, and the columns whose features it takes. Some stand `behind` latents: projections that read the residual
-    for all heads at once (DeepSeek-V2, arXiv:2405.04434)."""
+    """A row, and the columns that feed it. Some stand `behind` latents: projections that read the residual for all
+    heads at once (DeepSeek-V2, arXiv:2405.04434)."""
 
     row: str
     columns: tuple[str, ...]
@@ -24,7 +24,7 @@ class Pair:
 
     @property
     def entered(self) -> list[str]:
-        """What reads the residual."""
+        """The linears that read the residual."""
         return [name for name in (*self.latents, *self.columns) if name not in self.behind]
 
 
@@ -75,11 +75,11 @@ def _is_hidden(event: Event, block: BlockTrace) -> bool:
     return event.leaf is not None and event.leaf.shape[-1] == block.leaves[RESIDUAL].shape[-1]
 
 
-# ---- which features belong together ----------------------------------------------------------------------------------
+# ---- groups of features ----------------------------------------------------------------------------------------------
 
 
 def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event) -> dict[str, FeatureGroups]:
-    """Deals of an attention: every feature belongs to a query head or to a key/value head."""
+    """Feature groups of an attention: every feature belongs to a query head or to a key/value head."""
     query, key, value = called.inputs
     leaves = [block.leaves[name] for name in columns]
     owners: list[list[set[tuple[Owner, int]]]] = [[set() for _ in range(leaf.shape[-1])] for leaf in leaves]
@@ -102,7 +102,7 @@ def by_heads(block: BlockTrace, row: str, columns: Sequence[str], called: Event)
         part = reads[..., head * size : (head + 1) * size]
         if not _only_head(part, attended, head):
             raise Untraceable(f"{row} does not read the heads of attention one after the other")
-        note(part, ("query", head))  # a gate on the output, where there is one
+        note(part, ("query", head))  # a gate on the output, if there is one
     groups_of = {row: tuple(FeatureGroup(h * size, (h + 1) * size, "query", h) for h in range(query.shape[1]))}
     return groups_of | {name: _runs(name, mine) for name, mine in zip(columns, owners, strict=True)}
 
@@ -113,7 +113,7 @@ def _only_head(part: Tensor, attended: Tensor, head: int) -> bool:
 
 
 def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> FeatureGroups:
-    """Features of one owner side by side as one part."""
+    """Merge adjacent features of one owner into one group."""
     parts: list[FeatureGroup] = []
     for feature, mine in enumerate(owners):
         if len(mine) != 1:
@@ -127,7 +127,7 @@ def _runs(name: str, owners: Sequence[set[tuple[Owner, int]]]) -> FeatureGroups:
 
 
 def by_features(block: BlockTrace, row: str, columns: Sequence[str]) -> dict[str, FeatureGroups]:
-    """Feature groups of an MLP, whose features are element-wise. Three features are looked at.
+    """Feature groups of an MLP, whose features are element-wise. Three features are sampled.
 
     Feature j of the row's n inputs comes from feature j of a column. If the column makes gate and up at once (2n
     features), it comes from j and n + j (chunked: Phi-3), or from 2j and 2j + 1 (neighbours).

@@ -1,9 +1,9 @@
-"""How tensor parallelism cuts a model: the role of every parameter, derived from what feeds what.
+"""How tensor parallelism splits a model: the role of every parameter, derived from the data flow.
 
-`trace` says which projection reads the residual stream, which one gives back to it, and which features make which
-attention head. From that follow Megatron's column/row pairs (arXiv:1909.08053): columns are split over outputs, rows
-over inputs, and the features between them go to the ranks by heads or one by one. The tensor parallel plan that the
-model itself ships, if any, is compared with the result. Nothing here knows a layout.
+`trace` finds the projections that read the residual stream, those that write back to it, and the features of each
+attention head. Megatron's column/row pairs (arXiv:1909.08053) follow: columns are split over outputs, rows over inputs,
+and the features between them go to the ranks by heads or one by one. If the model ships a tensor parallel plan, it is
+compared with the result. Nothing here knows a layout.
 """
 
 import re
@@ -20,9 +20,9 @@ from fivefold.models.facts import FeatureGroup, FeatureGroups, Partition, Role, 
 from fivefold.models.pairs import Pair, by_features, by_heads, pairs_of
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Trace, Untraceable
 
-# Classes of `transformers` whose derived partition the tests compare with the unmodified model. A class that is not
-# listed is partitioned in the same way. Before tensor parallelism of it starts, `parallel/probe.py` compares a small
-# copy with the unmodified model. A class belongs here once `tests/families.py` has a small config of it.
+# Classes of `transformers` whose derived partition the tests compare with the unmodified model. Other classes are
+# partitioned in the same way, and `parallel/probe.py` compares a small copy with the unmodified model before tensor
+# parallelism starts. A class belongs here once `tests/families.py` has a small config of it.
 PROVED = frozenset(
     {
         "CohereForCausalLM",
@@ -53,7 +53,7 @@ PROVED = frozenset(
 
 
 def derive(model: PreTrainedModel, anatomy: Anatomy, traced: Trace) -> Partition:
-    """The partition of `model`, which may be on the meta device and stays as it is, from its trace."""
+    """The partition of `model`, which may be on the meta device and stays unchanged, from its trace."""
     name = type(model).__name__
     try:
         return _Derivation(model, anatomy, traced).partition()
@@ -110,7 +110,7 @@ class _Derivation:
         return type(self.model).__name__
 
     def _outside(self) -> dict[str, Role]:
-        """Embeddings, the head, and norms that stand before or after the blocks."""
+        """Roles of the embeddings, the head, and norms before or after the blocks."""
         roles: dict[str, Role] = {}
         for module, kind, reason in (
             (self.anatomy.head, "vocab_head", "the output head"),
@@ -126,7 +126,7 @@ class _Derivation:
         return roles
 
     def _unknown(self, name: str) -> Role:
-        """Of a parameter that no event speaks of."""
+        """The role of a parameter that no event mentions."""
         module = name.rpartition(".")[0]
         if is_within(name, [self.anatomy.base]) and module not in self.traced.entered:
             return Role("idle", "no token comes to it")
@@ -137,12 +137,12 @@ class _Derivation:
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _roles_of(self, module: str, role: Role) -> dict[str, Role]:
-        """Of the parameters of a module alone, by the first of the names that they have."""
+        """`role` for each parameter of a module itself, under the first of its names."""
         own = self.model.get_submodule(module).named_parameters(recurse=False)
         return {self._names[id(parameter)]: role for _, parameter in own}
 
     def _untrained(self, module: str) -> dict[str, Role]:
-        """What a module that holds experts keeps beside them without training it: a bias on who is picked."""
+        """Roles of the untrained parameters next to experts: a bias on the choice of experts."""
         own = self.model.get_submodule(module).named_parameters(recurse=False)
         role = Role("router", "is not trained, and says where tokens go")
         return {f"{module}.{leaf}": role for leaf, parameter in own if not parameter.requires_grad}
@@ -209,7 +209,7 @@ class _Derivation:
     def _tp_block(self, block: BlockTrace, pair: Pair, heads: tuple[int, int] | None) -> TPBlock:
         row, columns = pair.row, pair.columns
         owner = _common_parent((*pair.latents, *columns, row))
-        adds = any(  # what it gives back to the residual, within (BERT): what it is given is not for projections alone
+        adds = any(  # it adds to the residual inside (BERT), so its input is not for the projections alone
             {RESIDUAL, row} <= event.sources and event.name.startswith(f"{owner}.") for event in block.events
         )
         is_last = block.linear(row) is block.events[-1]
@@ -255,7 +255,7 @@ class _Derivation:
 
 
 def _by_input(block: BlockTrace, names: Sequence[str]) -> Iterable[tuple[str, ...]]:
-    """Linears by the tensor that they are given."""
+    """Linears grouped by their input tensor."""
     found: dict[int, list[str]] = {}
     for name in names:
         found.setdefault(id(block.linear(name).inputs[0]), []).append(name)
@@ -269,7 +269,7 @@ def _heads(called: Event) -> tuple[int, int]:
 
 
 def _is_sharded(groups: FeatureGroups) -> bool:
-    """Whether several ranks have a part of these features."""
+    """True if several ranks have a part of these features."""
     return len(groups) > 1 or any(part.owner == "even" for part in groups)
 
 

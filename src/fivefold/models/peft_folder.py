@@ -1,7 +1,7 @@
 """An adapter as the `peft` package writes and reads it: `adapter_config.json` and `adapter_model.safetensors`.
 
-Of E experts `peft` keeps two matrices: A [E r, I], expert behind expert, and B [O, r E], whose columns are sorted by
-the r first and by experts then. Here they are A [E, r, I] and B [E, O, r].
+For E experts `peft` stores two matrices: A [E r, I], expert after expert, and B [O, r E], whose columns are sorted by r
+first, then by expert. Here they are A [E, r, I] and B [E, O, r].
 """
 
 from collections import Counter
@@ -24,21 +24,21 @@ from fivefold.models.sources import TensorSource, check_numbers
 
 CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Keys of the config whose other values mean something that is not built.
+# Config keys -> the supported values; others ask for features that are not built.
 _PLAIN: dict[str, Any] = {
     "use_dora": (False, None), "bias": ("none",), "modules_to_save": (None, []), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "layer_replication": (None,),
     "alora_invocation_tokens": (None,), "use_qalora": (False, None), "arrow_config": (None,), "kasa_config": (None,),
     "use_bdlora": (False, None), "lora_bias": (False, None),
 }  # fmt: skip
-# Ways to begin that leave the model's own weights as they are; `peft` changes them, whenever it loads, with all others
-# (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA).
+# Initialisations that leave the model's own weights unchanged. With all others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
+# `peft` changes them at each load.
 _BESIDE_THE_MODEL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def names_in_peft(targets: Sequence[Target]) -> dict[str, str]:
-    """Matrix of an adapter -> what `peft` calls it in its file. Of experts it wraps a module once for each parameter,
-    the last one outermost: `experts.base_layer.lora_A` beside `gate_up_proj`, `experts.lora_A` beside `down_proj`."""
+    """Matrix of an adapter -> its name in the file of `peft`. For experts `peft` wraps a module once per parameter, the
+    last one outermost: `experts.base_layer.lora_A` next to `gate_up_proj`, `experts.lora_A` next to `down_proj`."""
     left, found = Counter(each.module for each in targets), dict[str, str]()
     for each in targets:
         left[each.module] -= 1
@@ -48,7 +48,7 @@ def names_in_peft(targets: Sequence[Target]) -> dict[str, str]:
 
 
 def to_peft(name: str, values: Tensor) -> Tensor:
-    """A matrix of an adapter as it lies in the file."""
+    """A matrix of an adapter in the layout of the file."""
     if values.ndim == 2:
         return values
     return values.flatten(0, 1) if f".{A}." in name else values.permute(1, 2, 0).flatten(1).contiguous()
@@ -68,14 +68,14 @@ def config_of(
 
 
 def target_names(targets: Sequence[str], there: Sequence[str]) -> list[str]:
-    """`targets` by the last parts of their names, where no other that is `there` in the model has one of them."""
+    """`targets` by the last parts of their names, unless another module `there` in the model shares one of them."""
     leaves = {each.rpartition(".")[2] for each in targets}
     others = {each.rpartition(".")[2] for each in set(there) - set(targets)}
     return sorted(leaves if not leaves & others else targets)
 
 
 def lora_of(path: str | Path) -> Lora:
-    """What the adapter of a folder is. Raises `UserError` for a folder that holds no adapter."""
+    """The settings of the adapter in a folder. Raises `UserError` for a folder without an adapter."""
     config = _read_config(Path(path))
     targets = config.get("target_modules")
     if not isinstance(targets, list):
@@ -95,7 +95,7 @@ class PeftFolder(TensorSource):
     """The matrices of an adapter, by their names in the model."""
 
     def __init__(self, path: str | Path, lora: Lora, targets: Sequence[Target]) -> None:
-        """Raises `UserError` for a folder that holds no adapter, or another one than `lora` beside `targets`."""
+        """Raises `UserError` for a folder without an adapter, or with another one than `lora` on `targets`."""
         self._file, config = Path(path) / WEIGHTS, _read_config(Path(path))
         _check_config(path, config, lora)
         try:
@@ -136,7 +136,7 @@ def _shape_in_peft(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _from_peft(name: str, file: Any, shape: tuple[int, ...], region: Region) -> Tensor:
-    """A region of a matrix that `to_peft` has laid out."""
+    """Read a region of a matrix in the layout of `to_peft`."""
     if len(shape) == 2:
         return torch.as_tensor(file[tuple(region)])
     experts, *of_matrix = region

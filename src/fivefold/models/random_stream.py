@@ -1,14 +1,14 @@
 """Random numbers with random access: element i of a parameter depends on (seed, parameter name, i) and nothing else.
 
 Any region of a parameter can be drawn without drawing the rest, so initial weights are bit-equal for every layout and
-no process draws more than it keeps. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011): counter j gives the four 32-bit words of elements 4j to 4j+3. Normals come in pairs from two
-words (Box and Muller, 1958). All arithmetic between the words and the final rounding to fp32 is in fp64, so that a
-last-bit difference between the math libraries of two machines changes about one element in 10^8.
-A region is drawn by as many threads as torch has: numpy lets go of the interpreter while it computes.
+no process draws more than it keeps. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011): counter j gives the four 32-bit words of elements 4j to 4j+3. Normals come in pairs from two words
+(Box and Muller, 1958). All arithmetic between the words and the final rounding to fp32 is in fp64, so that a last-bit
+difference between the math libraries of two machines changes about one element in 10^8. As many threads as torch has
+draw a region: numpy releases the GIL while it computes.
 
-Numbers are drawn in blocks of one size whatever is asked for: a vector unit may round the tail of an array otherwise
-than its body, and there is never a tail.
+Numbers are always drawn in blocks of one size: a vector unit may round the tail of an array differently from its body,
+and with full blocks there is no tail.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_DOUBT = 2.0**-48  # of two fp64 cosines, relative: each is right within an ulp or two, 2**-52
+_DOUBT = 2.0**-48  # relative difference of two fp64 cosines: each is right within an ulp or two, 2**-52
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """The region that is all of it."""
+    """The region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
@@ -48,15 +48,15 @@ class Normal:
     std: float
 
     def __call__(self, words: Words) -> Values:
-        """words [4, n] -> values [4, n]; the cosines are numpy's to the last bit of fp32, and torch's are four times
-        as fast."""
+        """Map words [4, n] to values [4, n]; the cosines equal numpy's to the last bit of fp32, and torch's are four
+        times as fast."""
         values = np.empty(words.shape, dtype=np.float32)
         for first in (0, 2):
             radius = np.sqrt(-2.0 * np.log(_open_unit(words[first]))) * self.std
             angle = words[first + 1] * (2.0 * math.pi / 2**32)
             for into, exact, fast in ((first, np.cos, torch.cos), (first + 1, np.sin, torch.sin)):
                 near = radius * fast(torch.from_numpy(angle)).numpy()
-                # Rounding keeps the order: what lies between two numbers that round to one becomes that one too.
+                # Rounding is monotonic: if both bounds round to the same number, so does every value between them.
                 values[into] = near * (1.0 - _DOUBT) + self.mean
                 if (values[into] != (near * (1.0 + _DOUBT) + self.mean).astype(np.float32)).any():
                     values[into] = radius * exact(angle) + self.mean
@@ -71,7 +71,7 @@ class Uniform:
     high: float
 
     def __call__(self, words: Words) -> npt.NDArray[np.float64]:
-        """words [4, n] -> values [4, n]."""
+        """Map words [4, n] to values [4, n]."""
         return _open_unit(words) * (self.high - self.low) + self.low
 
 
@@ -85,7 +85,7 @@ class TruncatedNormal:
     high: float
 
     def __call__(self, words: Words) -> npt.NDArray[np.float64]:
-        """words [4, n] -> values [4, n], by the inverse of the cumulative distribution."""
+        """Map words [4, n] to values [4, n], by the inverse of the cumulative distribution."""
         first, last = (math.erf((edge - self.mean) / self.std / math.sqrt(2.0)) for edge in (self.low, self.high))
         erf = torch.from_numpy(_open_unit(words) * (last - first) + first)
         values = torch.erfinv(erf).numpy() * (self.std * math.sqrt(2.0)) + self.mean
@@ -113,7 +113,7 @@ class RandomStream:
         return torch.from_numpy(result)
 
     def _fill(self, out: Values, starts: npt.NDArray[np.uint64], distribution: Distribution) -> None:
-        """out [rows, run]: row r holds the elements from `starts[r]` on."""
+        """Fill out [rows, run]: row r gets the elements from `starts[r]` on."""
         generate = _generator(_key(self.seed, self.name), distribution)
         rows, columns = max(1, 4 * _BLOCK // out.shape[1]), 64 * _BLOCK
 
@@ -123,7 +123,7 @@ class RandomStream:
             _fill_piece(piece, starts[row : row + rows] + np.uint64(column), generate)
 
         places = list(product(range(0, out.shape[0], rows), range(0, out.shape[1], columns)))
-        if len(places) == 1:  # a small one is there before a thread is
+        if len(places) == 1:  # a small draw finishes before a thread would start
             return fill(places[0])
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             for _ in threads.map(fill, places):
@@ -131,7 +131,7 @@ class RandomStream:
 
 
 def _fill_piece(out: Values, starts: npt.NDArray[np.uint64], generate: Callable[[Words], Values]) -> None:
-    """Draw the counters that cover each row, then cut each row out of what they give."""
+    """Draw the counters that cover each row, then cut each row out of the drawn values."""
     first, skip = starts >> np.uint64(2), (starts & np.uint64(3)).astype(np.intp)
     width = out.shape[1]
     counters = -(-(width + int(skip.max())) // 4)
@@ -186,14 +186,14 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 
 def _runs(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[npt.NDArray[np.uint64], int]:
-    """A region as runs of consecutive elements: where each starts in the flat parameter, and their one length.
+    """Split a region into runs of consecutive elements: their starts in the flat parameter, and their common length.
 
     Example: rows 1 and 2 of [4, 5], columns 0 to 4, are one run of 10 from 5 on; columns 3 and 4 alone are two runs of
     2, from 8 and from 13 on.
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     cut = [dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)]
-    last = max(cut, default=0)  # all of the dims after it are in the region: a run goes through them
+    last = max(cut, default=0)  # a run continues through the later dims, which are whole
     starts = np.array([sum(start * stride for (start, _), stride in zip(bounds[last:], strides[last:], strict=True))])
     starts = starts.astype(np.uint64)
     for dim in reversed(range(last)):

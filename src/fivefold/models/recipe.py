@@ -1,7 +1,7 @@
 """How a model initialises its parameters, read from its own `_init_weights` without drawing a number.
 
-The model, on the meta device, initialises itself once more with every initialiser intercepted: what each parameter
-and buffer would have received becomes its recipe, a list of `Op` where later ones overwrite earlier ones.
+The model, on the meta device, runs its initialisation again with every initialiser intercepted. The calls on each
+parameter and buffer become its recipe, a list of `Op` in which later ones overwrite earlier ones.
 """
 
 import math
@@ -35,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something that cannot be drawn in pieces; `reason` is for the user."""
+    """An initialisation that cannot be drawn in pieces; `reason` is for the user."""
 
     reason: str
 
@@ -52,15 +52,15 @@ class Op:
 
 
 Recipe = Mapping[str, tuple[Op, ...]]
-Arguments = Mapping[str, Any]  # of an initialiser, by name
+Arguments = Mapping[str, Any]  # arguments of an initialiser, by name
 
 
 def read_recipe(model: PreTrainedModel) -> Recipe:
     """{name of a parameter or buffer: its ops, in order}; tied parameters under their first name only.
 
-    What `_init_weights` leaves as its constructor made it is a `Copy`, or without ops where that left it without a
-    value or drew it. The model must be on the meta device (`UserError` otherwise: it would lose its weights) and is
-    left as it was.
+    A tensor that `_init_weights` leaves to its constructor is a `Copy`; it has no ops if the constructor left it
+    without a value or drew it. The model must be on the meta device (`UserError` otherwise: it would lose its weights)
+    and is left unchanged.
     """
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     with hf_internals.untied(model):
@@ -76,7 +76,7 @@ def read_recipe(model: PreTrainedModel) -> Recipe:
 
 
 def check_drawable(recipe: Recipe, names: Iterable[str]) -> None:
-    """Raise `UserError` for the first of `names` that the recipe cannot make."""
+    """Raise `UserError` for the first of `names` that the recipe cannot produce."""
     for name in names:
         unknown = next((op.fill.reason for op in recipe[name] if isinstance(op.fill, Unknown)), None)
         if unknown or not recipe[name]:
@@ -118,7 +118,7 @@ def buffer_values(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Those buffers that a folder of the model holds beside its parameters; few models have any."""
+    """The buffers that a folder of the model stores next to its parameters; few models have any."""
     stored = model.state_dict()
     if not any(name in stored for name, _ in model.named_buffers()):
         return {}
@@ -126,7 +126,7 @@ def stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _values(op: Op, bounds: Sequence[tuple[int, int]], stream: RandomStream) -> Tensor:
-    """What `op` gives inside `bounds`, which lie in its region."""
+    """The values of `op` inside `bounds`, which lie in its region."""
     if isinstance(op.fill, Constant):
         return torch.tensor(op.fill.value, dtype=torch.float64)
     if isinstance(op.fill, Copy):
@@ -141,8 +141,8 @@ def _within(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> Region:
 
 
 class _Recorder:
-    """Receives intercepted initialisers (`receive`), and every operator (`run`): writes to parameters by any other way
-    than an initialiser are noted, not run. Of those, values that are copied in are known, and a number too."""
+    """Receives intercepted initialisers (`receive`) and every operator (`run`). Other writes to parameters are
+    recorded, not run; among these, copied values and plain numbers are known."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[int, tuple[str, Tensor]] = {}
@@ -151,7 +151,7 @@ class _Recorder:
                 raise UserError(f"{name} is not on the meta device; initialising it again would erase it")
             self._owners[storage_key(tensor)] = (name, tensor)
         self.ops: dict[str, list[Op]] = {name: [] for name, _ in self._owners.values()}
-        self._numbers: list[tuple[Tensor, float]] = []  # tensors on meta, and the number that each was made from
+        self._numbers: list[tuple[Tensor, float]] = []  # tensors on meta, each with its number
 
     def receive(self, function: str, given: Arguments) -> None:
         """Record one call of an initialiser."""
@@ -170,7 +170,7 @@ class _Recorder:
         return made
 
     def _record(self, target: Tensor, fill: Fill) -> None:
-        """Later ops overwrite earlier ones, so one over the whole tensor starts its recipe anew."""
+        """Add an op. Later ops overwrite earlier ones, so an op over the whole tensor restarts its recipe."""
         if (owner := self._owners.get(storage_key(target))) is None:
             return
         name, tensor = owner
@@ -182,7 +182,7 @@ class _Recorder:
         self.ops[name].append(Op(fill, region))
 
     def _written(self, operator: Any, target: Tensor, args: Sequence[Any]) -> Fill:
-        """What an operator that is no initialiser writes."""
+        """The fill of an operator that is no initialiser."""
         kind, source = operator._overloadpacket, args[0] if args else 0.0
         if kind is torch.ops.aten.copy_ and isinstance(source, Tensor):
             number = next((value for made, value in self._numbers if made is source), None)
@@ -193,7 +193,7 @@ class _Recorder:
 
 
 def _region(view: Tensor, tensor: Tensor) -> Region | None:
-    """Which region of `tensor` (contiguous) `view` is, a selected dim as a slice of length 1; None if it is none."""
+    """The region of `tensor` (contiguous) that `view` covers, a selected dim as a slice of length 1; else None."""
     offset, left = int(view.storage_offset()), list(zip(view.shape, view.stride(), strict=True))
     region = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -205,7 +205,7 @@ def _region(view: Tensor, tensor: Tensor) -> Region | None:
     return None if any(length != 1 for length, _ in left) else tuple(region)
 
 
-# What each initialiser draws. The fans of the variance-scaling ones come from the tensor that it was given, whole. ----
+# Initialiser -> distribution. The fans of the variance-scaling ones come from the whole tensor argument. --------------
 
 
 def _xavier(given: Arguments) -> float:

@@ -1,4 +1,4 @@
-"""What a trace has seen of a model: calls in order, the leaves behind each, and what autograd says of them.
+"""The record of a trace: calls in order, the leaves that each depends on, and the answers of autograd.
 
 `recorder.py` fills it; the pairs, the partition and the costs of a model are read from it.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 from fivefold.models.facts import Counted, Experts
 
 RESIDUAL = "the residual stream"
-WATCHED = 2  # the token whose dependencies are looked at
-_NO_TOKEN = -1  # of a row that is the same whatever the tokens are
+WATCHED = 2  # the token whose dependencies are checked
+_NO_TOKEN = -1  # the token of a row that depends on no token
 
 Kind = Literal["linear", "small", "attention", "experts", "opaque"]
 
 
 class Untraceable(Exception):
-    """Why a model cannot be traced, in words that follow its name; `fix`: what to do about it, where that is known."""
+    """The reason why a model cannot be traced, in words that follow its name; `fix`: the remedy, if there is one."""
 
     def __init__(self, why: str, *, fix: str | None = None) -> None:
         super().__init__(why)
@@ -28,19 +28,19 @@ class Untraceable(Exception):
 
 
 class MixesTokens(Untraceable):
-    """Documents packed in a row would see each other, and so would a token and its future."""
+    """Raised when tokens meet outside of attention: packed documents would see each other, and a token its future."""
 
 
 @dataclass(eq=False)
 class Event:
-    """One call: what a module read and gave, and the leaves that its input depends on, by name.
+    """One call: the inputs and output of a module, and the names of the leaves that its input depends on.
 
-    `small`: a module with few parameters of its own, such as a norm. `wide`: one that sees all features of a projection
-    at once. `opaque`: any other that holds many weights and is no linear. Of an attention call `inputs` are query
-    [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed along, one number
-    per query head. `experts`: a module that holds the weights of all experts of a layer. Of its call `inputs` are
-    tokens [N,D] and their weights [N,K], K experts of each; `experts` is the number of all; `router` is the module that
-    gave the picks, if one did, and `has_logits` says whether it gave its logits as well.
+    `small`: a module with few parameters of its own, such as a norm. `wide`: a small module that sees all features of a
+    projection at once. `opaque`: any other module with many weights that is no linear. For an attention call, `inputs`
+    are query [1,H,T,D], key and value [1,G,T,D]; `parameters` are those of the calling module that were passed along,
+    one number per query head. `experts`: a module with the weights of all experts of a layer. For its call, `inputs`
+    are tokens [N,D] and their weights [N,K], K experts per token; `experts` is the number of all experts; `router` is
+    the module that returned the picks, if any, and `has_logits` tells if it returned its logits as well.
     """
 
     kind: Kind
@@ -57,8 +57,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that is kept for backward: the module that keeps it, its memory, its bytes of one token. `is_output`:
-    the module gave it."""
+    """A tensor saved for backward: the module that saves it, its memory, its bytes per token. `is_output`: it is an
+    output of the module."""
 
     module: str
     memory: int
@@ -68,14 +68,14 @@ class Kept:
 
 @dataclass
 class BlockTrace:
-    """What happened in one block, in order.
+    """The trace of one block, in order.
 
-    `leaves`: what a tensor of the block can depend on, by name. `rows`: leaf -> the dimension of its tokens, and the
-    token of each row. `tokens`: the numbers of those that were run. `convolution`: one of the block, if it has any.
-    `hidden_arguments`: module -> the positions or keywords of the arguments in which it was given hidden states.
-    `saved`: each tensor kept for backward. `read`: memory of what linears and attention were given. `outputs`: by
-    memory, what stand-ins gave, and what the block was given. `behind`: saved memory -> that of the outputs that it was
-    made of by the model's own code.
+    `leaves`: the possible dependencies of a tensor of the block, by name. `rows`: leaf -> the dimension of its tokens,
+    and the token of each row. `tokens`: the numbers of the tokens of the run. `convolution`: one of the block, if it
+    has any. `hidden_arguments`: module -> the positions or keywords of its arguments that are hidden states. `saved`:
+    each tensor saved for backward. `read`: memory of the inputs of linears and attention. `outputs`: by memory, the
+    outputs of stand-ins and the block's input. `behind`: saved memory -> memory of the outputs from which the model's
+    own code computed it.
     """
 
     layer: str
@@ -92,11 +92,11 @@ class BlockTrace:
 
     @property
     def fused(self) -> list[Kept]:
-        """What fused kernels keep: what linears and attention read, and of their outputs those of which anything else
-        that is saved was made. All else is computed again from these, inside of a kernel of the backward.
+        """The tensors that fused kernels save: the inputs of linears and attention, and those of their outputs on which
+        any other saved tensor depends. Kernels of the backward recompute everything else from these.
 
-        Llama: of the residual stream its two inputs of norms, or what these are made of; the norms' outputs; q, k, v
-        and what attention gives; gate, up and their product.
+        Llama: from the residual stream, the two inputs of norms, or the tensors that these are made of; the norms'
+        outputs; q, k, v and the result of attention; gate, up and their product.
         """
         plain = [each for each in self.saved if each.memory in self.read]
         needed = frozenset[int]().union(*(
@@ -109,7 +109,7 @@ class BlockTrace:
         return next(event for event in self.events if event.kind == "linear" and event.name == name)
 
     def add(self, name: str, leaf: Tensor, read: Tensor) -> None:
-        """A new leaf. Where it has several rows per token, each is of the token of that row of `read`."""
+        """Add a leaf. If it has several rows per token, each belongs to the token of the same row of `read`."""
         dim = self._token_dim(leaf)
         is_one_row_each = leaf.shape[dim] == len(self.tokens)
         self.rows[name] = dim, self.tokens if is_one_row_each else self._by_row(read, self._token_dim(read))[1]
@@ -126,12 +126,12 @@ class BlockTrace:
         return found
 
     def tokens_meet(self) -> MixesTokens:
-        """What is wrong with the block."""
+        """The error for this block."""
         how = f" ({self.convolution} is a convolution)" if self.convolution else ""
         return MixesTokens(f"{self.layer} lets tokens meet outside of the attention function{how}")
 
     def _behind(self, part: Tensor) -> tuple[frozenset[str], set[int]]:
-        """The leaves that a part of a tensor depends on, and which of their tokens."""
+        """The leaves that a part of a tensor depends on, and their tokens."""
         found, tokens = set(), set()
         for name, grad in zip(self.leaves, gradients(part, list(self.leaves.values())), strict=True):
             if grad is None or not bool(grad.any()):
@@ -142,7 +142,7 @@ class BlockTrace:
         return frozenset(found), tokens - {_NO_TOKEN}
 
     def _by_row(self, x: Tensor, dim: int) -> tuple[frozenset[str], Tensor]:
-        """Of a tensor with several rows per token, in whatever order: the leaves behind it, and each row's token."""
+        """The leaves behind a tensor with several rows per token, in any order; and each row's token."""
         found: frozenset[str] = frozenset()
         rows = []
         for row in range(x.shape[dim]):
@@ -154,7 +154,7 @@ class BlockTrace:
         return found, torch.tensor(rows)
 
     def _token_dim(self, tensor: Tensor) -> int:
-        """Which dimension counts the tokens, or several rows of each. Raises `Untraceable` where none or several do."""
+        """The dimension that counts tokens, or several rows per token. Raises `Untraceable` if none or several do."""
         number = len(self.tokens)
         found = [dim for dim, size in enumerate(tensor.shape) if size == number]
         found = found or [dim for dim, size in enumerate(tensor.shape[:-1]) if size and size % number == 0][:1]
@@ -168,23 +168,23 @@ class BlockTrace:
 
 @dataclass
 class Trace:
-    """What one run of the model showed.
+    """The result of one run of the model.
 
     `before`, `after`: modules with parameters that ran before the first block and after the last.
-    `forgetful`: (layer, attention module) where the layer is given `cu_seqlens` and does not pass them on.
+    `forgetful`: (layer, attention module) of layers that get `cu_seqlens` and do not pass it on.
     `in_tuples`: layers that return their hidden states in a tuple.
     `carried`: the reason why layers pass more than hidden states to each other, or None.
     `streams`: the reason why hidden states have several streams (Gemma 3n), or None.
     `entered`: modules of the base that tokens reach.
     `looked_into`: embeddings whose weights the model reads directly.
     `draws`, `counts`: modules that draw random numbers, and that count the tokens of a row for themselves.
-    `places`: what tells the first layer where its tokens stand.
+    `places`: the inputs that tell the first layer the positions of its tokens.
 
-    What several runs show together (`trace.py`):
+    Combined from several runs (`trace.py`):
     `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.
     `padding`: the padding token of a model that counts positions from it (`forwards.py`), else None.
     `to_logits`: modules with parameters between the last hidden states and the logits, in order.
-    `in_bf16`: the blocks of a run in bf16, as far as what they keep; none where that fails.
+    `in_bf16`: the blocks of a run in bf16, for their saved tensors; empty if that run fails.
     """
 
     blocks: list[BlockTrace] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Trace:
 
     @property
     def read(self) -> list[Tensor]:
-        """All that stand-ins were given, in order."""
+        """All inputs of stand-ins, in order."""
         return [x.detach() for block in self.blocks for event in block.events for x in event.inputs]
 
     @property
@@ -238,14 +238,13 @@ def _router(block: BlockTrace, experts: Event) -> str:
 
 
 def depends(output: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """For each leaf: which of its features (last dimension, bool) `output` depends on; None for none at all."""
+    """For each leaf: a bool mask of the features (last dimension) that `output` depends on; None if there are none."""
     masks = [None if grad is None else (grad != 0).flatten(0, -2).any(0) for grad in gradients(output, leaves)]
     return [mask if mask is not None and bool(mask.any()) else None for mask in masks]
 
 
 def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """For each leaf, the gradient of a random mixture of `output`. It is zero or None where `output` does not depend on
-    the leaf."""
+    """For each leaf, the gradient of a random mixture of `output`; zero or None if `output` does not depend on it."""
     if not output.requires_grad:
         return [None] * len(leaves)
     weights = torch.rand(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(0)) + 0.5

@@ -1,10 +1,10 @@
-"""A copy of a model that records what its parts read and give.
+"""A copy of a model that records the inputs and outputs of its parts.
 
-Linears and embeddings of the copy, which is on the meta device, return random numbers of the right shape instead of
-multiplying (their weights stay on meta, so any size costs nothing), attention likewise. Everything between them, norms
-and rotary positions included, is the model's own code with real numbers. Each stand-in's output is a leaf of the
-autograd graph, so that autograd answers the question "does this tensor depend on that projection, and on which of its
-features?" exactly. It also answers whether tokens meet anywhere but in attention, which packed documents rely on.
+Linears, embeddings and attention of the copy, which is on the meta device, return random numbers of the right shape
+instead of multiplying (their weights stay on meta, so any size costs nothing). Everything between them, norms and
+rotary positions included, is the model's own code with real numbers. Each stand-in's output is a leaf of the autograd
+graph, so autograd answers exactly: does this tensor depend on that projection, and on which of its features? It also
+detects tokens that meet outside of attention, which would break packed documents.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,37 +26,37 @@ from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, Mixe
 from fivefold.torch_internals import Dispatch, is_convolution
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
-MOST_READ = 2**16  # weights of a linear that has values: some models compute with the smallest of theirs directly
-MOST_SMALL = 2**22  # values of a module that is neither a linear nor an embedding
+MOST_READ = 2**16  # most weights of a linear with real values: some models compute with small weights directly
+MOST_SMALL = 2**22  # most values of a small module, neither a linear nor an embedding
 
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
 class _Enough(Exception):
-    """A run has shown what it was for."""
+    """Stops a run that has shown enough."""
 
 
 class Recorder:
-    """Stand-ins and hooks in `model`, a copy that is on the meta device; `run` calls it.
+    """Stand-ins and hooks in `model`, a copy on the meta device; `run` calls it.
 
-    `tokens`: of the row that it is given. `cu_seqlens`: what must reach attention. `hidden`: features of its residual
-    stream. `longest`: tokens of a row in which every mask can be checked, where some look at tokens; else 0. `dtype`:
-    of stand-ins, and of the parameters that compute. Those of small modules are trained in bf16, so that what they keep
-    for their own gradient is seen in its type.
+    `tokens`: the length of its row. `cu_seqlens`: the bounds that must reach attention. `hidden`: features of its
+    residual stream. `longest`: the length of a row in which every mask can be checked, if some masks look at tokens;
+    else 0. `dtype`: of stand-ins, and of the parameters that compute. The parameters of small modules are trained in
+    bf16, so that tensors saved for their own gradient are seen in that type.
     """
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, dtype: torch.dtype = torch.float32) -> None:
         self.dtype, self.tokens = dtype, _tokens(model)
         self.cu_seqlens = torch.tensor([0, self.tokens])
         self.longest = 0
-        self._every = torch.arange(self.tokens)  # made here: inside of a run it would count as the model's own
+        self._every = torch.arange(self.tokens)  # made here: inside a run it would be recorded as the model's own
         self.hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0))
         if not self.hidden:
             raise Untraceable("its config has no hidden_size")
         self._convolutions: list[str] = []
         self._random = torch.Generator()
-        self._tables: dict[int, str] = {}  # where the stand-in of an embedding's weight lies -> the embedding
+        self._tables: dict[int, str] = {}  # memory of the stand-in of an embedding's weight -> the embedding
         self._begin()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._layers = set(anatomy.layers)
@@ -79,10 +79,10 @@ class Recorder:
         place: int = 0,
         **inputs: Any,
     ) -> Trace:
-        """Call the copy, or a part of it, and return what that shows. Raises `Untraceable`, in words, whatever happens.
+        """Call the copy, or a part of it, and return the trace. Raises `Untraceable`, in words, for any failure.
 
-        `stops_at_block`: only up to the first layer. `noise`: the seed of whatever the model draws. `place`: of the
-        first token in its row, where the model counts for itself.
+        `stops_at_block`: only up to the first layer. `noise`: the seed of the model's random draws. `place`: the
+        position of the first token in its row, for models that count for themselves.
         """
         self._begin(stops_at_block)
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
@@ -95,11 +95,11 @@ class Recorder:
                 pass
             except Untraceable:
                 raise
-            except UserError as error:  # of attention: what it would drop
+            except UserError as error:  # attention refuses an option that it would drop
                 raise Untraceable(error.what, fix=error.fix) from error
             except masks.MaskOpened as error:
                 raise Untraceable(str(error)) from error
-            except Exception as error:  # the model's own code met something that it cannot do with stand-ins
+            except Exception as error:  # the model's own code failed on stand-ins
                 if self._block is not None and self._block.convolution:
                     raise self._block.tokens_meet() from error
                 how = f"in a way that cannot be followed without weights ({type(error).__name__}: {error})"
@@ -107,7 +107,7 @@ class Recorder:
         return self._trace
 
     def _watch(self, place: int, operator: Any, args: Args, kwargs: Keywords) -> Any:
-        """Run an operator of the model, and note what it shows: stand-ins have a generator of their own."""
+        """Run an operator of the model and note its effects; stand-ins have a generator of their own."""
         read = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_meta]
         self._trace.looked_into |= {self._tables[memory] for memory in read if memory in self._tables}
         made = operator(*args, **kwargs)
@@ -118,13 +118,13 @@ class Recorder:
             return made + place
         if torch.Tag.nondeterministic_seeded not in operator.tags or kwargs.get("generator") is not None:
             return made
-        if made.numel() == 1:  # it decides whether a layer is dropped: 0, so that any chance at all drops it
+        if made.numel() == 1:  # it decides if a layer is dropped: 0 drops it at any chance
             return torch.zeros_like(made)
         self._trace.draws.append(self._innermost)
         return made
 
     def _follow(self, args: Args, made: Any) -> None:
-        """Note which outputs of stand-ins are behind what an operator has made."""
+        """Note the stand-ins' outputs on which an operator's results depend."""
         behind = frozenset[int]().union(
             *(self._made_of.get(_memory(each), ()) for each in _flat(args) if isinstance(each, Tensor))
         )
@@ -132,19 +132,17 @@ class Recorder:
 
     def _begin(self, stops_at_block: bool = False) -> None:
         self._trace, self._stops_at_block = Trace(), stops_at_block
-        self._picks: dict[int, tuple[str, Args]] = {}  # integers -> the module that gave them, and all it gave
-        self._under_way: list[str] = []  # modules, the innermost last
+        self._picks: dict[int, tuple[str, Args]] = {}  # id of integers -> their module and all its outputs
+        self._under_way: list[str] = []  # running modules, the innermost last
         self._block: BlockTrace | None = None
-        self._alive: list[
-            Tensor
-        ] = []  # what its backward keeps: no other tensor gets the memory by which each is known
-        self._given: set[int] = set()  # memory of what a layer is given beside hidden states: all layers share it
-        self._made_of: dict[int, frozenset[int]] = {}  # memory -> that of the stand-ins' outputs behind it
+        self._alive: list[Tensor] = []  # tensors saved for backward, held so that their memory addresses stay unique
+        self._given: set[int] = set()  # memory of a layer's other inputs, which all layers share
+        self._made_of: dict[int, frozenset[int]] = {}  # memory -> memory of the stand-ins' outputs that it depends on
         self._random.manual_seed(0)
 
     @property
     def _innermost(self) -> str:
-        """The module under way."""
+        """The innermost running module."""
         return self._under_way[-1] if self._under_way else "its forward"
 
     # ---- every module ------------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ class Recorder:
                 module.weight = nn.Parameter(self._drawn(*module.weight.shape), requires_grad=False)
         elif name not in self._layers and isinstance(module, nn.Embedding):
             module.forward = partial(self._embedding, name, module.embedding_dim)  # type: ignore[method-assign]
-            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models look a row up themselves
+            rows = self._drawn(1, module.embedding_dim).expand_as(module.weight)  # some models index it directly
             module.weight = nn.Parameter(rows, requires_grad=False)
             self._tables[rows.untyped_storage().data_ptr()] = name
         elif hf_internals.is_experts(module):
@@ -190,7 +188,7 @@ class Recorder:
         else:
             for leaf, parameter in own:
                 values = torch.rand(parameter.shape, generator=self._random) + 0.5
-                if parameter.ndim > 1:  # a wide sum stays where softmax and sigmoid have gradients
+                if parameter.ndim > 1:  # keeps wide sums where softmax and sigmoid have gradients
                     values *= parameter.shape[-1] ** -0.5
                 is_trained = self.dtype == torch.bfloat16
                 module._parameters[leaf] = nn.Parameter(values.to(self.dtype), requires_grad=is_trained)
@@ -201,7 +199,7 @@ class Recorder:
         return torch.randn(shape, generator=self._random).to(self.dtype)
 
     def _save(self, x: Tensor, name: str = "", memory: int = 0) -> Tensor:
-        """Note what backward keeps of a layer's tokens; `name`: the module that keeps it, the innermost by default."""
+        """Note a tensor of a layer's tokens saved for backward, by module `name` (default: the innermost)."""
         if self._block is not None and not x.is_meta and self.tokens in x.shape and not self._is_given(x):
             kept = Kept(name or self._innermost, memory or _memory(x), x.untyped_storage().nbytes() / self.tokens)
             self._block.saved.append(kept)
@@ -211,7 +209,7 @@ class Recorder:
         return x.detach()
 
     def _is_given(self, x: Tensor) -> bool:
-        """Whether layers share it (cosines and sines); in fp32, that of each counts."""
+        """True if layers share the tensor (cosines and sines); in fp32, each layer's counts."""
         return self.dtype == torch.bfloat16 and _memory(x) in self._given
 
     def _outside(self, name: str) -> None:
@@ -253,7 +251,7 @@ class Recorder:
         if self._block is None or x is None:
             self._outside(name)
             return plain(*args, **kwargs)
-        if self.dtype != torch.bfloat16:  # a copy of its own, for the gradient of its weights
+        if self.dtype != torch.bfloat16:  # counted separately: saved for the gradient of its weights
             self._save(x, name, id(module) * 2 + 1)
         event = Event("small", name, (x,), None, self._block.sources(x))
         self._block.events.append(event)
@@ -262,7 +260,7 @@ class Recorder:
         out = plain(*args, **kwargs)
         if event.wide:
             self._block.sources(out)
-        return x * 1 if event.wide else out  # so that features stay apart
+        return x * 1 if event.wide else out  # not the norm's output, which would mix all features
 
     def attention(
         self,
@@ -305,7 +303,7 @@ class Recorder:
     ) -> Tensor:
         if self._block is None:
             self._outside(name)
-            return values + inputs[0].sum(-1, keepdim=True) if kind == "linear" else values  # of each token its own
+            return values + inputs[0].sum(-1, keepdim=True) if kind == "linear" else values  # each token's own
         sources = frozenset().union(*(self._block.sources(each) for each in inputs))
         leaf = values.requires_grad_()
         for kept in inputs if kind in ("linear", "attention") else ():
@@ -317,7 +315,7 @@ class Recorder:
         return self._given_out(name, leaf)
 
     def _given_out(self, name: str, leaf: Tensor) -> Tensor:
-        """What a stand-in gives, or a block is given: a copy of a leaf, for a model may change it in place."""
+        """The output of a stand-in, or the input of a block: a copy of a leaf, as a model may change it in place."""
         out = leaf * 1
         block, memory = cast(BlockTrace, self._block), _memory(out)
         block.outputs[memory] = Kept(name, memory, out.untyped_storage().nbytes() / self.tokens, is_output=True)
@@ -326,7 +324,7 @@ class Recorder:
         return out
 
     def _reads_residual(self, block: BlockTrace, event: Event) -> bool:
-        """Whether its input is of the width of the residual stream for a reason: it, or a projection back to it."""
+        """True if its input is as wide as the residual stream for a reason: the stream, or a projection back to it."""
         back = {name for name in event.sources if name != RESIDUAL and block.leaves[name].shape[-1] == self.hidden}
         rows = {each.name for each in block.events if each.kind == "linear" and RESIDUAL not in each.sources}
         return RESIDUAL in event.sources or bool(back & rows)
@@ -381,12 +379,12 @@ class Recorder:
         return tuple(x.shape) in ((1, self.tokens, self.hidden), (self.tokens, self.hidden))
 
     def _is_in_streams(self, x: Tensor) -> bool:
-        """Whether these are hidden states with one dimension more: several streams for each token."""
+        """True if these are hidden states with one more dimension: several streams per token."""
         return x.ndim == 4 and x.shape[-1] == self.hidden and self.tokens in x.shape[:-1]
 
 
 def _tokens(model: PreTrainedModel) -> int:
-    """The smallest prime from 5 that counts nothing else in the model: a dimension of this size counts tokens."""
+    """The smallest prime from 5 that is no other size in the model: a dimension of this size counts tokens."""
     taken = {value for value in model.config.get_text_config().to_dict().values() if isinstance(value, int)}
     taken |= {size for parameter in model.parameters() for size in parameter.shape}
     return next(number for number in count(5) if number not in taken and _is_prime(number))
@@ -397,13 +395,13 @@ def _is_prime(number: int) -> bool:
 
 
 def _where(is_meant: Callable[[Tensor], bool], args: Args, kwargs: Keywords) -> list[int | str]:
-    """The positions and keywords of the arguments that are meant."""
+    """The positions and keywords of the arguments that satisfy `is_meant`."""
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return [where for where, x in named if isinstance(x, Tensor) and x.is_floating_point() and is_meant(x)]
 
 
 def _gives_logits(given: Args, experts: int, index: Tensor) -> bool:
-    """Whether what a router gives are logits of all `experts`, no probabilities, and weights of its picks."""
+    """True if a router returns logits of all `experts`, not probabilities, and weights of its picks."""
     floats = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
     if len(floats) < 2 or floats[0].shape[-1] != experts or floats[1].shape != index.shape:
         return False
@@ -423,7 +421,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _shape_given(plain: Any, args: Args, kwargs: Keywords, x: Tensor) -> tuple[int, ...]:
-    """The shape of what a module would give, whose weights are on meta; that of `x` where it cannot be told."""
+    """The output shape of a module with its weights on meta; that of `x` if it cannot be computed."""
 
     def on_meta(value: Any) -> Any:
         return value.to("meta") if isinstance(value, Tensor) else value
@@ -436,13 +434,13 @@ def _shape_given(plain: Any, args: Args, kwargs: Keywords, x: Tensor) -> tuple[i
         return tuple(x.shape)
 
 
-# ---- the recorder that is under way ----------------------------------------------------------------------------------
+# ---- the active recorder ---------------------------------------------------------------------------------------------
 
 _recorders: list[Recorder] = []
 
 
 def register() -> None:
-    """Offer the attention and the mask of the recorder under way to `transformers` under `ATTENTION`."""
+    """Offer the attention and the mask of the active recorder to `transformers` under `ATTENTION`."""
     hf_internals.register_attention(
         ATTENTION,
         lambda *args, **kwargs: _recorders[-1].attention(*args, **kwargs),

@@ -1,6 +1,6 @@
-"""Where weights come from: a model that has them, the recipe of its initialisation, or safetensors.
+"""Sources of weights: a model, the recipe of its initialisation, or safetensors.
 
-Only the region that is asked for is drawn or read.
+Only the requested region is drawn or read.
 """
 
 import re
@@ -29,18 +29,18 @@ from fivefold.models.random_stream import Region, whole
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 1024
 _COMPARED = 2**22  # values of a tensor that are read at once
-# Buffers that old exports saved and every model computes for itself.
+# Buffers in old exports that every model computes itself.
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
 
 
 class OtherWeights(UserError):
-    """Files that are sound, whose tensors have other names or types than the model's."""
+    """Raised for intact files whose tensors have other names or types than the model's."""
 
 
 class TensorSource(ABC):
     """Tensors by name, read region by region on the CPU.
 
-    `shapes`: the global shape of each: of the model's parameters (tied ones once) and persistent buffers.
+    `shapes`: the global shapes of the model's parameters (tied ones once) and persistent buffers.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -50,7 +50,7 @@ class TensorSource(ABC):
         return set(self.shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape."""
+        """The global shape of a tensor."""
         return self.shapes[name]
 
     @abstractmethod
@@ -58,18 +58,18 @@ class TensorSource(ABC):
         """The values of `region`, one slice of step 1 per dim; nothing else is drawn or read."""
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor."""
+        """Read a whole tensor."""
         return self.read(name, whole(self.shape(name)))
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds: parameters (tied ones under one name) and persistent buffers."""
+    """The tensors in a checkpoint of the model: parameters (tied ones under one name) and persistent buffers."""
     kept = model.state_dict(keep_vars=True)
     return {name: kept[name] for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in kept}
 
 
 class ModelTensors(TensorSource):
-    """The parameters of `model` as they are now, and what its routers keep; the model itself may be cut and sharded
+    """The parameters of `model` as they are now, and the buffers of its routers; the model may be sharded
     afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +89,7 @@ class RandomInit(TensorSource):
     """
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        """`model` is on the meta device and stays there. Raises `UserError` for initialisers not known here."""
+        """`model` is on the meta device and stays there. Raises `UserError` for unknown initialisers."""
         self._seed = seed
         self._recipe = recipes.read_recipe(model)
         stored = stored_tensors(model)
@@ -106,16 +106,15 @@ class RandomInit(TensorSource):
 class SafetensorsFolder(TensorSource):
     """The weights of a Hugging Face folder: `model.safetensors`, or the files that its index names.
 
-    Tensors keep the type they have in the file, and may have names there that `transformers` knows for the model's (a
-    base model's, an older class's). A file is open only while a region is read, so that what stays in memory is what
-    was asked for.
+    Tensors keep their type in the file. Their names there may be others that `transformers` maps to the model's (a base
+    model's, an older class's). A file is open only while a region is read, so only the requested data stays in memory.
     """
 
     def __init__(self, path: str | Path, model: PreTrainedModel) -> None:
-        """`model` (on meta is enough) says which names and shapes there must be.
+        """`model` (on meta is enough) defines the expected names and shapes.
 
-        Raises `UserError` for a folder without safetensors, file names that lead out of it, damaged files, and names
-        or shapes that are not those of the model.
+        Raises `UserError` for a folder without safetensors, file names that lead out of it, damaged files, and names or
+        shapes that are not those of the model.
         """
         self._folder = Path(path)
         located = _locate(self._folder)
@@ -142,7 +141,7 @@ class SafetensorsFolder(TensorSource):
             )
 
     def _check_buffers(self, model: PreTrainedModel) -> None:
-        """A model computes its buffers itself, and a checkpoint does not hold them: others would be lost."""
+        """Raise `UserError` for buffers that differ from the computed ones: checkpoints would lose them."""
         trained = router_buffers(model)
         for name, values in recipes.stored_buffers(model).items():
             if name not in trained and not torch.equal(found := self.whole(name), values.to(found.dtype)):
@@ -165,9 +164,9 @@ class SafetensorsFolder(TensorSource):
 
 
 def open_weights(path: str | Path, model: PreTrainedModel) -> TensorSource:
-    """The weights of a Hugging Face folder, for `model`: read region by region; of a folder of quantised ones, those
-    that `transformers` computes of them, whole, on every rank. Raises `UserError` as `SafetensorsFolder` does, and
-    where it needs other packages to compute them."""
+    """The weights of a Hugging Face folder, for `model`, read region by region. Quantised weights are dequantised by
+    `transformers`, whole, on every rank. Raises `UserError` as `SafetensorsFolder` does, and if dequantising needs
+    other packages."""
     try:
         return SafetensorsFolder(path, model)
     except OtherWeights as error:
@@ -195,7 +194,7 @@ def _dequantised(folder: Path, model: PreTrainedModel, method: str, found: UserE
 
 
 def check_numbers(values: Tensor, name: str, path: Path) -> Tensor:
-    """The values of a tensor of a file. Raises `UserError` where one is not a number."""
+    """Return the values of a tensor of a file. Raises `UserError` if one is NaN."""
     if values.is_floating_point() and values.sum().isnan() and (bad := int(values.isnan().sum())):  # inf - inf is NaN
         raise UserError(
             f"{path}: {name} is not all numbers: {bad:,} of the {values.numel():,} values read are NaN",
@@ -209,7 +208,7 @@ def _part(file: Any, name: str, region: Region) -> Tensor:
 
 
 def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, str], merged.Merged]:
-    """{name in the model: name in the files}, and what is merged of several. A tied tensor may stand under any of its
+    """{name in the model: name in the files}, and the merged tensors. A tied tensor may be stored under any of its
     names."""
     renamed, pieces = hf_internals.names_in_model(model, located)
     stored = {renamed.get(name, name): name for name in located}
@@ -220,7 +219,7 @@ def _names(model: PreTrainedModel, located: Collection[str]) -> tuple[dict[str, 
 
 
 def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Tensors of a folder that `model` ties to another one, and that have other values there."""
+    """Tensors of a folder that `model` ties to another one, but whose values differ in the folder."""
     tied = hf_internals.tied_parameters(model)
     if not tied or not any(folder.glob("*.safetensors")):
         return []
@@ -232,7 +231,7 @@ def own_heads(folder: Path, model: PreTrainedModel) -> list[str]:
 
 
 def _are_equal(*tensors: tuple[Path, str]) -> bool:
-    """Of two tensors of files, row by row."""
+    """Compare two tensors of files, row by row."""
     with ExitStack() as stack:
         one, other = (stack.enter_context(_open(path)).get_slice(name) for path, name in tensors)
         if one.get_shape() != other.get_shape():
@@ -242,7 +241,7 @@ def _are_equal(*tensors: tuple[Path, str]) -> bool:
 
 
 def _locate(folder: Path) -> dict[str, Path]:
-    """{tensor name: the file that holds it}; one file goes before an index, as in `transformers`."""
+    """{tensor name: its file}; a single file takes precedence over an index, as in `transformers`."""
     if (folder / _SINGLE).is_file():
         path = _inside(folder, _SINGLE)
         return dict.fromkeys(_header(path), path)
@@ -262,8 +261,8 @@ def _locate(folder: Path) -> dict[str, Path]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Names the weights in a folder, whatever their files are called: by type and shape of each tensor, and `_SAMPLE`
-    bytes from the middle of it, so that a large model takes a moment. Raises `UserError`."""
+    """A hash of the weights in a folder, independent of file names: the type and shape of each tensor and `_SAMPLE`
+    bytes from its middle, so that a large model is fast. Raises `UserError`."""
     located, found = _locate(folder), list[tuple[str, str, list[int], str]]()
     for name, entry in _entries(located).items():
         with located[name].open("rb") as file:
@@ -283,11 +282,11 @@ def _read_index(path: Path) -> Mapping[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file `name` of the folder, which no name and no link may leave (but for the blobs of the hub's cache)."""
+    """The file `name` of the folder. No name and no link may leave it (except to the blobs of the hub's cache)."""
     path, roots = folder / name, [folder.resolve()]
     try:
         place, is_there = path.resolve(), path.is_file()
-    except (ValueError, OSError) as error:  # a NUL, half of a character, or too many
+    except (ValueError, OSError) as error:  # a NUL, half of a surrogate pair, or too many characters
         what = f"{folder / _INDEX} names {name[:80]!r}, as no file can be called"
         raise UserError(what, fix="download the folder again") from error
     if folder.resolve().parent.name == "snapshots":
@@ -309,7 +308,7 @@ def _open(path: Path) -> Any:
 
 
 def _header(path: Path) -> Mapping[str, safetensors_header.Entry]:
-    """The tensors of a file that was checked to be one. Raises `UserError`."""
+    """The tensors of a file, after checking that it is a safetensors file. Raises `UserError`."""
     try:
         with path.open("rb") as file:
             return safetensors_header.read(file)

@@ -1,7 +1,7 @@
-"""Which part of a block feeds which, found by running a copy of the model with stand-ins for its large parts.
+"""The data flow between the parts of a block, found by running a copy of the model with stand-ins for its large parts.
 
-The copy (`recorder.py`) runs a few tokens several times: once for the record from which the roles of parameters follow,
-and again to tell what depends on the tokens, on chance, or on the length of a row.
+The copy (`recorder.py`) runs a few tokens several times: once for the record that the roles of parameters follow from,
+and again to find out what depends on the tokens, on random numbers, or on the length of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from fivefold.models.forwards import base_gives, behind_padding, hand_on_cu_seql
 from fivefold.models.record import WATCHED, BlockTrace, MixesTokens, Trace, Untraceable
 from fivefold.models.recorder import ATTENTION, Recorder, register
 
-PLACES = tuple(1024 << power for power in range(11))  # in a row, where what a model counts for itself is looked at
+PLACES = tuple(1024 << power for power in range(11))  # positions in a row at which a model's own count is tested
 
 Run = Callable[..., Trace]
 
@@ -66,7 +66,7 @@ def _traced(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[
 
 
 def _in_bf16(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple[str, str]]) -> list[BlockTrace]:
-    """The blocks as they run in bf16; none where the model's own code does not take that."""
+    """The blocks as they run in bf16; empty if the model's own code does not support that."""
     copy = hf_internals.copy_on_meta(model, ATTENTION)
     copy.train()
     recorder = Recorder(copy, anatomy, torch.bfloat16)
@@ -79,7 +79,7 @@ def _in_bf16(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple
 
 
 def _to_logits(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy) -> tuple[str, ...]:
-    """The modules with parameters between the base and the logits, in order; only the head, if the trace cannot follow
+    """The modules with parameters between the base and the logits, in order; only the head if the trace cannot follow
     hidden states there."""
     hidden = torch.zeros(1, recorder.tokens, recorder.hidden)
     with head_only(copy, anatomy) as logits_of, suppress(Untraceable):
@@ -88,9 +88,9 @@ def _to_logits(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy) -> t
 
 
 def _check_around(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy, ids: Tensor) -> None:
-    """Training calls the base with tokens, and makes logits of some of its hidden states at a time. Raises
-    `Untraceable` where the model's own forward does more: gives its base something else, or looks at tokens, or at
-    other hidden states, to make the logits of one. Where it cannot be run with stand-ins, the first step will tell."""
+    """Check the model's forward around its base: training calls the base with tokens, and makes logits of some hidden
+    states at a time. Raises `Untraceable` if the forward gives its base something else, or looks at tokens or at other
+    hidden states to make the logits of one. If stand-ins cannot run it, the first training step will show it."""
     hidden = torch.randn(1, recorder.tokens, recorder.hidden, generator=torch.Generator().manual_seed(0))
     changed = hidden.clone()
     changed[0, WATCHED] += 1
@@ -118,7 +118,7 @@ def _check_around(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy, i
 
 
 def _padding(run: Run, ids: Tensor, padding: int | None) -> int:
-    """The padding token, where the model counts its tokens from behind it. Raises `Untraceable` where it does not."""
+    """The padding token, if the model counts its tokens from it. Raises `Untraceable` otherwise."""
     if padding is not None:
         ids = ids.clone()
         ids[0, WATCHED] = padding
@@ -138,12 +138,12 @@ def _check_masks(recorder: Recorder, run: Run, ids: Tensor) -> None:
 
 def _same_up_to(traced: Trace, run: Run) -> int:
     """The longest row, found to an eighth, in which the model's own count of tokens changes nothing. Raises
-    `Untraceable` if the count already matters in the shortest row that is tried."""
+    `Untraceable` if the count already matters in the shortest row tried."""
 
     def changes(place: int) -> bool:
         try:
             return not _same(traced.read, run(place=place).read)
-        except Untraceable:  # it has a place for as many tokens as there are
+        except Untraceable:  # the model has no entry for that place
             return True
 
     if changes(PLACES[0]):
@@ -159,7 +159,7 @@ def _same_up_to(traced: Trace, run: Run) -> int:
 
 
 def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    """Tensors on meta, which some models move ids to, have no values to differ in."""
+    """True if all tensors are equal. Tensors on meta, to which some models move ids, have no values to compare."""
     return len(one) == len(other) and all(
         x.shape == y.shape and (x.is_meta or torch.equal(x, y)) for x, y in zip(one, other, strict=True)
     )

@@ -1,7 +1,7 @@
-"""A training loop of one's own over a parallelized model: what `import fivefold as ff` offers beside the commands.
+"""Custom training loops over a parallelized model: the Python API of `import fivefold as ff` next to the commands.
 
-Every function is called by every rank of the world, with the rows of its data rank. What the trainer does runs here
-too: the same step, the same passes, the same checkpoints. What would be wrong is refused with the line to write
+Every rank of the world calls every function, with the rows of its data rank. The trainer's own code runs here too: the
+same step, the same passes, the same checkpoints. Wrong uses are refused with the line to write instead
 (docs/python.md).
 """
 

@@ -1,10 +1,10 @@
 """From batches of torch tensors, as `transformers` models take them, to micro batches; checked on all ranks together.
 
-What comes out means what `transformers` computes for what came in: labels are shifted here, padding is cut off or takes
-no part, and documents begin where `position_ids` restart. (`transformers` itself looks at positions when it is given no
+The micro batches have the meaning that `transformers` gives to the input: labels are shifted here, padding is cut off
+or ignored, and documents begin where `position_ids` restart. (`transformers` itself looks at positions if it gets no
 `attention_mask` and no cache.)
 
-Legend: B rows, T positions of a row as given, L positions as computed.
+Legend: B rows, T positions of an input row, L positions as computed.
 """
 
 import inspect
@@ -33,17 +33,17 @@ READ_MORE = "docs/python.md"
 
 
 def refusal(what: str, fix: str | None = None) -> UserError:
-    """An error that names the page of one's own loop."""
+    """An error that refers to the documentation of custom loops."""
     return UserError(what, fix=fix, more=READ_MORE)
 
 
 def micro_batches(
     model: Any, batch: Batch | Sequence[Batch], *, needs_labels: bool = True, also: Callable[[], object] = lambda: None
 ) -> list[MicroBatch]:
-    """The micro batches of this rank's `batch`: as many as the data rank with the most has, empty ones last.
+    """The micro batches of this rank's `batch`, padded with empty ones to the largest number of any data rank.
 
-    Every rank calls this; `also` is another check that may raise. Raises `UserError`, on every rank, for a batch that
-    cannot be read on one, and where ranks of one data rank were given different batches.
+    Every rank calls this; `also` is another check that may raise. Raises `UserError`, on every rank, if a batch cannot
+    be read on one, or if ranks of one data rank got different batches.
     """
     state = state_of(model)
     plan = state.plan
@@ -70,11 +70,11 @@ def micro_batch(
     reads_mask: bool = False,
 ) -> MicroBatch:  # fmt: skip
     """One micro batch of tensors: any T is padded up to a multiple of `row_multiple`, and padding carries no loss.
-    `vocabulary`: tokens that the embedding has; `logits`: those that the head tells apart, where that is otherwise.
-    `reads_mask`: the model makes positions of the attention mask where it is given none.
+    `vocabulary`: tokens of the embedding; `logits`: those of the head, if different. `reads_mask`: the model computes
+    positions from the attention mask by default.
 
-    Raises `UserError` for what is missing, of another shape or type, out of range, or would be computed otherwise than
-    `transformers` does.
+    Raises `UserError` for tensors that are missing, of another shape or type, or out of range, or if the result would
+    differ from that of `transformers`.
     """
     ids_BT = _input_ids(batch, vocabulary)
     rows, length = ids_BT.shape
@@ -124,7 +124,7 @@ def micro_batch(
 
 
 def on_every_rank(read: Callable[[], Checked]) -> Checked:
-    """What `read` gives on this rank. Every rank calls this; the `UserError` of one is raised on all.
+    """The result of `read` on this rank. Every rank calls this; the `UserError` of one is raised on all.
 
     Otherwise a rank with a wrong batch would leave the others waiting for it.
     """
@@ -134,7 +134,7 @@ def on_every_rank(read: Callable[[], Checked]) -> Checked:
 
 
 def _tried(read: Callable[[], Checked]) -> tuple[Checked | None, UserError | None]:
-    """What it gives, or raises."""
+    """The result of `read`, or the `UserError` that it raised."""
     try:
         return read(), None
     except UserError as error:
@@ -153,20 +153,20 @@ def _raise_any(error: UserError | None) -> None:
 
 
 def differing(values: Sequence[int]) -> list[int]:
-    """At which places the ranks' integers are not the same. Every rank gives as many, of less than 63 bits."""
+    """The indices at which the ranks' integers differ. Every rank passes equally many, of less than 63 bits."""
     mine = torch.tensor([values, [-each for each in values]], dtype=torch.int64, device=_device())
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return (mine[0] != -mine[1]).nonzero().flatten().tolist()
 
 
 def _device() -> torch.device:
-    """Where a collective of the world takes its tensors."""
+    """The device for tensors of the world's collectives."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError | None) -> int:
-    """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` where ranks
-    that share their rows differ.
+    """The largest number of micro batches of a data rank. Raises the error of any rank, and `UserError` if ranks that
+    share their rows differ.
 
     One all-reduce of four numbers per data rank: the largest count, the largest and smallest checksum, an error.
     """
@@ -189,14 +189,14 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
 
 
 def checksum(batch: Sequence[MicroBatch]) -> int:
-    """Of all that a rank was given, 62 bits."""
+    """A checksum of a rank's whole input, 62 bits."""
     arrays = [array for each in batch for array in (each.input_ids, each.labels, each.position_ids, each.cu_seqlens)]
     text = b"".join(np.ascontiguousarray(array).tobytes() + str(array.shape).encode() for array in arrays)
     return xxh3_64_intdigest(text) >> 2
 
 
 def _nothing(length: int) -> MicroBatch:
-    """A row of padding, for a data rank that has no rows, or fewer micro batches than another."""
+    """A row of padding, for a data rank without rows, or with fewer micro batches than another."""
     row = np.zeros((1, length), np.int64)
     return MicroBatch(
         row, np.full_like(row, IGNORE), np.arange(length)[None], np.array([0, length], np.int32), 0, 0,
@@ -204,7 +204,7 @@ def _nothing(length: int) -> MicroBatch:
     )  # fmt: skip
 
 
-# ---- what is in a batch ----------------------------------------------------------------------------------------------
+# ---- the tensors of a batch ------------------------------------------------------------------------------------------
 
 
 def _input_ids(batch: Batch, vocabulary: int) -> Integers:
@@ -223,7 +223,7 @@ def _input_ids(batch: Batch, vocabulary: int) -> Integers:
 
 
 def _targets(batch: Batch, ids_BT: Integers, vocabulary: int, needs_labels: bool) -> Integers:
-    """What each position predicts: the label of the next one."""
+    """The target of each position: the label of the next one."""
     targets_BT = np.full(ids_BT.shape, IGNORE, np.int64)
     labels_BT = _given(batch, "labels", ids_BT.shape) if needs_labels or batch.get("labels") is not None else None
     if labels_BT is None:
@@ -239,7 +239,7 @@ def _targets(batch: Batch, ids_BT: Integers, vocabulary: int, needs_labels: bool
 
 
 def _padding(mask_BT: Integers, targets_BT: Integers) -> tuple[Integers, Integers]:
-    """Of a mask: how many real tokens each row has, and where they begin."""
+    """The number of real tokens in each row of a mask, and their start."""
     if bool(((mask_BT != 0) & (mask_BT != 1)).any()):
         raise refusal(
             "attention_mask has other values than 0 and 1", "mark packed documents by position_ids that restart"
@@ -263,7 +263,7 @@ def _padding(mask_BT: Integers, targets_BT: Integers) -> tuple[Integers, Integer
 
 
 def _given(batch: Batch, key: str, shape: tuple[int, ...]) -> Integers | None:
-    """A tensor of the batch in the shape of its input_ids; None when it is not there."""
+    """A tensor of the batch in the shape of its input_ids; None if it is missing."""
     if batch.get(key) is None:
         return None
     values = _integers(batch[key], key, any_type=key == "attention_mask")
@@ -294,14 +294,14 @@ def _check_range(values: Integers, key: str, vocabulary: int) -> None:
 
 
 def _reads_mask(model: nn.Module) -> bool:
-    """Whether an embedding of `model` is given the mask, as that of the positions of OPT: a token after padding on the
-    left has another position there than its place in the row, which is what it has in other models."""
+    """True if an embedding of `model` reads the mask, such as OPT's positional embedding: there, the position of a
+    token after left padding is not its place in the row, unlike in other models."""
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return any("attention_mask" in inspect.signature(type(each).forward).parameters for each in embeddings)
 
 
 def _wide(values_BT: Integers, wide: int) -> Integers:
-    """Cut or filled up with zeros to [B, wide]."""
+    """Cut or zero-pad to [B, wide]."""
     kept = values_BT[:, :wide]
     return np.pad(kept, ((0, 0), (0, wide - kept.shape[1])))
 
@@ -316,7 +316,7 @@ def check_grad_enabled() -> None:
 
 
 def some(batch: list[MicroBatch]) -> list[MicroBatch]:
-    """`batch`. Raises `UserError` where it has no micro batch."""
+    """Return `batch`. Raises `UserError` if it has no micro batch."""
     if not batch:
         raise refusal("no rank has a micro batch", fix="pass a dict of tensors, or a list of some")
     return batch

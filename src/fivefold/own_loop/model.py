@@ -44,7 +44,7 @@ def _refusal_of(what: str, fix: str) -> UserError:
 
 
 def _refused(what: str, fix: str) -> Any:
-    """A method that only says what to write in its place; `{layout}` in `fix` is the model's."""
+    """A method that only raises, with the line to write instead; `{layout}` in `fix` is the model's."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise _refusal_of(what, fix.replace("{layout}", str(self.layout)))
@@ -53,35 +53,35 @@ def _refused(what: str, fix: str) -> Any:
 
 
 class ParallelModel(nn.Module):
-    """A `transformers` causal language model that `ff.parallelize` has spread: the same object, of its own class too.
+    """A `transformers` causal language model parallelized by `ff.parallelize`: the same object, in a subclass.
 
-    Its parameters have the names of the Hugging Face model; a rank holds its part of them, and `.grad` is that part's.
-    A forward without gradients gives logits (not under a pipeline: `ff.logits`).
+    Its parameters have the names of the Hugging Face model; a rank holds its shards of them, and `.grad` belongs to the
+    shard. A forward without gradients returns logits (not under a pipeline: `ff.logits`).
     """
 
     config: Any
     fivefold: ParallelState
-    given_dtype: torch.dtype  # of the parameters, before
-    called_around: frozenset[Any]  # see `_around_call`: those of this library
-    adapter: Lora | None  # what is trained beside the frozen model
+    given_dtype: torch.dtype  # dtype of the parameters before `parallelize`
+    called_around: frozenset[Any]  # see `_around_call`: the hooks of this library
+    adapter: Lora | None  # trained on top of the frozen model
 
     @property
     def layout(self) -> Layout:
-        """How the model lies over the world."""
+        """The layout of the model over the world."""
         return self.fivefold.plan.layout
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_ranks` shares of the data this rank reads: `rank` of a `DistributedSampler`."""
+        """The share of the data, of `data_ranks`, that this rank reads: `rank` of a `DistributedSampler`."""
         return self.fivefold.plan.placement.data_rank
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks read different rows: `num_replicas` of a `DistributedSampler`."""
+        """The number of ranks that read different rows: `num_replicas` of a `DistributedSampler`."""
         return self.fivefold.plan.layout.data_ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward. One that raises, or is interrupted (hooks of torch do not see Ctrl-C), leaves all in order."""
+        """Run a forward. If it raises or is interrupted (torch hooks do not see Ctrl-C), the model stays consistent."""
         try:
             return super().__call__(*args, **kwargs)
         except BaseException:
@@ -98,8 +98,8 @@ class ParallelModel(nn.Module):
 
     def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:
         """Write the whole model as a Hugging Face folder, as `transformers` does: files of the same names are replaced,
-        others stay. Every rank calls this, and the first one writes. `dtype`: see `ff.export`. Of a model with an
-        adapter it is the adapter, as `peft` does."""
+        others stay. Every rank calls this, and the first one writes. `dtype`: see `ff.export`. For a model with an
+        adapter, write the adapter, as `peft` does."""
         if unknown := [key for key in options if key not in ("safe_serialization", "is_main_process")]:
             raise _refusal_of(
                 f"save_pretrained({unknown[0]}=...)", "model.save_pretrained(path), or ff.export(model, path)"
@@ -109,13 +109,13 @@ class ParallelModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parts, even after a call that raised with whole parameters in their places."""
+        """This rank's shards, even after a call that raised and left whole parameters in their places."""
         if not (self.fivefold.guard.is_library or self.fivefold.guard.is_called):
             put_in_order(self)
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Of the whole model; of those of other pipeline ranks all count as trainable."""
+        """Parameters of the whole model; all those of other pipeline ranks count as trainable."""
         if exclude_embeddings:
             raise _refusal_of("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
@@ -126,12 +126,12 @@ class ParallelModel(nn.Module):
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """That of `transformers`, on one process; refused on several ranks, which have parts of layers and of rows."""
+        """`generate` of `transformers`, on one process; refused on several, which hold parts of layers and rows."""
         if self.layout.world > 1:
             raise _refusal_of("model.generate()", "ff.generate(model, prompt, tokenizer=tokenizer) on every rank")
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
-    # A rank has only parts, in shapes that look whole.
+    # A rank has only shards, in shapes that look whole.
     state_dict = _refused(
         "state_dict()",
         "ff.save(model, optimizer, path) to go on from, ff.export(model, path) for transformers, or "
@@ -142,7 +142,7 @@ class ParallelModel(nn.Module):
     )
     __reduce_ex__ = _refused("pickling", "ff.save(model, optimizer, path), or ff.export(model, path)")
     push_to_hub = _refused("push_to_hub()", "model.save_pretrained(path), and push the folder")
-    # torch has no copies of what FSDP keeps.
+    # torch cannot copy the state of FSDP.
     __deepcopy__ = _refused(
         "copying", "[p.detach().clone() for p in model.parameters()] for averages of the weights, or ff.gather(model)"
     )
@@ -155,7 +155,7 @@ class ParallelModel(nn.Module):
     )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves and casts (`.to`, `.half`, `.cuda`): those that change nothing pass."""
+        """Moves and casts (`.to`, `.half`, `.cuda`): refused unless they change nothing."""
         like = next(self.parameters()).detach()
         found = fn(torch.empty(0, dtype=like.dtype, device=like.device))
         if (found.dtype, found.device) != (like.dtype, like.device):
@@ -181,18 +181,18 @@ def parallelize(
     step: tuple[int, int] | None = None,
     adapter: Lora | str | Path | None = None,
 ) -> ParallelModel:
-    """Spread a `transformers` causal language model over the current world; the same model, changed in place.
+    """Parallelize a `transformers` causal language model over the current world; the same model, changed in place.
 
-    `layout`: a `Layout` or its text. `precision`: what it computes in (parameters and optimizer state stay in fp32, or
-    in fp64); None: what the layout names, `+fp32` or `+fp64`, else the type that the model's parameters have (bf16 for
-    fp16). Values come from `source`; without one, from the model itself, or, for a model on the meta device, from
-    random initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
-    (torchrun, srun) is joined, or one of this process alone. `offload_to`: where what the layout offloads
-    (`+offload_optimizer`) lies: `host` (memory), or a folder of a fast disk. `step`: tokens of a row and micro batches
-    of a step, for a layout with a budget of recompute (`+keep12GiB`), which is spent for them. `adapter`: what is
-    trained in place of the model, which is frozen: `ff.Lora(rank=16)`, or the folder of a PEFT adapter to go on with.
+    `layout`: a `Layout` or its text. `precision`: the compute type (parameters and optimizer state stay in fp32, or in
+    fp64); None: the one in the layout, `+fp32` or `+fp64`, else the type of the model's parameters (bf16 for fp16).
+    Values come from `source`; without one, from the model itself, or, for a model on the meta device, from random
+    initialisation by the model's own recipe with `seed`. Without a process group, the world in the environment
+    (torchrun, srun) is joined, or one of this process alone. `offload_to`: the place of offloaded data
+    (`+offload_optimizer`): `host` (memory), or a folder on a fast disk. `step`: tokens of a row and micro batches of a
+    step, for a layout with a recompute budget (`+keep12GiB`), which is fitted to them. `adapter`: trained instead of
+    the model, which is frozen: `ff.Lora(rank=16)`, or the folder of a PEFT adapter to continue.
 
-    Build the optimizer after this. Raises `UserError` when the layout does not fit the world or the model.
+    Build the optimizer after this. Raises `UserError` if the layout does not fit the world or the model.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     if not isinstance(layout, Layout):
@@ -208,7 +208,7 @@ def parallelize(
     settings: Any = model.config
     load = own_coefficient(settings.get_text_config())
     if open_world() and dist.get_backend() == "gloo":
-        # One loop in sixty ended with SIGABRT as Python ended, its group open. Whether that was the cause is not known.
+        # One loop in sixty ended with SIGABRT at exit, its group still open; that may be the cause.
         atexit.register(leave)
     _check_same_everywhere(model, values=source is None)
     lora = adapter if adapter is None or isinstance(adapter, Lora) else lora_of(adapter)
@@ -239,13 +239,13 @@ def parallelize(
 
 
 def _around_call(model: nn.Module) -> frozenset[Any]:
-    """What a call of the whole model runs beside the forward of its class: hooks, by number, and one of its own."""
+    """Code around the forward of the model's class in a call of it: hooks, by number, and a forward of its own."""
     own = vars(model).get("forward")
     return frozenset({*model._forward_pre_hooks, *model._forward_hooks, *([own] if own else [])})
 
 
 def _beside(model: nn.Module, folder: str | Path, lora: Lora, source: TensorSource | None, seed: int) -> TensorSource:
-    """The values of a PEFT adapter, and of the model that it is beside."""
+    """The values of a PEFT adapter, and of its base model."""
     on_meta = next(model.parameters()).is_meta
     use_our_attention(model)
     base = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
@@ -253,7 +253,7 @@ def _beside(model: nn.Module, folder: str | Path, lora: Lora, source: TensorSour
 
 
 def _padded(step: tuple[int, int] | None, layout: Layout) -> tuple[int, int] | None:
-    """Rows as the layout pads them. Raises `UserError` for what is no pair of positive numbers."""
+    """Pad rows as the layout does. Raises `UserError` unless `step` is a pair of positive numbers."""
     if step is None:
         return None
     if len(step) != 2 or not all(isinstance(size, int) and size > 0 for size in step):
@@ -262,7 +262,7 @@ def _padded(step: tuple[int, int] | None, layout: Layout) -> tuple[int, int] | N
 
 
 def _check_model(model: nn.Module) -> torch.dtype:
-    """The type of its parameters. Raises `UserError` for what is no model to parallelize."""
+    """The type of its parameters. Raises `UserError` for models that cannot be parallelized."""
     if isinstance(model, ParallelModel):
         raise refusal("this model is parallelized already", fix="build another one")
     if not isinstance(model, PreTrainedModel):
@@ -290,8 +290,8 @@ def _check_model(model: nn.Module) -> torch.dtype:
 
 
 def _check_same_everywhere(model: nn.Module, *, values: bool) -> None:
-    """Raise `UserError` where ranks built different models: each keeps its part of its own, and copies would drift
-    apart. `values`: whether those of the tensors are compared too."""
+    """Raise `UserError` if ranks built different models: each keeps its shard of its own, and replicas would drift
+    apart. `values`: compare the values of tensors too."""
     if dist.get_world_size() == 1:
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -310,13 +310,13 @@ def _check_same_everywhere(model: nn.Module, *, values: bool) -> None:
 
 
 def _bits_sum(tensor: Tensor) -> int:
-    """Of the elements, read as integers: a checksum in one pass and without a copy."""
+    """The sum of the elements, read as integers: a checksum in one pass and without a copy."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.uint8)
     return int(tensor.detach().view(bits).sum(dtype=torch.int64)) % 2**62
 
 
 def _with_precision(layout: Layout, precision: Precision | None, given: torch.dtype) -> Layout:
-    """`layout` with what the model computes in. In a `Layout`, bf16 is what stands where nothing was named."""
+    """`layout` with the compute type of the model. In a `Layout`, bf16 is the default and means that none was named."""
     default = Layout().precision
     if precision and layout.precision not in (default, precision):
         raise UserError(f"the layout {layout} names a precision, and precision={precision!r} another", fix="name one")
@@ -326,7 +326,7 @@ def _with_precision(layout: Layout, precision: Precision | None, given: torch.dt
 
 
 def check_parallel(model: Any) -> None:
-    """Raise `UserError` for what `parallelize` has not returned; bring the model in order after a call that raised."""
+    """Raise `UserError` unless `parallelize` returned the model; restore its order after a call that raised."""
     if not isinstance(model, ParallelModel):
         raise refusal(
             f"a {type(model).__name__} is not a model that ff.parallelize returned",
@@ -337,7 +337,7 @@ def check_parallel(model: Any) -> None:
 
 
 def check_runs(model: Any) -> None:
-    """`check_parallel`, of a model that is about to be run here. Raises `UserError` for what that would leave out."""
+    """`check_parallel`, for a model about to be run here. Raises `UserError` for hooks that this would leave out."""
     check_parallel(model)
     if _around_call(model) - model.called_around:
         raise refusal(

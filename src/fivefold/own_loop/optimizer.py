@@ -1,8 +1,8 @@
-"""Whether a user's optimizer may update a parallelized model: it is tried on small tensors, not looked up by name.
+"""Checks that a user's optimizer may update a parallelized model: it is tried on small tensors, not looked up by name.
 
-A rank holds parts of tensors. AdamW, SGD and their kin update each element by its own gradient, so that parts give
-what the whole gives. Muon, Adafactor and LAMB look at rows, norms or whole matrices, and are right where every tensor
-is whole on some rank (a pipeline); Prodigy, LBFGS and all that adds up over all parameters, only where a rank has all.
+A rank holds shards of tensors. AdamW, SGD and similar optimizers update each element by its own gradient, so updates of
+shards equal those of the whole. Muon, Adafactor and LAMB use rows, norms or whole matrices, and are right only if every
+tensor is whole on some rank (a pipeline); Prodigy, LBFGS and other sums over all parameters, only if a rank has all.
 """
 
 import copy
@@ -29,23 +29,23 @@ from fivefold.torch_internals import Dispatch, of_one
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
 _BEGINS = "fivefold_begins"
-# How an optimizer computes, not what.
+# Options that choose an implementation, not the update.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-_STEPS = 100  # of a trial
-# Operators that mix no numbers, beside views and those that torch calls pointwise: they pick, copy, join, make or draw.
+_STEPS = 100  # steps of a trial
+# Operators that mix no numbers, besides views and pointwise ones: they pick, copy, join, create or draw.
 _UNMIXED = (
     "new_", "where", "masked_fill", "rsub", "index", "gather", "take", "masked_select", "nonzero", "copy", "_to_copy",
     "cat", "stack", "_unsafe_view",
     "zero", "ones", "full", "fill", "empty", "scalar_tensor", "rand", "normal", "bernoulli", "uniform", "_fused_",
 )  # fmt: skip
-_RATE = 0.01  # of a trial, where an optimizer has none
-# What kernels for other lengths may differ by in fp64: as a part of a tensor's way, and in its numbers.
+_RATE = 0.01  # learning rate of a trial, if an optimizer has none
+# Rounding differences of kernels for other lengths in fp64: relative to the distance moved, and absolute.
 _CLOSE, _ROUNDED = 1e-6, 1e-13
 
 
 def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Parameter]) -> None:
-    """From now on, any optimizer of this process that is about to step over parameters of `model`, or over those it had
-    `before`, is checked first: a loop of one's own may never pass it to this library."""
+    """From now on, check any optimizer of this process before it steps over parameters of `model`, or over its
+    parameters from `before`: a custom loop may never pass it to this library."""
     now = list(model.parameters())
     for parameter in now:
         setattr(parameter, _LAYOUT, layout)
@@ -63,12 +63,12 @@ def _install() -> None:
 
 
 def _spread(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its parameters that are those of a parallelized model."""
+    """Its parameters that belong to a parallelized model."""
     return [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise `UserError` unless `optimizer` is one of torch's kind, over parameters of `model`, that may update them."""
+    """Raise `UserError` unless `optimizer` is a torch optimizer over parameters of `model`, and may update them."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         hint = "no GradScaler is needed: " if isinstance(optimizer, torch.amp.GradScaler) else ""
         raise refusal(
@@ -82,9 +82,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -> None:
-    """Raise `UserError` where a step of `optimizer` would be lost, or wrong on parts of tensors. `steps`: it takes one.
+    """Raise `UserError` if a step of `optimizer` would be lost, or wrong on shards. `steps`: it is about to step.
 
-    An optimizer over parameters that were never in a parallelized model is left alone.
+    An optimizer over parameters that were never in a parallelized model is ignored.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(hasattr(parameter, _REPLACED) for parameter in parameters):
@@ -104,7 +104,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
         _check_runs(optimizer, parameters)
         setattr(optimizer, _CHECKED, checked)
     if steps and layout is not None:
-        # Behind the hooks of its user, which see what a loop sees.
+        # After the user's hooks, which see the same state as a loop.
         if hook := getattr(optimizer, _BEGINS, None):
             hook.remove()
         setattr(optimizer, _BEGINS, optimizer.register_step_pre_hook(lambda *_: begin_step(_spread(optimizer))))
@@ -123,14 +123,14 @@ def _check_update(optimizer: torch.optim.Optimizer, layout: Layout) -> None:
 
 
 def _what_ranks_hold(layout: Layout) -> Literal["all", "tensors", "parts"]:
-    """All parameters whole (copies over dp_replicate alone), some of them whole (a pipeline), or parts of them."""
+    """All parameters whole (only replicas over dp_replicate), some of them whole (a pipeline), or parts of them."""
     if layout.world == layout.dp_replicate:
         return "all"
     return "tensors" if layout.world == layout.dp_replicate * layout.pp else "parts"
 
 
 def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
-    """Raise `UserError` where the optimizer needs operations that torch does not have for DTensors: parameters are."""
+    """Raise `UserError` if the optimizer needs operations that torch lacks for DTensors, the type of the parameters."""
     like = next((each for each in parameters if isinstance(each, DTensor)), None)
     if like is None:
         return
@@ -161,13 +161,13 @@ def _not_the_models(optimizer: torch.optim.Optimizer) -> UserError:
     )
 
 
-# ---- tried on small tensors ------------------------------------------------------------------------------------------
+# ---- trials on small tensors -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to share out tensors: `share(tensors, rank=)` gives what one of two ranks has. `reason`: why steps differ
-    under it; `right`: where they would not."""
+    """A way to distribute tensors: `share(tensors, rank=)` returns the part of one of two ranks. `reason`: why steps
+    differ under it; `right`: the layout in which they do not."""
 
     share: Callable[..., list[Tensor]]
     reason: str
@@ -175,17 +175,17 @@ class _Way:
 
 
 def why_not(optimizer: torch.optim.Optimizer, ranks_hold: Literal["tensors", "parts"]) -> tuple[str, str] | None:
-    """Why steps over what ranks hold, some of the tensors or parts of each, would not be those of one process, and
-    which layout would be right; None where they are the same.
+    """Why steps over a rank's parameters, some of the tensors or parts of each, would differ from those of one process,
+    and the right layout; None if they are the same.
 
-    Optimizers like this one take `_STEPS` steps: one over some small tensors, others over what two ranks would hold of
-    them. Tensors, and parts of them, have gradients of unlike sizes, which jump now and then: what looks at more than
-    an element sees something else on each rank. After so many steps warm-ups are over and periods have passed.
+    Optimizers like this one take `_STEPS` steps: one over some small tensors, others over two ranks' shares of them.
+    Tensors, and parts of them, have gradients of different sizes, which jump now and then: an update that depends on
+    more than one element differs on each rank. After that many steps warm-ups are over and periods have passed.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             return _differing(optimizer, [_TENSORS] if ranks_hold == "tensors" else [_TENSORS, _PARTS])
-    except Exception as error:  # whatever a class of someone else's does
+    except Exception as error:  # any error of third-party code
         return f"it cannot be tried on small tensors ({type(error).__name__}: {first_line(error)[:80]})", _HAS_ALL
 
 
@@ -219,7 +219,7 @@ def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[
 
 
 def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator; its name, where the numbers that it gives may be of several others each."""
+    """Run an operator; note its name if its results may each depend on several numbers."""
     out = operator(*args, **kwargs)
     reads = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
     if not operator.is_view and any(each.numel() > 1 for each in reads) and not _is_of_elements(operator):
@@ -228,11 +228,11 @@ def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _note_large(optimizer: torch.optim.Optimizer, mixed: set[str]) -> None:
-    """What a step does with tensors of the sizes that the parameters have, without numbers: some look at large ones
-    alone."""
+    """Note the operators of a step on tensors of the parameters' real sizes, without values: some optimizers treat
+    large tensors differently."""
     shapes = [dict.fromkeys(tuple(each.shape) for each in group["params"]) for group in optimizer.param_groups]
     large = [[torch.empty(shape, device="meta") for shape in group] for group in shapes]
-    with suppress(Exception), Dispatch(partial(_note, mixed)):  # a number that is asked for is not there
+    with suppress(Exception), Dispatch(partial(_note, mixed)):  # reading a value fails on meta
         twin = _Twin(optimizer, large, list)
         for _ in range(2):
             twin.step(large)
@@ -240,13 +240,13 @@ def _note_large(optimizer: torch.optim.Optimizer, mixed: set[str]) -> None:
 
 @cache
 def _is_of_elements(operator: Any) -> bool:
-    """Whether each number that an operator gives is of at most one of each of its tensors."""
+    """True if each result of an operator depends on at most one number of each of its tensors."""
     name = operator.overloadpacket.__name__
     plain = of_one(name).removesuffix("_")
     if plain.startswith(_UNMIXED):
         return True
     packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
-    if name != plain + "_" * name.endswith("_"):  # a list of tensors each: `max` is one number of each, `maximum` not
+    if name != plain + "_" * name.endswith("_"):  # foreach operators: `max` reduces each tensor, `maximum` does not
         return "dim" not in packet.overloads() and any(map(_is_pointwise, map(packet.__getattr__, packet.overloads())))
     return _is_pointwise(operator) or _is_pointwise(getattr(packet, str(operator).rpartition(".")[2], operator))
 
@@ -256,21 +256,21 @@ def _is_pointwise(operator: Any) -> bool:
 
 
 def _shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Two tensors of each number of dimensions that `parameters` have, large enough for what looks at large ones."""
+    """Two tensors for each number of dimensions in `parameters`, large enough for rules about large ones."""
     known = {0: (), 1: (512,), 2: (128, 160)}
     dims = sorted({parameter.ndim for parameter in parameters} or {2})
     return [known.get(n, (4,) * (n - 2) + (16, 24)) for n in dims for _ in range(2)]
 
 
 def _sized(signs: Tensor, at: int) -> Tensor:
-    """Gradients of the tensor of number `at`: ten times as large in the parts that the first rank has."""
+    """Gradients of tensor number `at`: ten times as large in the first rank's part."""
     for dim in range(signs.ndim):
         signs.narrow(dim, 0, signs.shape[dim] // 4).mul_(10)
     return signs * 10.0 ** -(at % 3)
 
 
 def _part(tensor: Tensor, at: int, rank: int) -> Tensor:
-    """A quarter for the first rank, of the rows or of the columns; a single number is on both."""
+    """A quarter of the rows or columns for the first rank, the rest for the second; a single number is on both."""
     dim = -1 if at % 2 else 0
     return tensor.tensor_split([tensor.shape[dim] // 4], dim)[rank] if tensor.ndim else tensor
 
@@ -293,13 +293,13 @@ class _Twin:
         self, optimizer: torch.optim.Optimizer, tensors: Sequence[Sequence[Tensor]], share: Callable[[Any], list[Any]],
         but: Sequence[str] = IMPLEMENTATION,
     ) -> None:  # fmt: skip
-        """`but`: options that it does not get; on a CPU some cannot be had."""
+        """`but`: options to leave out; some are not available on a CPU."""
         self._share = share
         self.parameters = [[nn.Parameter(own.clone()) for own in share(group)] for group in tensors]
         self._optimizer = _like(optimizer, self.parameters, but)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """One step, with its share of the gradients."""
+        """Take one step, with its share of the gradients."""
         for parameters, given in zip(self.parameters, gradients, strict=True):
             for parameter, gradient in zip(parameters, self._share(given), strict=True):
                 parameter.grad = gradient.clone()
@@ -307,7 +307,7 @@ class _Twin:
 
     @torch.no_grad()
     def differs(self, whole: "_Twin", start: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether a tensor is somewhere else than in `whole`, for the way that it has come from `start`."""
+        """True if a tensor deviates from its counterpart in `whole`, relative to that one's distance from `start`."""
         return any(
             not torch.allclose(own, other, rtol=0, atol=_CLOSE * float((other - first).abs().max()) + _ROUNDED)
             for mine, theirs, before in zip(self.parameters, whole.parameters, start, strict=True)
@@ -318,7 +318,7 @@ class _Twin:
 def _like(
     optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]], but: Sequence[str]
 ) -> torch.optim.Optimizer:
-    """A new optimizer of the same class over other parameters, with the same options and arguments `but` those."""
+    """A new optimizer of the same class and settings over other parameters, without the options in `but`."""
     known = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
     given = {key: value for key, value in vars(optimizer).items() if key in known and _is_plain(value)}
@@ -332,7 +332,7 @@ def _like(
 
 
 def _options(group: dict[str, Any], defaults: dict[str, Any], but: Sequence[str]) -> dict[str, Any]:
-    """Those of a group, at the largest of its rates: a warm-up may begin at zero."""
+    """The options of a group, at the largest of its rates: a warm-up may begin at zero."""
     rates = [group.get("initial_lr"), group.get("lr"), defaults.get("lr")]
     largest = max((float(rate) for rate in rates if isinstance(rate, int | float | Tensor)), default=None)
     kept = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names", *but)})

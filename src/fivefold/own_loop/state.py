@@ -24,8 +24,8 @@ from fivefold.parallel import plain
 
 
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one. Of
-    a model with an adapter, those of the adapter."""
+    """Every parameter by its Hugging Face name, whole, on the CPU of every rank; or its gradient, zeros without one.
+    For a model with an adapter, the parameters of the adapter."""
     check_parallel(model)
     return gathered(model, gradients=gradients)
 
@@ -38,12 +38,12 @@ def save(
     state: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Save weights, optimizer state and the options of its parameter groups as the folder `path`, to be loaded under
-    any layout. It appears when all of it is written and read back.
+    """Save weights, optimizer state and the options of its parameter groups as the folder `path`, loadable under any
+    layout. The folder appears once all of it is written and read back.
 
-    `state`: anything that JSON holds (a step, a scheduler's `state_dict()`), which `load` returns. `overwrite`: replace
-    a checkpoint of that name, which `load` finds until the new one is there. Raises `UserError`, and `RunFailed` when
-    it cannot be written.
+    `state`: any JSON value (a step, a scheduler's `state_dict()`), returned by `load`. `overwrite`: replace a
+    checkpoint of that name, which `load` finds until the new one is there. Raises `UserError`, and `RunFailed` if it
+    cannot be written.
     """
     check_parallel(model)
 
@@ -66,11 +66,11 @@ def save(
 
 
 def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
-    """Load what `save` has saved at `path`, or the newest checkpoint of a run folder, under whatever layout. Returns
-    the `state` that was given to `save`.
+    """Load the result of `save` at `path`, or the newest checkpoint of a run folder, under any layout. Returns the
+    `state` given to `save`.
 
-    The optimizer is one of the same class with the same parameters in the same groups; their options (rates, decay,
-    betas) become those that were saved. Raises `UserError`, before anything changes, where that does not fit.
+    The optimizer must be of the same class with the same parameters in the same groups; their options (rates, decay,
+    betas) are replaced by the saved ones. Raises `UserError`, before anything changes, if that does not fit.
     """
     check_parallel(model)
     folder = standing(Path(path))
@@ -88,13 +88,13 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
     if optimizer is not None:
         for group, was in zip(optimizer.param_groups, saved.get("groups", ()), strict=False):
             for key, value in was["options"].items():
-                if key not in IMPLEMENTATION:  # how this one computes stays
+                if key not in IMPLEMENTATION:  # the implementation stays that of this optimizer
                     group[key] = _like(group.get(key), value)
     return dict(opened.state.get("state", opened.state))
 
 
 def _described(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The class of an optimizer, and of each group its options and the names of its parameters on all ranks."""
+    """The class of an optimizer, and the options and parameter names (of all ranks) of each group."""
     own = [{"options": _options(group), "parameters": names} for group, names in _groups(model, optimizer)]
     everyone = plain.everywhere([own, scalar_types(optimizer)])
     groups = [
@@ -111,7 +111,7 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[di
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that JSON holds; a tensor of one number as that number."""
+    """The options that JSON supports; a tensor of one number as that number."""
     found = {}
     for key, value in group.items():
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -122,7 +122,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """An option as the optimizer had it: a tuple, a tensor."""
+    """A saved option in the type of the current one: a tuple, a tensor."""
     if isinstance(now, tuple) and isinstance(saved, list):
         return tuple(saved)
     return torch.full_like(now, saved) if isinstance(now, Tensor) else saved
@@ -162,8 +162,8 @@ def export(model: ParallelModel, path: str | Path, *, dtype: str | None = None, 
     """Write the whole model as the Hugging Face folder `path`, or its adapter as one of `peft`. Every rank calls this,
     and the first one writes.
 
-    `dtype`: fp32, bf16, fp16 or fp64; None: the type that the model came in, where that has 16 bits, and else the type
-    it is trained in. `force` replaces a model folder that is there.
+    `dtype`: fp32, bf16, fp16 or fp64; None: the original type of the model if that has 16 bits, else the type it is
+    trained in. `force` replaces an existing model folder.
     """
     check_parallel(model)
     export_live(model, Path(path), dtype=dtype, given=model.given_dtype, adapter=model.adapter, force=force)

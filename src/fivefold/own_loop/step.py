@@ -47,15 +47,15 @@ def train_step(
     max_grad_norm: float | None = None,
     learning_rate: float | None = None,
 ) -> StepResult:
-    """One optimizer step on a global batch; the gradients are gone afterwards.
+    """Take one optimizer step on a global batch, and clear the gradients afterwards.
 
     `batch`: this data rank's rows as `transformers` takes them, `input_ids` and `labels` [rows, tokens] (unshifted,
     -100 without a target), optionally `attention_mask` and `position_ids`; or a list of such dicts, the micro batches.
     Rows may have any length, ranks unequal numbers of rows, targets and micro batches. The loss is the sum of cross
-    entropy over all targets, divided by their number: of all data ranks and micro batches. `max_grad_norm` None: no
+    entropy over all targets of all data ranks and micro batches, divided by their number. `max_grad_norm` None: no
     clipping. `learning_rate` None: each parameter group keeps its own.
 
-    A step without targets, or whose loss or gradient is not finite, is skipped: `result.skipped`. Raises `UserError`.
+    A step without targets, or with a non-finite loss or gradient, is skipped: `result.skipped`. Raises `UserError`.
     """
     check_runs(model)
 
@@ -76,15 +76,15 @@ def train_step(
 
     own = some(micro_batches(model, batch, also=ready_to_step))
     result = step(model, optimizer, own, learning_rate=learning_rate, max_grad_norm=max_grad_norm or 0.0)
-    model.zero_grad(set_to_none=True)  # those that the optimizer does not have, too
+    model.zero_grad(set_to_none=True)  # also of parameters that the optimizer lacks
     return result
 
 
 def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
     """Forward and backward of a global batch, in place of `loss.backward()`: gradients are summed over all ranks and
-    added to those that are there. Returns the loss, nats per target, the same on every rank (fp64, no gradient).
+    added to existing ones. Returns the loss, nats per target, the same on every rank (fp64, no gradient).
 
-    `batch` as in `train_step`. Several calls add up, each divided by its own targets, as `loss.backward()` would; the
+    `batch` as in `train_step`. Several calls add up, each divided by its own targets, as with `loss.backward()`; the
     micro batches of one step are better passed together, as a list. Raises `UserError`.
     """
     check_parallel(model)
@@ -92,8 +92,8 @@ def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
 
 
 def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over the whole model is at most `max_norm`; the norm before that, the same
-    on every rank (fp64). What `torch.nn.utils.clip_grad_norm_` does in one process; `max_norm` inf: only the norm."""
+    """Scale the gradients so that their norm over the whole model is at most `max_norm`. Returns the norm before that,
+    the same on every rank (fp64). The equivalent of `torch.nn.utils.clip_grad_norm_`; `max_norm` inf: only the norm."""
     check_parallel(model)
     if not (_is_number(max_norm) and max_norm > 0):
         raise UserError(f"max_norm {max_norm!r} is no norm to clip to", fix="a positive number")
@@ -103,10 +103,10 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
 
 
 def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
-    """The mean cross entropy, nats per target, of all targets of these batches and those of the other ranks.
+    """The mean cross entropy, nats per target, over all targets of these batches and those of the other ranks.
 
     `batches` as in `train_step`, of this data rank; ranks may have unequal numbers of them. NaN without targets. Raises
-    `UserError` where no rank has a batch.
+    `UserError` if no rank has a batch.
     """
     check_runs(model)
     each = iter([batches] if isinstance(batches, Mapping) else batches)
@@ -126,7 +126,7 @@ def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
 def logits(model: ParallelModel, batch: Batch) -> Tensor:
     """Logits [rows, tokens, vocabulary] of this data rank's rows, on each of its ranks, without gradients.
 
-    `batch`: `input_ids`, optionally `position_ids` that restart where a document begins. Any length, any layout.
+    `batch`: `input_ids`, optionally `position_ids` that restart at each document. Any length, any layout.
     """
     check_runs(model)
 
@@ -161,9 +161,9 @@ def generate(
     eos_token_ids: Sequence[int] | None = None,
 ) -> str | list[int]:
     """Continue `prompt` with a parallelized model: text with a `tokenizer` of `transformers` (or `tokenizers`), or
-    tokens, [tokens] or [1, tokens], of which come tokens. Every rank passes the same, and gets the same. Tokens are
-    drawn, by `seed`; `temperature=0` takes the likeliest each time. One of the `stop_strings` of
-    `model.generation_config` ends what comes; a text leaves it out."""
+    tokens, [tokens] or [1, tokens], which give tokens. Every rank passes the same, and gets the same. Tokens are drawn
+    with `seed`; `temperature=0` always takes the likeliest. One of the `stop_strings` of `model.generation_config` ends
+    the result; a text leaves it out."""
     check_runs(model)
     options: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options["seed"] = seed
@@ -184,7 +184,7 @@ def generate(
         return ids
 
     ids = on_every_rank(read)
-    # Otherwise one rank would draw other tokens, or stop before the others, which would wait for it.
+    # Otherwise ranks would draw different tokens, or one would stop early and leave the others waiting.
     if differing([zlib.crc32(repr((ids.tolist(), options, ends)).encode())]):
         raise refusal(
             "ranks were given different prompts, or options", fix="every rank passes the same: all compute it"
@@ -209,7 +209,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _prompt_ids(prompt: str | Tensor | Sequence[int], tokenizer: Any, ends: tuple[int, ...]) -> Tensor:
-    """int64 [1, T]."""
+    """The prompt as int64 [1, T]."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UserError("a text needs a tokenizer", fix="ff.generate(model, prompt, tokenizer=tokenizer)")

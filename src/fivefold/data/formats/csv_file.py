@@ -1,4 +1,4 @@
-"""CSV and TSV: the first row names the columns, every other is a document, its text in the column `text_key`."""
+"""CSV and TSV: the first row names the columns, every other row is a document, its text in the column `text_key`."""
 
 import csv
 from collections.abc import Generator, Iterator, Mapping
@@ -15,8 +15,8 @@ from fivefold.data.source import Source, no_documents, not_utf8
 
 @dataclass(frozen=True)
 class Csv(Records):
-    """As Excel and pandas write it: fields in double quotes may hold line ends, a quote is doubled. UTF-8. Read row by
-    row: memory holds one. Every row has the fields of the first one."""
+    """CSV as Excel and pandas write it, in UTF-8: fields in double quotes may contain line ends, and quotes are
+    doubled. Read row by row, with one row in memory. Every row has the fields of the first one."""
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, is_empty = source.at(path), True
@@ -35,7 +35,7 @@ class Csv(Records):
 
 
 def _header(path: Path, names: list[str], source: Source) -> list[str]:
-    """The names of the columns, in which the text's is once."""
+    """The column names, with that of the text exactly once."""
     where = f"{source.at(path)}:1"
     if not names:
         raise no_documents(where)
@@ -53,7 +53,7 @@ def _header(path: Path, names: list[str], source: Source) -> list[str]:
 
 
 def _rows(path: Path, where: str) -> Generator[tuple[int, list[str]]]:
-    """The rows that are not blank, each with the line that it begins on."""
+    """The rows that are not blank, each with its first line number."""
     with _long_fields(), opened(path, where) as file:
         reader = csv.reader(
             _decoded(lines_of(file, where), where), delimiter="\t" if ending(path) == ".tsv" else ",", strict=True
@@ -81,7 +81,7 @@ def _decoded(lines: Iterator[tuple[int, bytes]], where: str) -> Iterator[str]:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """The csv module refuses fields of more than 128 KiB unless it is told otherwise, once for the process."""
+    """Lift the csv module's process-wide limit of 128 KiB per field."""
     before = csv.field_size_limit(MOST_BYTES)
     try:
         yield

@@ -1,9 +1,8 @@
 """`hub:org/name?config=C&split=S&revision=R`: a dataset of the Hugging Face hub, streamed through `datasets`, an extra.
 
-Its contents are identified by the commit, which becomes the `revision` of the address. A commit that is not named is
-looked up once, and remembered in the cache: every rank and every later run reads the same one. Of a dataset that is in
-the token cache nothing is asked over the network. No code of a dataset runs: `datasets` has ended its scripts and its
-pickles.
+The commit identifies its contents and becomes the `revision` of the address. A commit that is not given is looked up
+once and cached: every rank and every later run reads the same one. A dataset in the token cache needs no network. No
+code of a dataset runs: `datasets` no longer supports scripts and pickles.
 """
 
 import re
@@ -22,9 +21,9 @@ from fivefold.data.source import HUB, Source
 
 _MORE = "docs/data.md; the form is hub:org/name?config=C&split=S&revision=R, what follows the name being optional"
 _OFFLINE = "the network may be down: try again; what was tokenised once needs none"
-_SIZE = 2**30  # bytes: the hub does not say, and a middling dataset is of that order
+_SIZE = 2**30  # bytes: the hub does not tell; the order of a medium dataset
 _OPTIONS = ("config", "split", "revision")
-_OLDEST = (5, 2)  # the version whose reading was checked: older ones can run a dataset's code
+_OLDEST = (5, 2)  # the oldest checked version: older ones can run a dataset's code
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Hub(Records):
-    """A row is a document, its text in the column `text_key`. Nothing but the tokens stays on this machine."""
+    """A row is a document, its text in the column `text_key`. Only the tokens are stored on this machine."""
 
     def matches(self, path: Path) -> bool:
         return str(path).startswith(HUB)
@@ -93,7 +92,7 @@ class Hub(Records):
 
 def _no_dataset(name: str, where: str) -> UserError:
     folder = Path(name).parent
-    if name.count("/") == 1 and folder.is_dir():  # `datasets` would read what is in it
+    if name.count("/") == 1 and folder.is_dir():  # `datasets` would read the folder
         return UserError(
             f"{where}: a folder {str(folder)!r} is here", fix="start the run in another folder", more=_MORE
         )
@@ -101,7 +100,7 @@ def _no_dataset(name: str, where: str) -> UserError:
 
 
 def _commit(address: Address, source: Source, root: Path) -> str:
-    """The commit of the address: as it is named, as it is remembered, or as the hub says."""
+    """The commit of the address: as given, as cached, or from the hub."""
     if re.fullmatch(r"[0-9a-f]{40}", address.revision):
         return address.revision
     return entry(
@@ -129,7 +128,7 @@ def _ask(address: Address, where: str) -> str:
             fix="compare the name with huggingface.co/datasets; for a private one: hf auth login",
             more=_MORE,
         ) from error
-    except Exception as error:  # of the hub's client, of the network under it
+    except Exception as error:  # from the hub's client, or the network
         raise UserError(f"{where}: the hub does not answer: {_short(error)}", fix=_OFFLINE, more=_MORE) from error
     if not commit:
         raise UserError(f"{where}: the hub names no commit of it", fix="name it: ?revision=COMMIT", more=_MORE)
@@ -158,7 +157,7 @@ def _stream(address: Address, where: str) -> Any:
 
 @contextmanager
 def _readable(where: str) -> Iterator[None]:
-    """Errors of `datasets` and of all that it stands on, as a UserError."""
+    """Convert errors of `datasets` and its dependencies to `UserError`."""
     try:
         yield
     except UserError:
@@ -172,7 +171,7 @@ def _readable(where: str) -> Iterator[None]:
 
 
 def _short(error: Exception) -> str:
-    """In one line: what follows the second is advice for those who call it themselves."""
+    """The error in one line: text after its second line is advice for direct callers."""
     return " ".join(str(error).splitlines()[:2]) or type(error).__name__
 
 

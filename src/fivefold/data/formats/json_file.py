@@ -1,4 +1,4 @@
-"""JSON, one list of records or one record, and JSON Lines, a record a line: a record is a document, its text under
+"""JSON, a list of records or one record, and JSON Lines, one record per line: a record is a document, its text under
 `text_key`."""
 
 import json
@@ -17,8 +17,8 @@ _LONG = re.compile(rb"(?<=[\s:,\[])-?\d{4301}")
 
 @dataclass(frozen=True)
 class Json(Records):
-    """Read as a whole: memory holds the file and its records, several times its size. Hence a limit, and JSON Lines
-    beyond it."""
+    """Read as a whole: memory holds the file and its records, several times its size. So the size is limited, and
+    larger files have to be JSON Lines."""
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         for number, record in enumerate(_read(path, source), start=1):
@@ -64,7 +64,7 @@ def _read(path: Path, source: Source) -> list[object]:
 
 @dataclass(frozen=True)
 class JsonLines(Records):
-    """Read line by line: memory holds one record. Blank lines are passed over."""
+    """Read line by line, with one record in memory. Blank lines are skipped."""
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, is_empty = source.at(path), True
@@ -98,7 +98,7 @@ def _too_long(where: str) -> UserError:
 
 
 def _object(record: object, where: str, *, fix: str) -> Mapping[str, object]:
-    """The JSON value as a record. Raises UserError where it is no object."""
+    """Return the JSON value as a record. Raises `UserError` if it is no object."""
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON {type(record).__name__}, not an object", fix=fix)
     return record

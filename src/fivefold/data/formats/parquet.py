@@ -17,7 +17,7 @@ _BUFFER = 2**20  # bytes read at once of a column
 
 @dataclass(frozen=True)
 class Parquet(Records):
-    """Read row group by row group, of the columns that are needed: memory holds a page or two and `_ROWS` records."""
+    """Read row group by row group, only the needed columns: memory holds a page or two and `_ROWS` records."""
 
     def is_packed(self, path: Path) -> bool:
         return True
@@ -53,7 +53,7 @@ def _open(path: Path, where: str) -> Any:
 
 
 def _rows(file: Any) -> int:
-    """How many rows are decoded together."""
+    """Number of rows to decode together."""
     groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     longest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
     return max(1, min(_ROWS, _TOGETHER // max(1, longest)))
@@ -61,7 +61,7 @@ def _rows(file: Any) -> int:
 
 @contextmanager
 def _readable(where: str) -> Iterator[None]:
-    """Errors of pyarrow about a file that it cannot read, as a UserError."""
+    """Convert errors of pyarrow about an unreadable file to `UserError`."""
     try:
         yield
     except UserError:
@@ -80,7 +80,7 @@ def _check_column(file: Any, source: Source, where: str) -> None:
 
 
 def _holds_strings(kind: Any) -> bool:
-    """Strings as they are, or as numbers into a dictionary of them."""
+    """True for strings, stored directly or in a dictionary."""
     from pyarrow import types
 
     return any(
@@ -90,7 +90,7 @@ def _holds_strings(kind: Any) -> bool:
 
 
 def _largest(file: Any, types: dict[str, Any]) -> str | None:
-    """The column of strings that takes most room in the first row group."""
+    """The column of strings that takes most space in the first row group."""
     if not file.num_row_groups:
         return None
     group = file.metadata.row_group(0)

@@ -12,7 +12,7 @@ from fivefold.data.compression import opened
 from fivefold.data.source import Format, Source, is_binary, no_documents, not_utf8
 from fivefold.data.store import is_store
 
-# Installed packages, tests, tables of data, applications, and what the interpreter's packagers may leave out.
+# Installed packages, tests, tables of data, applications, and parts that packagers of Python may leave out.
 _LEFT_OUT = frozenset(
     {"__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test", "idlelib"}
     | {"lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"}
@@ -21,7 +21,7 @@ _LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Txt(Format):
-    """UTF-8 text, kept as it is but for a byte order mark."""
+    """UTF-8 text, unchanged except for a byte order mark."""
 
     def documents(self, path: Path, source: Source) -> Iterator[str]:
         with opened(path, source.at(path)) as file:
@@ -44,7 +44,7 @@ class Txt(Format):
 
 @dataclass(frozen=True)
 class PythonStdlib(Format):
-    """Each module is a document, sorted by path. A module that is not UTF-8 is left out (none is, as shipped)."""
+    """Each module is a document, sorted by path. Modules that are not UTF-8 are left out (none is, as shipped)."""
 
     def matches(self, path: Path) -> bool:
         return str(path) == self.name
@@ -80,7 +80,7 @@ def _is_utf8(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class StoreFormat(Format):
-    """Its tokens must come from the run's tokenizer; that is checked where both are known."""
+    """A token store. Its tokens must come from the run's tokenizer; `store_for` checks that."""
 
     def matches(self, path: Path) -> bool:
         return is_store(path)
@@ -89,7 +89,7 @@ class StoreFormat(Format):
         return (path,) if is_store(path) else None
 
 
-# In the order in which errors list them.
+# In the order of error messages.
 PYTHON_STDLIB = PythonStdlib(name="python-stdlib")
 TOKENS = StoreFormat(name="tokens", holds_tokens=True)
 TXT = Txt(name="txt", suffixes=(".txt", ".text", ".md", ".markdown"))

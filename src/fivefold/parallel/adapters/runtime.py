@@ -22,8 +22,8 @@ def builders(model: nn.Module, dtype: torch.dtype) -> Builders:
 
 
 def _with_gradient(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a frozen embedding, whose result is sent a gradient all the same. So a backward goes through the
-    first layer as through the others, and makes the same collectives, whatever is trained in it."""
+    """Wrap a frozen embedding's forward so that its output requires a gradient. The backward pass then runs through the
+    first layer as through the others, with the same collectives whatever is trained."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         out = plain(*args, **kwargs)

@@ -126,8 +126,8 @@ class TopLogProbs:
 
 
 def _of_answers(found_N: Tensor, answers_BT: Tensor, count: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Sum over the targets of each answer, fp64 [count]; `groups` hold the rest of its tokens. The order is fixed, as it
-    is not for `index_add` on a GPU: copies of a parameter must get the same gradient on every rank."""
+    """Sum over the targets of each answer, fp64 [count]; `groups` hold the rest of its tokens. The order is fixed,
+    unlike that of `index_add` on a GPU: copies of a parameter must get the same gradient on every rank."""
     is_of = answers_BT.reshape(1, -1) == torch.arange(count, device=found_N.device).unsqueeze(-1)
     sums = torch.where(is_of, found_N.double(), 0.0).sum(-1)
     for group in groups:
