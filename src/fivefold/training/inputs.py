@@ -1,4 +1,4 @@
-"""Micro batches on the device, and the model as an evaluation has it."""
+"""Micro batches on the device, and the context in which a model is evaluated."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ def to_device(
     batch: MicroBatch, device: torch.device, scale: Tensor | None = None, *, by_answer: bool = False,
     judge: Callable[[Tensor], Tensor] | None = None,
 ) -> LossInputs:  # fmt: skip
-    """A micro batch of numpy arrays as tensors; `cu_seqlens` stays on the CPU, and is left out when rows are
-    documents. `by_answer`: for the log-probabilities of its answers, one at least (of nothing, where it has none); so
-    too where a `judge` weighs them."""
+    """Convert a micro batch of numpy arrays to tensors. `cu_seqlens` stays on the CPU; it is omitted when every row is
+    one document. `by_answer`, or a `judge` that weighs answers: include the answer index of each target. At least one
+    answer is counted, an empty one if there are none."""
     ids, labels, positions = (
         torch.from_numpy(array).to(device, non_blocking=True)
         for array in (batch.input_ids, batch.labels, batch.position_ids)
@@ -46,7 +46,7 @@ def to_device(
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """No gradients, eval mode; afterwards the gathered parameters are dropped, for the next step changes them."""
+    """Evaluate without gradients, in eval mode. Reshards the parameters at the end: the next step changes them."""
     was_training = model.training
     model.eval()
     try:
