@@ -1,5 +1,5 @@
-"""Where a proof runs: over workers of its own, or in the world that this process is part of. No torch, but in such a
-world: the workers import it while this process waits."""
+"""Run a proof on workers of its own, or in the world that this process is part of. Only the latter imports torch here;
+otherwise the workers import it while this process waits."""
 
 import shutil
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Publish = Callable[[VerifyReport], object]
 
 def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> VerifyReport:
     """Prove the layouts of `request`, for the model of `config`; see `fivefold.verification.main`."""
-    world = find_world("cpu")  # the place is known before torch is
+    world = find_world("cpu")  # finds the world without importing torch
     if world is None:
         report = _over_workers(request, device_kind(config.train.device))
         publish(report)
@@ -36,7 +36,8 @@ def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> Verify
 
 
 def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
-    """As many workers as the largest layout has. Their logs stay only after a failure, whose message names them."""
+    """Prove with as many workers as the largest layout has ranks. Logs are kept only if a worker dies; the error names
+    them. Raises `UserError` if there are fewer GPUs."""
     workers = max(layout.world for layout in request.parsed.values())
     devices = gpus() if kind == "cuda" else workers
     if workers > devices:
