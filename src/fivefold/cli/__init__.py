@@ -37,7 +37,7 @@ from fivefold.core.terminal import say
 # Error texts for exhausted memory that do not come as `MemoryError`.
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread")
 
-# Listed in this order; the first line of the docstring is the verb's line.
+# Listed in this order, each with the first line of its docstring.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "data": data.data,

@@ -46,14 +46,14 @@ class CheckpointManager:
         )
         self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"
-        self._under_way = 0  # the step that is being saved
+        self._under_way = 0  # the step of the pending save
         self.failed: UserError | None = None
 
     def resume(self, config: RunConfig) -> Resumed:
         """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
         passed: dict[str, str] = {}
         while True:
-            # One rank looks: folders can differ between machines. It may fetch, which takes long.
+            # Only one rank searches, since folders can differ between machines. It may download, which takes long.
             where, folder, passed = checkpoint.on_first_rank(
                 partial(self._where_to_go_on, config, passed), self._saver.group
             )

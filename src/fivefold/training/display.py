@@ -51,11 +51,11 @@ class Pace:
         self._marks: deque[tuple[int, float]] = deque([(start, clock())], maxlen=PACE_STEPS)
 
     def mark(self, step: int) -> None:
-        """Note that `step` steps are done now."""
+        """Record that `step` steps are done now."""
         self._marks.append((step, self._clock()))
 
     def remaining(self) -> float | None:
-        """Seconds, or None before the first steps are done."""
+        """The remaining seconds; None before the first steps are done."""
         (first_step, first_time), (step, now) = self._marks[0], self._marks[-1]
         if step <= first_step:
             return None
@@ -165,7 +165,7 @@ class LiveDisplay(PlainDisplay):
         self._console.print(_labelled(lines))
 
     def panel(self) -> RenderableType:
-        """The panel as it stands now."""
+        """The panel in its current state."""
         done = self._row.get("step", self._start)
         left = clock_time(self._pace.remaining())
         waiting = "the first step takes longest" if not self._row else f"{left} left"

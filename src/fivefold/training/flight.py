@@ -34,7 +34,7 @@ class Waits:
         self._source: Recorder = source or (lambda *_: "{}")
         self._timeout = timeout
         self._ages: dict[int, float] = {}  # seconds that collectives have been active, by the recorder's number
-        self._done, self._idle = 0, 0.0  # when the last was known to be done, and seconds seen since
+        self._done, self._idle = 0, 0.0  # time of the last completion, and seconds counted since
         self.are_under_way = self.are_stuck = False
 
     def look(self, seconds: float) -> None:

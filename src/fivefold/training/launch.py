@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fivefold.data.prepare import PreparedData
 
 BODY = "fivefold.training.run:on_worker"
-Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
+Prove = Callable[[RunConfig, Layout], object]  # raises if a layout is wrong
 
 
 def run(
@@ -51,7 +51,7 @@ def run(
     `prove` checks the layout first. `listener` receives the events of the first rank.
     Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
     """
-    world = find_world("cpu")  # the place is known before torch is; the device is looked up below
+    world = find_world("cpu")  # finds the world without importing torch; the device is determined below
     with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)
@@ -65,7 +65,7 @@ def run(
             if prove:
                 prove(config, config.layout.resolve(workers))
     if world is None:
-        with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
+        with Workers(BODY, count=workers) as crew:  # they import their modules while the data is prepared
             data = _prepare(config, show=True)
             check_data(config, data)
             if not is_fresh and _is_finished(config, data):
@@ -77,7 +77,7 @@ def run(
 
     here = find_world(config.train.device) or world
     with join(here, timeout=config.launch.timeout), said_once(here):
-        if config.is_automatic:  # the first rank chooses for all, whose devices it takes to be like its own
+        if config.is_automatic:  # the first rank chooses for all, and assumes that their devices are like its own
             settled = partial(_settled, config, here.size, here.local_size, is_fresh=is_fresh)
             config = config.with_layout(Layout.parse(checkpoint.on_first_rank(lambda: str(settled().layout))))
         if is_fresh:

@@ -23,7 +23,7 @@ from fivefold.parallel.balance.runtime import BalanceOptions
 
 # On two CPU cores compiling took 7 s with a warm cache and up to 37 s without one, and saved 8 to 20% of a step (1M and
 # 6M parameters, bf16 and fp32). So it pays off only in a CPU run that is long enough.
-CPU_FLOPS = 100e9  # what a core sustains in training, FLOP/s: only the order of magnitude matters
+CPU_FLOPS = 100e9  # sustained by a core in training, FLOP/s: only the order of magnitude matters
 PAYS_AFTER_SECONDS = 600.0
 
 

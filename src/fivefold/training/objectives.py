@@ -18,8 +18,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Objective:
-    """`name`: sft (the mean over weighted targets), or a preference objective of `LOSSES`. `beta`: its temperature, or
-    the weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers in KTO."""
+    """An objective. `name`: sft (the mean over weighted targets), or a preference objective of `LOSSES`. `beta`: its
+    temperature, or the weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers
+    in KTO."""
 
     name: str = "sft"
     beta: float = 0.1
@@ -158,7 +159,7 @@ def _simpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | No
 
 def _orpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
     """ORPO: https://arxiv.org/abs/2403.07691, equations 6 and 7: cross entropy of the chosen answer, and the odds."""
-    odds = answers - torch.log(-torch.expm1(answers.clamp(max=-1e-12)))  # a probability of 1 has no odds
+    odds = answers - torch.log(-torch.expm1(answers.clamp(max=-1e-12)))  # clamped: the odds of 1 are infinite
     return -answers[:, 0] - objective.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 

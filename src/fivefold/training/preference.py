@@ -104,7 +104,7 @@ def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
 def outcome(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
     """This rank's share of the summed losses, fp64, and metric means over all pairs; call it after a step's passes."""
     coords = state_of(model).placement.coords
-    speaks = coords.tp == coords.cp == 0  # in a pipeline, on the ranks that have a loss
+    speaks = coords.tp == coords.cp == 0  # in a pipeline, only ranks with a loss have judged anything
     loss, _, metrics = _over_ranks(model, judges if speaks else (), objective)
     return loss, metrics
 

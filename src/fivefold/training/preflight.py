@@ -103,7 +103,7 @@ def needs_of(
     logits of one chunk of the loss. `is_host`: the device is the CPU, so offloading to `host` frees nothing.
     """
     of_ranks = [bytes_of(lower(facts, layout, rank), config) for rank in ranks]
-    away = 0 if is_host and config.memory.offload_to == HOST else 1  # host memory that is not the device's
+    away = 0 if is_host and config.memory.offload_to == HOST else 1  # 1: host memory is separate from the device's
     return Needs(
         parameters=facts.size,
         ranks=len(ranks),

@@ -158,7 +158,7 @@ class HeldFolder:
             self._is_lost = True
             return
         self._is_lost = False
-        if not gone:  # the lock alone
+        if not gone:  # only the lock was removed
             return
         there = "its checkpoints are gone, and the next one is saved on time"
         if any(os.scandir(self.run_dir / "checkpoints") if (self.run_dir / "checkpoints").is_dir() else ()):

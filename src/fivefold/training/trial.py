@@ -19,7 +19,7 @@ from fivefold.training import preflight
 from fivefold.training.job import Job
 from fivefold.training.step import all_reduce_sum, gradients, mean_loss, squared_norm
 
-ROUNDS = 2  # micro batches of a step without a pipeline: the second one meets the gradients of the first
+ROUNDS = 2  # micro batches of a step without a pipeline: the second one runs while the first one's gradients exist
 
 
 def pays(config: RunConfig, world: World) -> bool:

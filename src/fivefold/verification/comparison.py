@@ -116,7 +116,7 @@ class Comparison:
         self.count("coverage", wrong)
 
     def _asked(self) -> dict[str, list[str]]:
-        """Every key that a proof compares, under the word for its kind."""
+        """Every key that a proof compares, grouped by the displayed name of its kind."""
         asked: dict[str, list[str]] = {}
         for key in self._reference.recorded():
             kind = kind_of(key)

@@ -36,7 +36,7 @@ def nearest(x: Tensor, form: Format) -> Tensor:
     its last bit is 0."""
     table = numbers(form).to(x.device)
     size = x.abs().clamp(max=float(table[-1]))
-    above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)  # size is at most this number
+    above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)  # size <= table[above]
     below = above - 1
     up, down = table[above] - size, size - table[below]
     takes_upper = (up < down) | ((up == down) & (above % 2 == 0))
@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, amax: Amax | None = None
 ) -> Tensor:
-    """`F.linear` in fp8."""
+    """Compute `F.linear` in fp8."""
     out: Tensor = _Linear.apply(x.flatten(0, -2), weight, recipe, amax, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     out = out.view(*x.shape[:-1], -1)
     return out if bias is None else out + bias

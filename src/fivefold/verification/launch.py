@@ -57,6 +57,6 @@ def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
             with Workers("fivefold.verification.ranks:on_worker", count=workers) as crew:
                 start_workers(crew, body, logs=kept / "logs")
         except WorkerDied:
-            shutil.rmtree(scratch)  # models and references are large
+            shutil.rmtree(scratch)  # keep only the logs: models and references are large
             raise
         return report_on(request, request, workers)

@@ -154,7 +154,7 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case:
             floor = SMALL * totals[kind_of(key)] ** 0.5
             errors[key] = relative(Distance().add(found[key], tensor), float(tensor.double().norm()), floor)
     for what in ("losses", "norms"):
-        largest = accumulate(_relative_numbers(found[what], expected[what]), max)  # an error once made stays possible
+        largest = accumulate(_relative_numbers(found[what], expected[what]), max)  # an error persists in later steps
         errors |= {f"{what}/{step}": error for step, error in enumerate(largest)}
     (errors["loss, evaluated"],) = _relative_numbers(found["evaluated"], expected["evaluated"])
     if "balance" in expected:

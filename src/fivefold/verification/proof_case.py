@@ -79,7 +79,7 @@ class ProofCase:
     adapter: Lora | None = None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the case in one line, for people."""
         what = "whole" if not self.cuts else ", ".join(self.cuts)
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"

@@ -25,7 +25,7 @@ HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
 WIDE = (
     "intermediate_size", "n_inner", "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp",
 )  # fmt: skip
-EXPERTS = 12  # at least, if the model has them: enough for an order as text, 10 before 2, to show
+EXPERTS = 12  # at least, if the model has them: two-digit numbers reveal experts sorted as text, 10 before 2
 
 
 @dataclass(frozen=True)

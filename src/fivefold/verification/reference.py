@@ -31,7 +31,7 @@ from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
-_IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
+_IN_BLOCK = re.compile(r"\.\d+\.")  # the index in a list of layers
 CLIP = 0.5  # of a step's gradient norm, so that clipping is active; its inverse in every second step, so that it is not
 
 
@@ -199,7 +199,7 @@ class Reference:
         if seen:
             seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
-        if seen and self.drops:  # evaluation drops nothing
+        if seen and self.drops:  # logits are those of evaluation, which drops nothing
             with torch.no_grad():
                 for row, start, ids, _ in self._sequences(batch):
                     logits = self.model(input_ids=ids[None]).logits[0]
@@ -334,7 +334,7 @@ class Watch:
         self._token_dims: dict[str, set[int]] = {}
         self._row = self._start = self._length = 0  # of the current document
         self._seen: set[str] = set()
-        self._repeated: set[str] = set()  # run more than once in a pass (Gemma 3's rotary tables: in any order)
+        self._repeated: set[str] = set()  # modules that run more than once in a pass (Gemma 3's rotary tables)
         head = reference.model.get_output_embeddings()  # its outputs are recorded as `logits`
         names = [name for name, module in reference.model.named_modules() if name and module is not head]
         self._handles = watch(reference.model, names, inputs, self._note)

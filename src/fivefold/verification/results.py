@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FACTOR = 10.0  # ratio of tolerances to measured floors
 LEAST = {"fp64": 1e-10, "fp32": 1e-6, "bf16": 1e-2}  # tolerances are never smaller
-SMALL = 1e-6  # a gradient this much smaller than the whole has no relative error (a key's bias: truly zero)
+SMALL = 1e-6  # the norm in a relative error is at least this part of the whole's (a key's bias has zero gradient)
 
 # Displayed names of the kinds of keys.
 WORDS = {
@@ -122,7 +122,7 @@ class LayoutResult:
 
     @property
     def verdict(self) -> str:
-        """PROVED, WRONG or NOT RUN."""
+        """The verdict: PROVED, WRONG or NOT RUN."""
         if self.refused or not self.rows:
             return "NOT RUN"
         return "PROVED" if self.ok else "WRONG"
@@ -204,7 +204,7 @@ def judge(
 
 
 def _times(scales: Sequence[float | None]) -> str:
-    """`: 0.5 times the reference's`, if all ranks are wrong by one factor."""
+    """A text such as `: 0.5 times the reference's`, if all wrong ranks are wrong by one factor; else ""."""
     known = [scale for scale in scales if scale is not None]
     if len(known) != len(scales) or not known or max(known) - min(known) > 1e-3:
         return ""

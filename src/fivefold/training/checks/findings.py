@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on whom."""
+    """One violation. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on which ranks."""
 
     what: str
     where: str

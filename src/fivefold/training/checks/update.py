@@ -67,7 +67,7 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *,
 
 
 def _parameters(model: nn.Module) -> list[Tensor | None]:
-    """Every parameter of the whole model, in its order; None for those of other pipeline ranks."""
+    """Every parameter of the whole model, in order; None for those of other pipeline ranks."""
     named = dict(model.named_parameters())
     return [named.get(name) for name in state_of(model).placement.shards]
 

@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float, momentum: float, ns_steps: int,
     ) -> None:  # fmt: skip
         parameters = dict(model.named_parameters())
-        self._matrices = {name: parameters[name] for name in names if name in parameters}  # of this pipeline rank
+        self._matrices = {name: parameters[name] for name in names if name in parameters}  # on this pipeline rank
         options = {"lr": learning_rate, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
         super().__init__([{"params": list(self._matrices.values())}], options)
         self._adamw, self._own = adamw, self.param_groups[0]
@@ -100,14 +100,14 @@ class Muon(torch.optim.Optimizer):
                 with self._states.there(parameter) as weight:
                     weight.mul_(1 - rate * decay)
                     weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
-        next(self._there, None)  # the last momentum goes back
+        next(self._there, None)  # moves the last momentum back
 
     def _advance(self, name: str) -> Tensor:
         """Update the momentum, and return this rank's part of the matrix to orthogonalise (Nesterov's look-ahead)."""
         parameter, momentum = self._matrices.get(name), self._own["momentum"]
         if parameter is None:  # another pipeline rank's
             return torch.empty(0, dtype=self._dtype, device=self._device)
-        next(self._there)  # its momentum is on the device
+        next(self._there)  # moves its momentum to the device
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
         state, kept = self.state[parameter], self.kept.of[parameter]
