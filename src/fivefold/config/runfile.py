@@ -51,8 +51,7 @@ class RunFile:
 
     @classmethod
     def of_run(cls, folder: Path) -> "RunFile":
-        """Read the run file inside a run folder; `run.name` and `run.dir` follow the folder, even if it has moved.
-        Raises `UserError` if there is none."""
+        """Read the run file in a run folder; `run.name` and `run.dir` follow a moved folder. Raises `UserError`."""
         if not is_run(folder):
             raise UserError(
                 f"{_shown(folder)} is a folder without a run.yaml, so it is not a run",

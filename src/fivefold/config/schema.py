@@ -578,8 +578,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_shape(cls, values: Any) -> Any:
-        """Complete a run of a built-in shape, which has no weights and no tokenizer: set init, tokenizer and row length
-        if they are unset."""
+        """Set unset keys for a built-in shape, which has no weights and no tokenizer: init, tokenizer, row length."""
         model, tokenizer, data = (_section(values, name) for name in ("model", "tokenizer", "data"))
         if model is None or tokenizer is None or data is None:
             return values

@@ -76,9 +76,7 @@ class Teacher:
 
     def _of(self, batch: MicroBatch) -> Iterator[tuple[tuple[int, int], NDArray[np.bool_], int]]:
         """Yield for each row its range in the arrays, the mask of positions with a target, and its index in the batch.
-
-        Raises `ValueError` for a row, or a number of targets, that the teacher was not asked about.
-        """
+        Raises `ValueError` for rows or targets that the teacher was not asked about."""
         assert batch.rows is not None
         for b, row in enumerate(batch.rows.tolist()):
             if row < 0:

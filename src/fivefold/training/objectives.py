@@ -18,9 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective. `name`: sft (the mean over weighted targets), or a preference objective of `LOSSES`. `beta`: its
-    temperature, or the weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers
-    in KTO."""
+    """The objective `name`: sft (the mean over weighted targets), or one of `LOSSES`. `beta`: its temperature, or the
+    weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers in KTO."""
 
     name: str = "sft"
     beta: float = 0.1
@@ -78,8 +77,7 @@ def judge(
     objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None,
     ratings: Ratings | None = None,
 ) -> Judged:  # fmt: skip
-    """Compute loss, derivatives and metrics of pairs. `policy_P2`, `reference_P2`: summed log-probabilities of the
-    answers; `tokens_P2`: their trained tokens.
+    """Judge pairs. `policy_P2`, `reference_P2`: summed log-probabilities of answers; `tokens_P2`: their trained tokens.
 
     Raises `ValueError` if a reference or ratings are needed and missing.
     """

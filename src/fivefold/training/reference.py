@@ -53,9 +53,7 @@ class Reference:
     @classmethod
     def of(cls, config: RunConfig, model: PreTrainedModel) -> "Reference | None":
         """The reference for a model on the meta device, before it is parallelized; None if the objective needs none.
-
-        Raises `UserError` if another model is named as the reference of an adapter.
-        """
+        Raises `UserError` if another model is named as the reference of an adapter."""
         if not objective_of(config).needs_reference:
             return None
         first = base_source(config, model)

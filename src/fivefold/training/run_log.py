@@ -1,7 +1,6 @@
 """The outputs of a run: the screen, the sinks of `log.to`, samples, its history, and Python callbacks.
 
-Only the first rank reports. On the other ranks a `RunLog` is never opened: its display is invisible, and nothing is
-written.
+Only the first rank reports. On the other ranks a `RunLog` is never opened, so nothing is shown or written.
 """
 
 import os

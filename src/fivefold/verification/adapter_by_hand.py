@@ -41,8 +41,7 @@ class Drawn(TensorSource):
 
 
 def in_nf4(weight: Tensor) -> Tensor:
-    """A weight after rounding to four bits (NF4), fp32: the nearest of 16 levels times the largest of its block of
-    64."""
+    """Round a weight to four bits (NF4), in fp32: the nearest of 16 levels times the largest of its block of 64."""
     levels = torch.tensor(LEVELS, device=weight.device)
     blocks = weight.float().reshape(-1, NF4_BLOCK)
     scales = blocks.abs().amax(dim=-1, keepdim=True)

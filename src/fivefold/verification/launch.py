@@ -36,7 +36,7 @@ def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> Verify
 
 
 def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
-    """Prove with as many workers as the largest layout has ranks. Logs are kept only if a worker dies; the error names
+    """Start as many workers as the largest layout has ranks. Their logs are kept only after a failure, which names
     them. Raises `UserError` if there are fewer GPUs."""
     workers = max(layout.world for layout in request.parsed.values())
     devices = gpus() if kind == "cuda" else workers

@@ -272,8 +272,7 @@ class Observer:
         return None if spec is None else spec.splits[0].blocks[self._state.plan.placement.coords.tp]
 
     def _is_shared(self, name: str) -> bool:
-        """True if several ranks compute the module (key/value heads fewer than tp, latents), so that each has a share
-        of its gradient."""
+        """True if several ranks compute it (key/value heads fewer than tp, latents), and share its gradient."""
         roles = [self._state.plan.partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")]
         if any(role and role.kind == "latent" for role in roles):
             return True

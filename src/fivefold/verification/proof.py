@@ -120,8 +120,7 @@ class Proof:
         self.compare.pieces("weight", self._trained())
 
     def first_pass(self) -> None:
-        """Compare the forward and backward of all modules, then raw and reduced gradients. A rerun must be
-        bit-identical."""
+        """Compare all modules forward and backward, then raw and reduced gradients. A rerun must be bit-identical."""
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             loss = self._gradients()
         observer.shared_gradients()

@@ -64,8 +64,7 @@ Runner = Callable[[int, Layout, str, Work], None]
 def inside(
     request: VerifyRequest, world: World, folder: Path, publish: Callable[[VerifyReport], object]
 ) -> VerifyReport:
-    """Prove the layouts of this world's size; the others do not run. The scratch folder is in `folder`, which all ranks
-    must see."""
+    """Prove the layouts of this world's size; others do not run. `folder`, for scratch files, is seen by all ranks."""
     if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     scratch = plain.of_first(tempfile.mkdtemp(prefix=".verify-", dir=folder) if world.is_first else "")

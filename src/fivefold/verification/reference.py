@@ -294,8 +294,7 @@ class Reference:
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients in fp64: torch's own, summed in fp32 on a CPU, was 6e-4 too small for 15 million
-    values."""
+    """The total norm in fp64: torch's own, summed in fp32 on a CPU, was 6e-4 too small for 15 million values."""
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

@@ -212,8 +212,7 @@ def _times(scales: Sequence[float | None]) -> str:
 
 
 def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
-    """A text such as ` (tp rank 1)` if values of one coordinate select exactly the wrong ranks; else their numbers.
-    "" if all ranks are wrong."""
+    """A text such as ` (tp rank 1)` if one coordinate identifies the wrong ranks, else their numbers; "" for all."""
     if len(bad) == len(seen) or layout.world == 1:
         return ""
     places = {rank: layout.coordinates(rank) for rank in seen}

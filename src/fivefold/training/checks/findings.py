@@ -46,8 +46,7 @@ def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> No
 
 
 def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, dict[int, Value]]:
-    """Share what any rank saw with every rank: key -> rank -> value, sorted by key. If nobody saw anything, this costs
-    one all-reduce."""
+    """Share what any rank saw: key -> rank -> value, sorted by key, on every rank. If empty, only one all-reduce."""
     if not all_reduce_sum(torch.tensor(len(mine), device=device)):
         return {}
     found: list[dict[Any, Any]] = [  # JSON has turned the tuples into lists

@@ -136,8 +136,7 @@ def _places(
     regions: Sequence[tuple[Sequence[slice], Sequence[slice]]], own: Sequence[int], whole: Sequence[int],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Row and column indices of this rank's part in the whole parameter, int32 [rows] and [width]; columns are scaled
-    by `_GOLDEN`."""
+    """Row indices, and column indices times `_GOLDEN`, of this rank's part in the whole, int32 [rows] and [width]."""
     rows = torch.zeros(tuple(own[:-1]), dtype=torch.int32)
     columns = torch.zeros(own[-1], dtype=torch.int32)
     for of_whole, here in regions:
