@@ -27,7 +27,7 @@ if _typing.TYPE_CHECKING:
 
     __version__: str
 
-# Module -> the public names that live in it. Nothing is imported before it is used, torch least of all.
+# Module -> its public names. Nothing is imported before its first use, above all torch.
 _HOMES = {
     name: home
     for home, names in {

@@ -1,4 +1,4 @@
-"""The Python API of the commands: the same functions, with Python values in and out."""
+"""The Python API of the commands: the same functions with Python values as arguments and results."""
 
 import json
 import warnings
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk: its folder, and what it measured."""
+    """A run on disk: its folder and its metrics."""
 
     path: Path
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, one a logged step, in order; empty before the first.
+        """The rows of `metrics.jsonl`, one per logged step, in order; empty before the first.
 
-        A damaged line is left out, with a warning that names it.
+        Damaged lines are left out with a warning.
         """
         lines = json_lines.read(self.path / "metrics.jsonl")
         for damaged in lines.damaged:
@@ -49,17 +49,17 @@ def train(
     on_eval: Callable[[dict[str, Any]], object] | None = None,
     on_save: Callable[[Path], object] | None = None,
 ) -> Run:
-    """Train a run file, or the built-in demo when `path` is None, as `fivefold train` does.
+    """Train a run file, or the built-in demo if `path` is None, as `fivefold train` does.
 
     `overrides` are dotted keys with Python values: `{"optimizer.learning_rate": 2e-5}`. `verify`: first prove the
     layout on a thin model. Starts its own workers unless this process is one already. Raises `UserError` and
     `RunFailed`.
 
-    `on_step` is given the row of every step as `metrics.jsonl` has it, `on_eval` the step and `eval/loss` of every
-    evaluation, `on_save` the folder of every checkpoint once it is published. They are called in this process, in
-    order: in a thread of it, while the workers train on; where this process is a worker, on the first rank, between
-    its steps. What one raises stops the run after a step, which is saved, and is raised here. After a restart steps
-    come again.
+    `on_step` receives the row of every step as in `metrics.jsonl`, `on_eval` the step and `eval/loss` of every
+    evaluation, `on_save` the folder of every checkpoint once it is published. They run in this process, in order: in
+    one of its threads, while the workers continue to train; if this process is a worker, on the first rank, between
+    steps. An exception in one stops the run after a step, which is saved, and is raised here. After a restart, steps
+    may be reported again.
     """
     from fivefold.launch.events import Listener
     from fivefold.training.launch import run
@@ -84,9 +84,9 @@ def verify(
     seed: int = 1234,
     quiet: bool = True,
 ) -> "VerifyReport":
-    """Prove that layouts compute what one process computes, as `fivefold verify` does.
+    """Prove that layouts compute the same as one process, as `fivefold verify` does.
 
-    The report's `.ok` says whether all do; `.rows` has every comparison. The options are those of
+    The report's `.ok` is True if all do; `.rows` has every comparison. The options are those of
     `fivefold.verification.main`. Raises `UserError`.
     """
     from fivefold.verification import main
@@ -109,11 +109,11 @@ def compare(
     against: Sequence[str | Path] = (),
     quiet: bool = True,
 ) -> "CompareReport":
-    """Train run files (none: the demo's) by turns and compare them, as `fivefold compare` does.
+    """Train run files (none: the demo's) alternately and compare them, as `fivefold compare` does.
 
-    `vary`: of one run file, the keys that are set in each further configuration: `[{"precision.fp8": "rowwise"}]`. The
-    other options are those of `fivefold.comparison.launch.Request`. The report's `.rows` are those of the table, `.ok`
-    says whether every run was trained. Raises `UserError`.
+    `vary`: for one run file, the keys set in each further configuration: `[{"precision.fp8": "rowwise"}]`. The other
+    options are those of `fivefold.comparison.launch.Request`. The report's `.rows` are those of the table; `.ok` is
+    True if every run was trained. Raises `UserError`.
     """
     from fivefold.comparison.launch import Request, main
 
@@ -137,8 +137,8 @@ def rehearse(
 ) -> "Rehearsal":
     """Run the real step of one rank of `cluster` (`"16x8xH100"`) without a GPU, as `fivefold rehearse` does.
 
-    `all_kinds`: of the first, a middle and the last rank of a pipeline. `synthetic`: random documents in place of the
-    run file's text. The result's `.ok` says whether it fits and sends what its plan declares; `.seen` has each rank's
+    `all_kinds`: run the first, a middle and the last rank of a pipeline. `synthetic`: random documents in place of the
+    run file's text. The result's `.ok` is True if it fits and sends what its plan declares; `.seen` has each rank's
     memory, syncs and collectives; `.expected` estimates the step's seconds and MFU. Raises `UserError` and `RunFailed`.
     """
     from fivefold.rehearsal.launch import rehearse as run
@@ -150,7 +150,7 @@ def rehearse(
 
 
 def _arguments(path: Any, overrides: Mapping[str, Any] | None) -> tuple[Path | None, list[str]]:
-    """The run file, and the overrides as the command line writes them."""
+    """The run file, and the overrides as texts like on the command line. Raises `UserError` for any other `path`."""
     if path is not None and not isinstance(path, str | Path):
         raise UserError(
             f"the first argument is the run file, not a {type(path).__name__}",
@@ -161,7 +161,7 @@ def _arguments(path: Any, overrides: Mapping[str, Any] | None) -> tuple[Path | N
 
 
 def _written(overrides: Mapping[str, Any] | None) -> list[str]:
-    """Keys with Python values as the command line writes them."""
+    """Convert keys with Python values to `key=value` texts, with values as JSON."""
     return [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in (overrides or {}).items()]
 
 
@@ -174,12 +174,12 @@ def export(
     force: bool = False,
     merge: bool = False,
 ) -> Path:
-    """Write the model of a run, or a parallelized one as it is now, as a Hugging Face folder and return it, as
-    `fivefold export` does. Of a run with an adapter it is a folder of PEFT; `merge`: the model with the adapter in it.
+    """Write the model of a run, or a parallelized model in its current state, as a Hugging Face folder and return it,
+    as `fivefold export` does. A run with an adapter gives a PEFT folder; with `merge`, the model with it merged in.
 
-    `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, fp32 where it has none. `force`
-    replaces a model folder that is there. Of a parallelized model every rank calls this, and the first one writes; see
-    `fivefold.own_loop.export`. Raises `UserError` when there is no such run or step.
+    `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, or fp32 if it has none. `force` replaces
+    an existing model folder. For a parallelized model every rank calls this, and the first one writes; see
+    `fivefold.own_loop.export`. Raises `UserError` if there is no such run or step.
     """
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
@@ -227,14 +227,13 @@ def generate(
 def generate(
     model: "Run | ParallelModel | str | Path", prompt: "str | Tensor | Sequence[int]", **options: Any
 ) -> "str | list[int]":
-    """The text that continues `prompt`, by a run or a Hugging Face model, as `fivefold generate` does.
+    """Continue `prompt` with a run or a Hugging Face model, as `fivefold generate` does, and return the new text.
 
-    Tokens are drawn, by `seed`; `temperature=0` takes the likeliest each time. `chat`: `prompt` is what a user says, in
-    the tokenizer's chat template, and the text is the answer. Unless `quiet`, the text is written to
-    the screen as it comes.
+    Tokens are sampled with `seed`; `temperature=0` takes the likeliest each time. `chat`: `prompt` is a user's turn in
+    the tokenizer's chat template, and the text is the answer. Unless `quiet`, the text is printed as it is generated.
 
-    With a parallelized model it runs in this process, on every rank of the world: text with a `tokenizer`, or tokens
-    ([tokens] or [1, tokens]), of which come tokens. Raises `UserError` for what does not fit.
+    A parallelized model runs in this process, on every rank of the world. It takes a text with a `tokenizer`, or tokens
+    ([tokens] or [1, tokens]) and then returns tokens. Raises `UserError` for options that do not fit.
     """
     if isinstance(model, Run | str | Path):
         from fivefold.generation import GenerateRequest

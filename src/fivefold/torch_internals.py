@@ -1,21 +1,22 @@
-"""The private interfaces of torch: `models/hf_internals.py` is its twin.
+"""Wrappers of torch's private interfaces; `models/hf_internals.py` is the counterpart for transformers.
 
-Callers use the named functions below and not the interfaces, but for attributes of modules and tensors that are as old
-as torch. `surfaces` lists all that any file reads, which a test holds complete, and each function has a contract
-test in `tests/test_torch_internals.py`: when a new minor of torch moves an interface, those tests fail. `check` tells a
-user of such a torch so before anything runs; `make versions` runs the tests on the oldest and the newest torch allowed.
+Callers use the functions below instead of the interfaces, except for attributes of modules and tensors that are as old
+as torch. `surfaces` lists every interface that any file reads; a test checks that it is complete. Each function has a
+contract test in `tests/test_torch_internals.py`, which fails if a new minor version of torch moves an interface.
+`check` tells users of such a torch before anything runs. `make versions` runs the tests on the oldest and the newest
+torch allowed.
 
-| interface | for | where torch differs |
+| interface | used for | differences between versions |
 |---|---|---|
 | FSDP2's state and parameter groups | late gradients, a call that raised half-way | 2.11: one group per unit |
-| `_dump_fr_trace_json` | the watchdog: which collective waits | without it, nothing is said |
+| `_dump_fr_trace_json` | the watchdog: which collective waits | without it, no report |
 | `_c10d_functional` operators | collectives inside compiled blocks | Python wrappers renamed in 2.12 |
 | autograd's callbacks and version counters | copies of parameters in bf16 | |
 | kernels of `c10d`'s operators | collectives over shared memory on a CPU | without them, gloo |
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
-| history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | nothing else asks |
+| history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | no other use |
 """
 
 import itertools
@@ -40,7 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fivefold.core.errors import UserError
 
-if TYPE_CHECKING:  # a second of imports that only training needs
+if TYPE_CHECKING:  # importing it takes a second, and only training needs it
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -48,21 +49,21 @@ SUPPORTED = "2.11 to 2.14"
 
 # Operators -----------------------------------------------------------------------------------------------------------
 
-collectives = torch.ops._c10d_functional  # the names of its operators are those of 2.11 to 2.14
+collectives = torch.ops._c10d_functional  # with the same operator names in 2.11 to 2.14
 
 cpu_attention_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 flash_attention_backward = torch.ops.aten._flash_attention_backward
 
-# (rows [S, I], weights [E, I, O], offs=[E] int32 ends) -> [S, O]. None: this torch has none.
+# (rows [S, I], weights [E, I, O], offs=[E] int32 ends) -> [S, O]. None: not in this torch.
 grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 # (rows [S, K] and weights [E, K, N] in e4m3, their decoding scales [S] and [E, N], offs=[E] int32 ends, out_dtype,
-# use_fast_accum) -> [S, N]. `F.scaled_grouped_mm` calls the same kernel, and has no shapes for graphs in torch 2.13.
+# use_fast_accum) -> [S, N]. `F.scaled_grouped_mm` calls the same kernel, but lacks a meta kernel in torch 2.13.
 scaled_grouped_mm: Callable[..., Tensor] | None = getattr(torch, "_scaled_grouped_mm", None)
 
-# What selective recompute keeps: products of linears, and attention in one operator.
+# Operators with saved outputs under selective recompute: matmuls of linears, and fused attention.
 _DEAR = (
     "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -73,13 +74,13 @@ SUMS = frozenset({collectives.reduce_scatter_tensor, collectives.all_reduce})
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each tensor, a scalar, in few kernels (`torch._foreach_norm`)."""
+    """The norm of each tensor as a scalar, in few kernels (`torch._foreach_norm`)."""
     return list(torch._foreach_norm(list(tensors)))
 
 
 def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest magnitude in each tensor, NaN where it holds one. A CPU finds both ends in a sixth to a sixtieth of
-    the time of the norm, for which torch 2.13 goes through single numbers on one core (2.7 ns each)."""
+    """The largest magnitude in each tensor; NaN if it holds one. On a CPU, `aminmax` takes a sixth to a sixtieth of the
+    time of the norm, which torch 2.13 computes number by number on one core (2.7 ns each)."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return list(torch._foreach_norm(list(tensors), inf))
     return [torch.maximum(-low, high) for low, high in map(torch.aminmax, tensors)]
@@ -90,14 +91,14 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
-_LEAST_OF_ONEDNN = 2**20  # multiplications: fewer take less time than the way through Python, 10 us
-_overrides: dict[str, torch.library.Library] = {}  # by namespace: they hold as long as these live
+_LEAST_OF_ONEDNN = 2**20  # multiplications: fewer take less time than the call through Python, 10 us
+_overrides: dict[str, torch.library.Library] = {}  # by namespace; an override lasts as long as its library object
 
 
 def multiply_by_onednn() -> None:
-    """Let oneDNN compute fp32 `mm` and `addmm` on the CPU from here on, forward and backward, in the whole process.
+    """Let oneDNN compute fp32 `mm` and `addmm` on the CPU from now on, forward and backward, in the whole process.
 
-    PyTorch leaves them to MKL, and oneDNN the 16-bit types alone; `mkldnn._linear_pointwise` takes both.
+    PyTorch uses MKL for them, and oneDNN only for the 16-bit types; `mkldnn._linear_pointwise` takes both.
     """
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if "aten" in _overrides or not has_onednn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -106,7 +107,7 @@ def multiply_by_onednn() -> None:
 
 
 def _override(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Let these serve the operators of a namespace on the CPU from here on, in the whole process."""
+    """Register `kernels` for the operators of a namespace on the CPU from now on, in the whole process."""
     library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     replace: Callable[..., None] = library.impl
     with warnings.catch_warnings():
@@ -127,12 +128,12 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 def _mm_out(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     if out.dtype is torch.float32 and _takes_onednn(a, b) and out.shape == (len(a), b.shape[1]):
         return out.copy_(_by_onednn(a, b, None))
-    return torch.addmm(a.new_empty(()), a, b, beta=0, out=out)  # which refuses another type, and warns of another shape
+    return torch.addmm(a.new_empty(()), a, b, beta=0, out=out)  # rejects another type, and warns about another shape
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if beta == alpha == 1 and bias.shape == b.shape[1:] and bias.dtype is torch.float32 and _takes_onednn(a, b):
-        return _by_onednn(a, b, bias.contiguous())  # it reads a bias as if its elements were side by side
+        return _by_onednn(a, b, bias.contiguous())  # the kernel ignores the stride of a bias
     return torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=a.new_empty(0))
 
 
@@ -149,7 +150,7 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def import_compiler() -> None:
-    """Import what compiles blocks (Inductor), which torch does when the first one is compiled."""
+    """Import Inductor now; otherwise torch imports it when the first block is compiled."""
     import_module("torch._inductor.compile_fx")
 
 
@@ -157,12 +158,12 @@ NORMS = frozenset({torch._foreach_norm, torch.linalg.vector_norm, torch.linalg.n
 
 
 def of_one(name: str) -> str:
-    """The name of what an operator over a list of tensors does to each of them: `norm` of `_foreach_norm`."""
+    """The operator that a foreach operator applies to each tensor, by name: `norm` for `_foreach_norm`."""
     return name.removeprefix(torch._foreach_norm.__name__.removesuffix("norm"))
 
 
 class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `run(operator, args, kwargs)` stands for every call of an operator. It may call the operator itself."""
+    """Replaces every operator call inside the block by `run(operator, args, kwargs)`, which may call the operator."""
 
     def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -173,7 +174,7 @@ class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """Inside, a tensor subclass is handled as its base class is."""
+    """Disable `__torch_function__` of tensor subclasses inside the block."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -181,38 +182,38 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What a tensor and its views have in common, on meta too, where there is no address."""
+    """A key that a tensor shares with its views, also on meta, where there is no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """Those that a tensor of a wrapper subclass is made of; a plain one alone."""
+    """The inner tensors of a wrapper subclass; for a plain tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
-NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # of a subclass that does all in `__torch_dispatch__`
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # for a subclass with `__torch_dispatch__` alone
 
 
 def hooks_of_saved() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """(pack, unpack) of the innermost `saved_tensors_hooks` that are on; None without any."""
+    """The pair (pack, unpack) of the innermost active `saved_tensors_hooks`; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def without_graph(tensor: Tensor) -> Tensor:
-    """The same memory, without what made it; `times_changed` counts for both, also inside of operators."""
+    """Detach a tensor; both share memory and version counter (`times_changed`), also inside operators."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def times_changed(tensor: Tensor) -> int:
-    """How often the memory of a tensor has been changed in place."""
+    """The number of in-place changes to the memory of a tensor."""
     return tensor._version
 
 
 def saves_memory_of(output: Tensor) -> bool:
-    """Whether backward needs the memory of `output`, as that of a tanh does: an operation in its graph saved it."""
+    """True if an operation in the graph of `output` saved its memory for backward, as a tanh does."""
     memory, nodes = output.untyped_storage().data_ptr(), [node for node in (output.grad_fn,) if node]
     for node in nodes:
         saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
@@ -224,18 +225,18 @@ def saves_memory_of(output: Tensor) -> bool:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Of any number of dimensions, transposed or not."""
+    """True for a convolution of any number of dimensions, transposed or not."""
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
 def fans(tensor: Tensor) -> tuple[int, int]:
-    """(fan in, fan out) as torch's initialisers count them."""
+    """Fan in and fan out, as torch's initialisers count them."""
     return nn.init._calculate_fan_in_and_fan_out(tensor)
 
 
 @contextmanager
 def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -> Iterator[None]:
-    """Inside, the optimizer's own hooks run `before` a step and `after` it, or not."""
+    """Enable or disable the optimizer's own hooks `before` and `after` a step inside the block."""
     first, last = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     assign(
         optimizer, _optimizer_step_pre_hooks=first if before else type(first)(),
@@ -248,8 +249,8 @@ def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -
 
 
 def assign(owner: Any, **values: Any) -> None:
-    """Set attributes that are there. One that torch has renamed raises `AttributeError`: set blindly, it would be a new
-    one that nothing reads."""
+    """Set existing attributes. Raises `AttributeError` for one that torch has renamed: setting it would only create an
+    attribute that nothing reads."""
     for name, value in values.items():
         getattr(owner, name)
         setattr(owner, name, value)
@@ -259,30 +260,30 @@ def assign(owner: Any, **values: Any) -> None:
 
 
 def has_lost_cuda() -> bool:
-    """Whether this process was forked from one that had started CUDA: it cannot use it."""
+    """True if this process was forked from one that had initialised CUDA, so that it cannot use CUDA."""
     return bool(torch.cuda._is_in_bad_fork())
 
 
 def default_store() -> Any:
-    """The store in which the ranks of the world met."""
+    """The store of the world's rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
 def can_split_world() -> bool:
-    """Whether one call splits the world's group: NCCL's, which is there before the first collective when it is bound
-    to a device."""
+    """True if one call can split the world's group: its NCCL communicator must exist before the first collective, as it
+    does if the group is bound to a device."""
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None and torch.accelerator.is_available()
 
 
 def timeout_of_world(device_type: str) -> timedelta | None:
-    """Of the world's group; None where its backend has none. Without it, a new group of NCCL has ten minutes."""
+    """The timeout of the world's group; None if its backend has none. A new NCCL group defaults to ten minutes."""
     world = dist.group.WORLD
     backend = world and world._get_backend(torch.device(device_type))
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def group_among(arguments: Iterable[Any]) -> tuple[str, int]:
-    """Name and size of the process group among the arguments of a collective operator: its name, or the group boxed."""
+    """Name and size of the process group in the arguments of a collective operator, given by name or boxed."""
     for argument in arguments:
         if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min"):
             return argument, dist.distributed_c10d._resolve_process_group(argument).size()  # type: ignore[attr-defined,arg-type]
@@ -293,8 +294,8 @@ def group_among(arguments: Iterable[Any]) -> tuple[str, int]:
 
 
 def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
-    """`dump(with collectives, only active ones)`: JSON of torch's flight recorder of a backend. NCCL has a recorder of
-    its own. None where torch has none."""
+    """The function `dump(with_collectives, only_active)` for the JSON of a backend's flight recorder; None if torch has
+    none. NCCL has a recorder of its own."""
     name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
     return getattr(torch._C._distributed_c10d, name, None)
 
@@ -303,18 +304,18 @@ def flight_recorder(backend: str) -> Callable[[bool, bool], str | bytes] | None:
 
 
 class UnderWay(Protocol):
-    """A collective that a carrier has taken up."""
+    """A collective that a carrier has started."""
 
     @property
     def is_done(self) -> bool: ...
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Until it is done, for `timeout` at most (None: the group's)."""
+        """Wait until it is done, for `timeout` at most (None: the group's)."""
 
 
 class Carrier(Protocol):
-    """Carries collectives of one group, of CPU tensors. Each takes one up, or returns None to leave it to the group's
-    own backend. `how`: 0 sum, 1 average, 3 minimum, 4 maximum, as c10d numbers them."""
+    """Carries collectives of CPU tensors in one group. Each method starts a collective, or returns None to leave it to
+    the group's own backend. `how`: 0 sum, 1 average, 3 minimum, 4 maximum, as c10d numbers them."""
 
     def all_gather(self, output: Tensor, given: Tensor) -> UnderWay | None: ...
 
@@ -335,12 +336,12 @@ _carriers: "WeakKeyDictionary[dist.ProcessGroup, Carrier]" = WeakKeyDictionary()
 
 
 def can_carry() -> bool:
-    """Whether this torch lets collectives be carried by something else than its backends."""
+    """True if this torch allows something other than its backends to carry collectives."""
     return all(surface.is_there for surface in _surfaces(_FOR_CARRIERS, is_optional=True))
 
 
 def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group whose CPU tensors go through gloo itself; None for another group."""
+    """The timeout of a group whose CPU tensors go through gloo itself; None for any other group."""
     kinds = [device.type for device in group._device_types]
     if not dist.is_gloo_available() or "cpu" not in kinds:
         return None
@@ -349,13 +350,13 @@ def cpu_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def carried_by(group: dist.ProcessGroup) -> Carrier | None:
-    """What carries the group's collectives of CPU tensors instead of its backend."""
+    """The carrier of the group's collectives of CPU tensors; None if its backend carries them."""
     return _carriers.get(group)
 
 
 def carry(group: dist.ProcessGroup, carrier: Carrier) -> None:
-    """Let `carrier` carry the group's collectives of CPU tensors from here on, whoever calls them, for as long as the
-    group lives. Every rank of the group does so."""
+    """Let `carrier` carry the group's collectives of CPU tensors from now on, from any caller, as long as the group
+    exists. Every rank of the group calls this."""
     _carriers[group] = carrier
     if "c10d" in _overrides:
         return
@@ -370,10 +371,10 @@ def _run(
     name: str, arguments: Sequence[Any], group: Any, async_op: bool, timeout: int,
     take: Callable[[Any], UnderWay | None], by_gloo: Callable[[Any], Any],
 ) -> Any:  # fmt: skip
-    """The boxed work of a collective that the group's carrier takes, or its backend.
+    """Run a collective on the group's carrier, or else on its backend, and return its boxed work.
 
-    gloo's thread needs Python's lock to let go of tensors that Python knows, and holds up who waits for the thread: its
-    methods are called, which let go of the lock, where `call_boxed` keeps it. `timeout`: ms, or -1 for the group's.
+    gloo's thread needs the GIL to free tensors that Python knows, and blocks its waiters meanwhile. So gloo's methods
+    are called, which release the GIL; `call_boxed` would hold it. `timeout`: ms, or -1 for the group's.
     """
     unboxed = dist.ProcessGroup.unbox(group)
     carrier = _carriers.get(unboxed)
@@ -403,7 +404,7 @@ def _work(found: UnderWay, async_op: bool, timeout: int) -> Any:
 
 
 def _options(kind: str, async_op: bool, timeout: int, **others: Any) -> Any:
-    """Of c10d's structs of this name."""
+    """Make an options struct of c10d by name."""
     options = getattr(torch._C._distributed_c10d, kind)()
     options.asyncOp, options.timeout = async_op, timedelta(milliseconds=timeout)
     for name, value in others.items():
@@ -487,7 +488,7 @@ def _barrier(tensor: Tensor, group: Any, devices: list[int], async_op: bool = Tr
 
 
 def _gather_each(outputs: list[Tensor], given: list[Tensor], group: Any, async_op: bool = True) -> Any:
-    """What the operator `all_gather_into_tensor` calls, with one tensor."""
+    """The kernel called by the operator `all_gather_into_tensor`, with one tensor."""
     works = [_all_gather(each, its, group, async_op)[1] for each, its in zip(outputs, given, strict=True)]
     return _all_of(works)
 
@@ -495,7 +496,7 @@ def _gather_each(outputs: list[Tensor], given: list[Tensor], group: Any, async_o
 def _scatter_each(
     outputs: list[Tensor], given: list[Tensor], group: Any, how: Any, async_op: bool = True, timeout: int = -1
 ) -> Any:
-    """What the operator `reduce_scatter_tensor` calls, with one tensor."""
+    """The kernel called by the operator `reduce_scatter_tensor`, with one tensor."""
     works = [_reduce_scatter(o, i, group, how, async_op, timeout)[1] for o, i in zip(outputs, given, strict=True)]
     return _all_of(works)
 
@@ -527,12 +528,12 @@ _CARRIED: Mapping[str, Callable[..., Any]] = {
 
 
 def takes_flash_attention_3() -> bool:
-    """Whether this torch can let FlashAttention 3 serve its flash operators."""
+    """True if this torch can use FlashAttention 3 for its flash operators."""
     return hasattr(import_module("torch.nn.attention"), "activate_flash_attention_impl")
 
 
 def use_flash_attention(which: Literal["fa2", "fa3"]) -> None:
-    """Let torch's flash operators, of all models of this process, be served by one of them. Raises `ImportError`, or
+    """Choose the kernels of torch's flash operators, for all models of this process. Raises `ImportError`, or
     `RuntimeError` for a package without the kernels."""
     attention: Any = import_module("torch.nn.attention")
     if which == "fa3":
@@ -545,18 +546,18 @@ def use_flash_attention(which: Literal["fa2", "fa3"]) -> None:
 
 
 def after_this_backward(call: Callable[[], None]) -> None:
-    """Call it when the backward that runs now has ended (as FSDP does, `_execution_engine.queue_callback`)."""
+    """Call `call` when the running backward ends (as FSDP does, `_execution_engine.queue_callback`)."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_in_backward() -> bool:
-    """Whether a backward runs on this thread (`_current_graph_task_id`)."""
+    """True if a backward runs on this thread (`_current_graph_task_id`)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def through_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """A gradient that is about to be added to that of a parameter, which has come another way, as the hooks of the
-    parameter (`register_hook`) make it. They see it in the parameter's type."""
+    """Apply a parameter's hooks (`register_hook`) to a gradient that did not come from autograd, before it is
+    accumulated. They see it in the parameter's dtype."""
     for hook in (parameter._backward_hooks or {}).values():
         gradient = gradient.to(parameter.dtype)
         changed = hook(gradient)
@@ -565,13 +566,13 @@ def through_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def call_gradient_hooks(parameter: nn.Parameter) -> None:
-    """Call what waits for the gradient of a parameter, which has come another way (as FSDP does)."""
+    """Call a parameter's post-accumulate hooks for a gradient that did not come from autograd (as FSDP does)."""
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
 
 
 def overwrite_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy `values` to `tensors`, in few kernels, and do not tell backwards to come that what they saved has changed
+    """Copy `values` to `tensors` in few kernels, without a change of version counters that later backwards would notice
     (`torch._foreach_copy_`; as FSDP does, `_unsafe_preserve_version_counter`)."""
     autograd: Any = torch.autograd
     with torch.no_grad(), autograd._unsafe_preserve_version_counter(tuple(tensors)):
@@ -582,9 +583,9 @@ def overwrite_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Non
 
 
 def fsdp_forget(module: "FSDPModule") -> None:
-    """Let a unit be idle, whatever a call that raised half-way has left under way: what was gathered early, the end of
-    a backward, gradients that nobody sees and the next backward would add to its own. (`reset_iter_state` is newer than
-    torch 2.11, and keeps those.) A unit that was wholly frozen before learns in which types its gradients are."""
+    """Reset a unit to idle after a call that raised half-way: drop prefetched parameters, the pending end of a
+    backward, and hidden gradients that the next backward would add to its own. (`reset_iter_state` is newer than torch
+    2.11, and keeps these.) Also sets the gradient dtypes of a unit that was frozen entirely before."""
     state = module._get_fsdp_state()
     assign(state._state_ctx, iter_forward_root=None, post_backward_final_callback_queued=False)
     state._comm_ctx.post_forward_order.clear()
@@ -604,15 +605,15 @@ def fsdp_forget(module: "FSDPModule") -> None:
 
 
 def fsdp_settle_root(module: Any) -> None:
-    """Make `module` the root of its FSDP units now; the first of them to be called would become it otherwise."""
+    """Make `module` the root of its FSDP units now; otherwise the first one called would become the root."""
     module._get_fsdp_state()._lazy_init()
 
 
 def fsdp_add_late(module: "FSDPModule") -> None:
-    """Take gradients of a unit's parameters that came after FSDP's hooks into its sums, which are in the reduce dtype.
+    """Add gradients of a unit's parameters that arrived after FSDP's hooks to its sums, which are in the reduce dtype.
 
-    Left in `.grad`, those of several micro batches would be summed in the compute dtype, and a unit whose other
-    gradients came in time would have gradients of two dtypes, which FSDP does not reduce.
+    In `.grad` those of several micro batches would be summed in the compute dtype. A unit with other, timely gradients
+    would have gradients of two dtypes, which FSDP cannot reduce.
     """
     for group in _groups(module):
         for parameter in group.fsdp_params:
@@ -623,10 +624,10 @@ def fsdp_add_late(module: "FSDPModule") -> None:
 
 
 def fsdp_reduce_now(module: "FSDPModule") -> None:
-    """Reduce what a unit's parameters have in `.grad`, as FSDP's own hook after backward does.
+    """Reduce the gradients in `.grad` of a unit's parameters, as FSDP's own post-backward hook does.
 
-    FSDP would keep the buffer in which they were sent until the next backward ends. The compute stream has waited for
-    the reduction, so that the buffer is free.
+    FSDP would keep the send buffer until the next backward ends. The compute stream has waited for the reduction, so
+    the buffer is freed now.
     """
     for group in _groups(module):
         before, shared = group._training_state, group.comm_ctx
@@ -640,7 +641,7 @@ def fsdp_reduce_now(module: "FSDPModule") -> None:
 
 
 def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
-    """(module, name of its parameter) -> what FSDP keeps of it, of all units of a model. A tied one has several."""
+    """Map (module, parameter name) to FSDP's object for it, for all units of a model. A tied one has several keys."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -654,17 +655,17 @@ def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
 
 
 def fsdp_pad(of: "FSDPParam") -> None:
-    """Pad a shard that was made anew. FSDP would do so when it is first called: the shard would move once more, away
-    from who holds it already, and be there twice for a while."""
+    """Pad a newly made shard. FSDP would do so at its first call: the shard would then move away from existing
+    references to it, and exist twice for a while."""
     of.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
 def fsdp_gather_by(of: "FSDPParam", gather: Any) -> None:
-    """Let FSDP gather a padded parameter as `gather` says. Its `before` and `after` become the hooks of the shard, an
-    all-gather extension of FSDP2; `gather.rest(size, dtype)` says where the shard lies, padded to `size`, or None for
-    where it is. `gather.shard` is the shard.
+    """Let FSDP gather a padded parameter with `gather`, an all-gather extension of FSDP2. Its `before` and `after`
+    become the hooks of the shard. `gather.rest(size, dtype)` returns storage for the shard, padded to `size`, or None
+    to leave it in place. `gather.shard` is set to the shard.
 
-    FSDP looks for hooks when it deals a parameter out, on the meta device; here it is on the device.
+    FSDP looks for hooks when it shards a parameter, on the meta device; here the parameter is on its device.
     """
     parameter: Any = of.sharded_param
     size = of.padded_sharded_param_size
@@ -685,21 +686,21 @@ def _groups(module: "FSDPModule") -> list[Any]:
 
 # Dynamo --------------------------------------------------------------------------------------------------------------
 
-_GIVES_UP = "torch._dynamo hit config."  # so begins what Dynamo logs when it gives a function up
+_GIVES_UP = "torch._dynamo hit config."  # prefix of Dynamo's log message when it gives up on a function
 
 
 def compiled_versions(at_least: int = 0) -> int:
-    """How often Dynamo compiles one function anew before it gives the function up; raised to `at_least`."""
+    """Dynamo's recompile limit per function, raised to `at_least`."""
     config: Any = import_module("torch._dynamo").config
     config.recompile_limit = max(at_least, config.recompile_limit)
-    # What a forward under a checkpoint notes in Python, it notes once: the graph of the backward has only its tensors.
+    # Python side effects of a checkpointed forward happen once: not again when the backward recomputes it.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     return int(config.recompile_limit)
 
 
 @contextmanager
 def heard_from_dynamo(given_up: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `given_up(reason)` is called where Dynamo gives a function up, of which only its log says so."""
+    """Call `given_up(reason)` inside the block if Dynamo gives up on a function; only its log reports that."""
 
     def note(record: logging.LogRecord) -> bool:
         if str(record.msg).startswith(_GIVES_UP):
@@ -714,27 +715,27 @@ def heard_from_dynamo(given_up: Callable[[str], None]) -> Iterator[None]:
         logger.removeFilter(note)
 
 
-# What a rehearsal sees -----------------------------------------------------------------------------------------------
+# Observation in a rehearsal ------------------------------------------------------------------------------------------
 
 
 def record_allocations() -> None:
-    """From here on, CUDA's caching allocator keeps a history of what it gives and takes back, with Python's frames."""
+    """Make CUDA's caching allocator record all allocations and frees from now on, with Python frames."""
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=10_000_000)
 
 
 def allocations(device: int) -> list[dict[str, Any]]:
-    """That history, of one device: dicts with `action`, `addr`, `size`, `time_us` and `frames`."""
+    """The recorded history of one device: dicts with `action`, `addr`, `size`, `time_us` and `frames`."""
     return list(torch.cuda.memory._snapshot()["device_traces"][device])
 
 
 def communicator(group: dist.ProcessGroup) -> int:
-    """The address of NCCL's communicator of a group."""
+    """The address of a group's NCCL communicator."""
     return int(group._get_backend(torch.device("cuda"))._comm_ptr())  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Compile:
-    """A function that Dynamo compiled: its place and name, and why again, where it was compiled before."""
+    """A function that Dynamo compiled: its place and name. `again`: why it was recompiled; "" the first time."""
 
     file: str
     line: int
@@ -743,7 +744,7 @@ class Compile:
 
 
 def compiles(most: int = 100_000) -> list[Compile]:
-    """What Dynamo has compiled until now, of the last `most`, which are kept from the first call on."""
+    """Functions compiled by Dynamo so far: the last `most`, which Dynamo keeps from the first call of this on."""
     utils: Any = import_module("torch._dynamo.utils")
     utils.set_compilation_metrics_limit(most)
     return [
@@ -756,7 +757,7 @@ def compiles(most: int = 100_000) -> list[Compile]:
 
 
 def graph_breaks() -> dict[str, int]:
-    """How often Dynamo broke a graph, by its reason."""
+    """The number of Dynamo's graph breaks, by reason."""
     return dict(import_module("torch._dynamo.utils").counters["graph_break"])
 
 
@@ -765,7 +766,7 @@ def graph_breaks() -> dict[str, int]:
 
 _FSDP = "distributed.fsdp._fully_shard"
 
-# Owner, as a path from `torch`, -> what is read of it. `a/b`: one of them is enough.
+# Owner, as a path from `torch`, -> its attributes that are read. `a/b`: one of them is enough.
 _NEEDED: Mapping[str, str] = {
     "": "_dynamo _foreach_copy_ _foreach_mul_ _foreach_norm _inductor",
     "ScriptObject": "_type",
@@ -815,7 +816,7 @@ _FOR_CARRIERS: Mapping[str, str] = {
     "ops.c10d": " ".join(_CARRIED),
 }
 
-# What reads these does without.
+# Their readers work without them.
 _OPTIONAL: Mapping[str, str] = {
     "": "_grouped_mm _scaled_grouped_mm",
     "_C._distributed_c10d": "_dump_fr_trace_json _dump_nccl_trace_json",
@@ -831,7 +832,7 @@ _OPTIONAL: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Surface:
-    """A private interface: its path from `torch`. `is_optional`: what reads it does without."""
+    """A private interface: its path from `torch`. `is_optional`: its readers work without it."""
 
     path: str
     is_optional: bool = False
@@ -847,7 +848,7 @@ class Surface:
 
 
 def surfaces() -> Iterator[Surface]:
-    """Every private interface of torch that any file reads."""
+    """Yield every private interface of torch that any file reads."""
     for table in (_NEEDED, _FOR_CARRIERS, _OPTIONAL):
         yield from _surfaces(table, is_optional=table is not _NEEDED)
 
@@ -858,7 +859,7 @@ def _surfaces(table: Mapping[str, str], *, is_optional: bool) -> Iterator[Surfac
 
 
 def _at(path: str) -> Any:
-    """What a path from `torch` names; modules are imported. Raises `ImportError`, `AttributeError`."""
+    """Resolve a path from `torch`, importing modules. Raises `ImportError` or `AttributeError`."""
     found: Any = torch
     for name in path.split(".") if path else ():
         found = import_module(f"{found.__name__}.{name}") if _has_module(found, name) else getattr(found, name)
@@ -866,12 +867,12 @@ def _at(path: str) -> Any:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """As a module, an attribute, or one that instances have: the methods of a class name it."""
+    """True if `owner` has `name` as a module or an attribute, or if its methods use the name (instance attributes)."""
     return _has_module(owner, name) or hasattr(owner, name) or name in _of_instances(owner)
 
 
 def _has_module(package: Any, name: str) -> bool:
-    """One that is not imported yet."""
+    """True if the package has a module of this name that is not imported yet."""
     own = getattr(package, "__dict__", {})
     return "__path__" in own and name not in own and find_spec(f"{package.__name__}.{name}") is not None
 
@@ -884,12 +885,12 @@ def _of_instances(owner: Any) -> set[str]:
 
 
 def missing() -> list[str]:
-    """The interfaces that this torch does not have, and that nothing replaces."""
+    """The required interfaces that this torch lacks."""
     return [surface.path for surface in surfaces() if not (surface.is_optional or surface.is_there)]
 
 
 def check() -> None:
-    """Raise `UserError` where this torch lacks an interface without which training would fail, or be wrong."""
+    """Raise `UserError` if this torch lacks an interface without which training would fail or be wrong."""
     if lacking := missing():
         raise UserError(
             f"torch {torch.__version__} has no {', '.join(lacking)}, which fivefold needs",

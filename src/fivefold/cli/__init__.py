@@ -1,7 +1,7 @@
-"""The command line. One file per verb, each of which calls one library function; torch is imported by none of them.
+"""The command line. One file per verb; each calls one library function, and none imports torch.
 
-Errors are three lines on standard error: what is wrong and where, the likely fix, where to read more. A traceback
-appears under `--debug` only. Exit codes: 0 fine, 1 the thing asked about failed, 2 the request is wrong.
+Errors are three lines on standard error: what is wrong and where, the likely fix, where to read more. Tracebacks appear
+under `--debug` only. Exit codes: 0 fine, 1 the operation failed, 2 the request is wrong.
 """
 
 import os
@@ -34,10 +34,10 @@ from fivefold.core.interrupts import INTERRUPTED
 from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
 from fivefold.core.terminal import say
 
-# What is said where the system gives no more memory, besides by `MemoryError`.
+# Error texts for exhausted memory that do not come as `MemoryError`.
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread")
 
-# Listed in this order; the first line of the docstring is the verb's line.
+# Listed in this order, each with the first line of its docstring.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "data": data.data,
@@ -93,18 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as stopped:
-        # Typer ends with 1, as quietly, where whoever asked has read enough.
+        # Typer exits with 1, silently, if the reader has closed the pipe.
         code = CLOSED_PIPE if is_closed_pipe(stopped.__context__) else stopped.code
     except UserError as error:
         code = _say(error, debug="--debug" in given)
     except Exception as error:
         if isinstance(error.__cause__, KeyboardInterrupt):
-            code = INTERRUPTED  # of an interrupt inside `__set_name__` Python 3.11 makes a RuntimeError
+            code = INTERRUPTED  # Python 3.11 turns an interrupt inside `__set_name__` into a RuntimeError
         elif is_closed_pipe(error):
-            code = CLOSED_PIPE  # whoever asked has read enough
+            code = CLOSED_PIPE  # the reader has read enough
         elif is_unwritable(error):
             code = _say(RunFailed(f"standard output cannot be written: {error}"), debug="--debug" in given)
-        elif not hasattr(error, "format_message"):  # anything but a usage error of typer's
+        elif not hasattr(error, "format_message"):  # anything but a usage error from typer
             code = _say(_unexpected(error), debug="--debug" in given)
         else:
             verb = next((word for word in given if word in VERBS), None)
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _say(error: UserError, *, debug: bool) -> int:
-    """Print the three lines, and under `--debug` where they come from."""
+    """Print the three lines of an error, under `--debug` after its traceback, and return the exit code."""
     if debug:
         inner = getattr(error, "traceback", "") or "".join(traceback.format_exception(error.__cause__ or error))
         say(inner, stream=sys.stderr)

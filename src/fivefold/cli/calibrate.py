@@ -11,7 +11,7 @@ from fivefold.core.errors import UserError
 
 
 class Device(StrEnum):
-    """What is measured."""
+    """The kind of device to measure."""
 
     AUTO = "auto"
     CPU = "cpu"

@@ -70,7 +70,7 @@ def compare(
 
 
 def _counts(text: str) -> list[int]:
-    """`1,2,4`, in order. Raises `UserError`."""
+    """Parse `1,2,4` to sorted, distinct numbers. Raises `UserError`."""
     try:
         counts = sorted({int(word) for word in text.split(",")} if text else ())
         if counts and counts[0] < 1:

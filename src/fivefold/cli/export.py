@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DType(StrEnum):
-    """What the weights are stored in."""
+    """The type of the stored weights."""
 
     BF16, FP16, FP32 = "bf16", "fp16", "fp32"
 
@@ -67,7 +67,7 @@ def export(
 
 
 def _compared(check: "MergeCheck", kind: str) -> str:
-    """What the logits of a merged model say."""
+    """One line about the logits of a merged model."""
     if check.missing:
         return f"its logits were not compared with those of the adapter beside the model: {check.missing}"
     found = f"its logits are those of the adapter beside the model: {check.merged:.1e} apart in fp32"
@@ -75,7 +75,7 @@ def _compared(check: "MergeCheck", kind: str) -> str:
 
 
 def uses_of_adapter(folder: str, run: str) -> list[str]:
-    """What to do with an exported adapter."""
+    """Lines on how to use an exported adapter."""
     return [
         "",
         "from peft import AutoPeftModelForCausalLM",
@@ -86,7 +86,7 @@ def uses_of_adapter(folder: str, run: str) -> list[str]:
 
 
 def uses(folder: str) -> list[str]:
-    """What to do with an exported folder, to be pasted into a shell or into Python."""
+    """Lines on how to use an exported folder, to paste into a shell or into Python."""
     return [
         "",
         f"vllm serve {quote(folder)}",

@@ -19,7 +19,7 @@ from fivefold.generation import (
 
 
 class Device(StrEnum):
-    """Where to compute."""
+    """The device to compute on."""
 
     AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 

@@ -1,4 +1,4 @@
-"""Options that several verbs have."""
+"""Options shared by several verbs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,12 +8,12 @@ import typer
 from fivefold.core.errors import UserError
 from fivefold.core.files import check_place
 
-PLACES = "fivefold.places"  # of a command: which option writes which file
+PLACES = "fivefold.places"  # key in a command's context: file -> the option that writes it
 
 
 def place(context: typer.Context, option: typer.CallbackParam, path: str | None) -> str | None:
-    """A file that a verb will write, looked at before the verb begins. Raises `UserError` where none can be there, or
-    where another option writes the same one."""
+    """Check a file that a verb will write, before the verb begins. Raises `UserError` if it cannot be written, or if
+    another option writes the same one."""
     name = option.opts[0]
     instead = f"name {'another' if path else 'a'} file: {name} FILE"
     if path == "":
@@ -23,14 +23,14 @@ def place(context: typer.Context, option: typer.CallbackParam, path: str | None)
     if path == "-":
         raise UserError(f"{name} - names no file: --json alone writes to standard output", fix=instead)
     check_place(Path(path), instead=instead)
-    if Path(path).is_file() or not Path(path).exists():  # a device takes any number
+    if Path(path).is_file() or not Path(path).exists():  # several options may write to a device
         other = context.meta.setdefault(PLACES, {}).setdefault(Path(path).resolve(), name)
         if other != name:
             raise UserError(f"{path} is written by {other} and by {name}", fix=instead)
     return path
 
 
-# Read by `fivefold.cli.main`, which prints every error; the verbs only list it in their help.
+# `fivefold.cli.main`, which prints every error, reads it; the verbs only list it in their help.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 Html = Annotated[

@@ -11,7 +11,7 @@ from fivefold.core.errors import UserError
 
 
 class Ranks(StrEnum):
-    """Which ranks are rehearsed, other than one by its number."""
+    """Sets of ranks to rehearse, instead of one by its number."""
 
     ALL_KINDS = "all-kinds"
 

@@ -11,7 +11,7 @@ from fivefold.cli.options import Debug
 from fivefold.core.errors import UserError
 from fivefold.core.streams import unseen_if_need_be
 
-_COLUMNS = 80  # of the list of keys
+_COLUMNS = 80  # width of the list of keys
 
 
 def train(
@@ -52,7 +52,7 @@ def train(
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The run file or folder, if the first argument is one, and the overrides. Raises `UserError` on a second file."""
+    """Split arguments into the run file or folder, if the first one is that, and overrides. Raises `UserError`."""
     is_file = bool(arguments) and ("=" not in arguments[0] or Path(arguments[0]).exists())
     path = Path(arguments[0]) if is_file else None
     overrides = arguments[1:] if path else arguments
@@ -67,7 +67,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def print_keys() -> None:
-    """Every key with its default, what may be chosen, and what it means."""
+    """Print every key with its default, choices and meaning."""
     from fivefold.config import keys
 
     for key in keys():
@@ -78,7 +78,7 @@ def print_keys() -> None:
 
 
 def print_schema() -> None:
-    """The JSON schema of a run file."""
+    """Print the JSON schema of a run file."""
     from fivefold.config import RunConfig
     from fivefold.config.key import json_schema_of
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Precision(StrEnum):
-    """What a layout computes in, where its text does not say."""
+    """The precision of a layout whose text does not state one."""
 
     FP64, FP32, BF16, RUN = "fp64", "fp32", "bf16", "run"
 

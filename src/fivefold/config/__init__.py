@@ -1,4 +1,4 @@
-"""The run file: its schema, how it is read, and what is said of a mistake in it. No torch."""
+"""The run file: its schema, its reader, and the error messages for mistakes in it. No torch."""
 
 from fivefold.config.schema import (
     DEMO,

@@ -1,4 +1,4 @@
-"""The keys of a run file as people and editors see them, from the types and descriptions of its sections. No torch."""
+"""The keys of a run file for people and editors, derived from the types and descriptions of its sections. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from pydantic_core import core_schema
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBER = r"^\s*[+-]?[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*[kKmMgGbB%]?\s*$"  # 8k, 500M, 1%, 1e-4
-_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}  # pydantic's words
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}  # pydantic -> JSON
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the run file: dotted name, default, what it means with its unit, and what may be chosen.
+    """One key of the run file: dotted name, default, meaning with its unit, and choices.
 
-    `choices` are empty where any number or text may be given.
+    `choices` is empty if any number or text is allowed.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Key:
 
 
 def keys_of(config: type[BaseModel]) -> Iterator[Key]:
-    """Every key, in the order of the file; `config` has a field for each section."""
+    """Yield every key in the order of the file; `config` has a field for each section."""
     return (_key(name, field) for name, field in _fields(config))
 
 
 def _fields(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of every section by its dotted name; those of a list's items after the list."""
+    """Yield every field of every section with its dotted name; those of a list's items follow the list."""
     for section_name, section in config.model_fields.items():
         name = section.alias or section_name
         for key, field in type(section.default).model_fields.items():
@@ -68,14 +68,14 @@ def _choices(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _values(annotation: Any) -> tuple[Any, ...]:
-    """The values that a type names (`Literal`, bool, unions and tuples of them); what a union's rest is in words: `a
-    number`, or the description of its type."""
+    """The values that a type names (`Literal`, bool, unions and tuples of them). The other members of a union are in
+    words: `a number`, or the description of the type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     if annotation is bool:
         return (True, False)
     if get_origin(annotation) in (dict, Mapping):
-        return ()  # what its keys are called is no value
+        return ()  # its keys are not values
     inner = [each for each in get_args(annotation) if each not in (NoneType, Ellipsis)]
     named = [_values(each) for each in inner]
     if not any(named):
@@ -92,7 +92,7 @@ def _in_words(annotation: Any) -> str:
 
 
 class _AsWritten(GenerateJsonSchema):
-    """A number may be written as text, as YAML reads `1e-4` and `8k`; a name may be written as a number."""
+    """Allows numbers as text, since YAML reads `1e-4` and `8k` as text, and names as numbers."""
 
     def int_schema(self, schema: core_schema.IntSchema) -> JsonSchemaValue:
         return _or_text(super().int_schema(schema))
@@ -105,10 +105,10 @@ class _AsWritten(GenerateJsonSchema):
 
 
 def json_schema_of(config: type[BaseModel]) -> dict[str, Any]:
-    """What `load_config` accepts, for editors and for other programs."""
+    """The JSON schema of the files that `load_config` accepts, for editors and for other programs."""
     whole: dict[str, Any] = _tidy(config.model_json_schema(by_alias=True, schema_generator=_AsWritten))
     for section_name, section in config.model_fields.items():
-        whole["properties"][section.alias or section_name].pop("default", None)  # the defaults of its keys say it
+        whole["properties"][section.alias or section_name].pop("default", None)  # its keys have their own defaults
     layout = whole["properties"]["layout"]
     whole["properties"]["layout"] = {
         "anyOf": [layout, {"type": "string"}],
@@ -118,7 +118,7 @@ def json_schema_of(config: type[BaseModel]) -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> Any:
-    """Without titles, and with the bounds of a number that may be text on the number."""
+    """Drop titles; for a number that may also be text, move its bounds to the number."""
     if isinstance(node, list):
         return [_tidy(each) for each in node]
     if not isinstance(node, dict):

@@ -1,10 +1,10 @@
-"""What other trainers call the keys of a run file: Hugging Face `TrainingArguments`, TRL, axolotl, LLaMA-Factory,
-DeepSpeed, Megatron-LM, torchtitan, litgpt. Someone who writes one of these names gets the exact key as an answer.
+"""Names of run file keys in other trainers: Hugging Face `TrainingArguments`, TRL, axolotl, LLaMA-Factory, DeepSpeed,
+Megatron-LM, torchtitan, litgpt. The error for such a name gives the exact key to write.
 """
 
 import re
 
-# Key here -> names that mean the same. A key of its own name in another section is found by `did_you_mean`.
+# Our key -> names that mean the same. `did_you_mean` finds the same name in another section.
 SAME = {
     "model.name_or_path":
         "model model_name model_path model_id model_name_or_path base_model hf_model pretrained_model_name_or_path",
@@ -72,7 +72,7 @@ _CHAT = "the chat template is that of the tokenizer's folder, and answers alone 
 _PREFERENCE = "set objective: {name: dpo, beta: 0.1}, or ipo, orpo, simpo; reinforcement learning is not built"
 _DATA_RANKS = "data ranks = layout.dp_replicate x layout.dp_shard"
 
-# Names whose meaning differs, or that have no counterpart -> what to write instead.
+# Names with another meaning or without a counterpart -> what to write instead.
 DIFFERENT = {
     "batch_size": "train.global_batch_size counts the rows of an optimizer step, train.micro_batch_size those of a "
     "forward pass",
@@ -111,7 +111,7 @@ DIFFERENT = {
     "dpo rl rlhf grpo": _PREFERENCE,
 }  # fmt: skip
 
-# Sections of others that are answered as a whole: `lora.r`, `peft.method`.
+# Sections of other trainers with one answer for all their keys: `lora.r`, `peft.method`.
 _WHOLE = (
     "lora", "qlora", "peft", "peft_config", "quantization", "quantization_config", "dpo", "deepspeed", "fsdp_config",
 )  # fmt: skip
@@ -122,7 +122,7 @@ _ANSWERS = {name: f"write {key}" for key, names in SAME.items() for name in name
 
 
 def answer(written: str) -> str | None:
-    """What to write instead of the key `written` (`optimizer.lr`, `lora.r`); None for a name that no table has."""
+    """The advice for the unknown key `written` (`optimizer.lr`, `lora.r`); None for a name in no table."""
     parts = [part.replace("-", "_").lower() for part in re.split(r"[.\[\]]+", written) if part]
     if not parts:
         return None

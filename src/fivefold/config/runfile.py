@@ -1,8 +1,8 @@
 """Reading a run file: YAML with the line of every key, and `key=value` overrides on top.
 
-What the keys mean is the schema's; this module knows where each one was written, so that an error can say `run.yaml:7`,
-the key and the likely fix. `layout: shard2.tp2+mb2` is spelled out here into the keys that it stands for, and
-`layout: auto` into `layout.auto: true`.
+The schema defines the meaning of keys. This module tracks where each one was written, so that an error can say
+`run.yaml:7`, the key and the likely fix. It expands `layout: shard2.tp2+mb2` to keys, and `layout: auto` to
+`layout.auto: true`.
 """
 
 import os
@@ -32,26 +32,26 @@ _PLAIN = "write texts, numbers, true, false, null, lists and sections, without t
 
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
-# What pydantic calls things that a run file calls otherwise.
+# Terms of pydantic -> terms of run files.
 _WORDS = {"a valid tuple": "a list: [a, b]", "a valid dictionary": "a section of keys", " after validation": ""}
 
-# Ways to say the same thing: an override of one drops what the file says in another.
+# Alternatives to each other: an override of one drops the others that the file sets.
 _RIVALS: tuple[Path_, ...] = (("train", "max_steps"), ("train", "max_tokens"), ("train", "max_epochs"))
 
 
 @dataclass
 class RunFile:
-    """The tree of a run file while it is being put together, and the place where each of its keys was written."""
+    """The tree of a run file as it is built, and the place where each of its keys was written."""
 
     name: str
     tree: dict[str, Any] = field(default_factory=dict)
     places: dict[Path_, str] = field(default_factory=dict)
-    # Keys of other sections that the layout's text has set.
+    # Keys of other sections set by the layout's text.
     of_layout: set[tuple[str, str]] = field(default_factory=set)
 
     @classmethod
     def of_run(cls, folder: Path) -> "RunFile":
-        """The run file inside a run folder; the run is the one in that folder, wherever it has been moved."""
+        """Read the run file in a run folder; `run.name` and `run.dir` follow a moved folder. Raises `UserError`."""
         if not is_run(folder):
             raise UserError(
                 f"{_shown(folder)} is a folder without a run.yaml, so it is not a run",
@@ -69,7 +69,7 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> "RunFile":
-        """Raises `UserError` when the file is missing, empty, is not YAML, or says a key twice."""
+        """Read a run file. Raises `UserError` if it is missing, empty, not YAML, not sections, or repeats a key."""
         file = cls(name or _shown(path))
         node = _compose(path, file.name)
         if node is None:
@@ -88,14 +88,14 @@ class RunFile:
         return file
 
     def place(self, path: Path_) -> str:
-        """Where a key, or the nearest section around it, was written: `run.yaml:7`, `command line`."""
+        """The place where a key, or the nearest section around it, was written: `run.yaml:7`, `command line`."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.name
 
     def written(self, location: Path_, *, missing: bool = False) -> Path_:
-        """The path of a schema location as it was written: without the parts that exist only in the schema."""
+        """The path of a schema location as written, without the parts that exist only in the schema."""
         path: Path_ = ()
         at: Any = self.tree
         for part in location:
@@ -104,13 +104,13 @@ class RunFile:
         return (*path, location[-1]) if missing else path
 
     def overridden(self, texts: Iterable[str]) -> "RunFile":
-        """Itself, after every `key=value` in its order. Raises `UserError`."""
+        """Apply every `key=value` in order, and return self. Raises `UserError`."""
         for text in texts:
             self.override(text)
         return self
 
     def override(self, text: str) -> None:
-        """Apply one `key=value`; the value is read as YAML. Raises `UserError` when it is not of that form."""
+        """Apply one `key=value`; the value is read as YAML. Raises `UserError` if it does not have that form."""
         dotted, equals, written = text.partition("=")
         if not equals or not dotted.strip():
             raise UserError(
@@ -133,7 +133,7 @@ class RunFile:
                 if isinstance(section, dict) and rival != path and self.places.get(rival) != COMMAND_LINE:
                     section.pop(rival[1], None)
         if path == ("layout",) and isinstance(value, str):
-            for section, key in self.of_layout:  # they go with the text that is replaced
+            for section, key in self.of_layout:  # set by the text that is replaced
                 self.tree[section].pop(key, None)
                 self.places.pop((section, key), None)
             self.of_layout.clear()
@@ -143,9 +143,9 @@ class RunFile:
         self._set(path, value)
 
     def _path(self, dotted: str) -> Path_:
-        """The place that a dotted key names. A key of a source may leave out which one when there is only one.
+        """The path of a dotted key. The index of a data source may be omitted if there is only one.
 
-        `data.train.text_key`, `data.train[0].text_key` and `data.train.0.text_key` are the same place.
+        `data.train.text_key`, `data.train[0].text_key` and `data.train.0.text_key` are the same path.
         """
         path: Path_ = tuple(re.sub(r"\[([0-9]+)\]", r".\1", dotted).split("."))
         if path[:2] not in _SOURCES or len(path) == 2:
@@ -169,7 +169,7 @@ class RunFile:
         return (*path[:2], int(path[2]), *path[3:])
 
     def _listed_sources(self, side: str) -> list[Any] | None:
-        """`data.train` or `data.validation` as a list of sections, in the tree; None when it is not made of sources."""
+        """Convert `data.train` or `data.validation` in the tree to a list of sections; None if it has no sources."""
         data = self.tree.setdefault("data", {})
         if data is None:
             data = self.tree["data"] = {}
@@ -185,7 +185,7 @@ class RunFile:
         return data[side]  # type: ignore[no-any-return]
 
     def _set(self, path: Path_, value: Any) -> None:
-        """Put a value at a path; a mapping joins the section that is there."""
+        """Set a value at a path; a mapping is merged into the existing section."""
         if isinstance(value, dict) and value and path not in _SOURCES:
             for key, inner in value.items():
                 self._set((*path, str(key)), inner)
@@ -214,7 +214,7 @@ class RunFile:
         self.places[path] = COMMAND_LINE
 
     def _spell_out_layout(self, place: str) -> None:
-        """Replace `layout: TEXT` by the keys it stands for."""
+        """Expand `layout: TEXT` to its keys."""
         text = self.tree.get("layout")
         if not isinstance(text, str):
             return
@@ -223,7 +223,7 @@ class RunFile:
         self.places[("layout",)] = place
 
     def _keys_of(self, text: str, place: str) -> dict[str, Any]:
-        """What a layout's text says under `layout:`; its options that are keys of other sections are set there."""
+        """The keys under `layout:` for a layout's text; options that belong to other sections are set there."""
         try:
             layout = Layout.parse(text)
         except UserError as error:
@@ -250,7 +250,7 @@ class RunFile:
             self.of_layout.add(path)
 
     def _built(self, node: yaml.Node) -> Any:
-        """The value of a YAML file; notes the line of every key on the way. Raises `UserError` on a key said twice."""
+        """Build the value of a YAML file, and note the line of every key. Raises `UserError` for a repeated key."""
 
         def note(path: Path_, at: yaml.Node) -> None:
             self.places[path] = self._line(at)
@@ -296,16 +296,16 @@ def _yaml_advice(error: yaml.MarkedYAMLError) -> str:
 
 
 def _shown(path: Path) -> str:
-    """The path as a person would type it from here."""
+    """The path relative to the current folder, if it is inside; else as it is."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
-# ---- what is said of a mistake ---------------------------------------------------------------------------------------
+# ---- error messages --------------------------------------------------------------------------------------------------
 
 
 def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> UserError:
-    """The first problem that the schema found, as a `UserError`."""
+    """Convert the first problem found by the schema to a `UserError`; unknown keys come first."""
     first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     path = file.written(first["loc"], missing=first["type"] == "missing")
     name = ".".join(str(part) for part in path)
@@ -326,7 +326,7 @@ def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> Use
 
 
 def did_you_mean(name: str, keys: Iterable[Key]) -> str | None:
-    """The nearest known key: the same word in another section, then the nearest spelling; None when nothing is near."""
+    """Suggest the nearest known key: the same word in another section, else the nearest spelling; None if none is."""
     name = re.sub(r"\.\d+\.", "[].", name)
     known = {key.name: key for key in keys}
     sections = list(dict.fromkeys(key.section for key in known.values()))
@@ -341,7 +341,7 @@ def did_you_mean(name: str, keys: Iterable[Key]) -> str | None:
 
 
 def _help_of(name: str, keys: Iterable[Key]) -> str | None:
-    """`key: description`; the item of a list is described by the list."""
+    """The text `key: description`; an item of a list has the list's description."""
     name = re.sub(r"\.\d+\.", "[].", name)
     found = next((key for key in keys if key.name in (name, ".".join(name.split(".")[:2]))), None)
     return f"{found.name}: {found.help}" if found else None

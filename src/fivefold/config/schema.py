@@ -1,8 +1,8 @@
 """The run file: one YAML file that says everything about a training run, and nothing about devices.
 
-Every key has a default and a description with its unit. Strings such as `8k`, `1%` or `train:4096` are read here,
-once; what the rest of the library sees is resolved and frozen. Reading the file itself, with the line of every key
-for the errors, is `runfile`'s.
+Every key has a default and a description with its unit. Strings such as `8k`, `1%` or `train:4096` are parsed only
+here; the rest of the library sees resolved, frozen values. `runfile` reads the file itself, with the line of every key
+for error messages.
 """
 
 import json
@@ -41,12 +41,12 @@ from fivefold.core.violation import refuse
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
-LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # of `train`: how long a run is, said in one way
-MOST_NAME_BYTES = 240  # of a file; file systems take 255, and what is written gets a few letters more
+LENGTHS = ("max_steps", "max_tokens", "max_epochs")  # keys of `train` for the length of a run; only one may be set
+MOST_NAME_BYTES = 240  # of a file; file systems take 255, and written names get a few letters more
 MOST_PATH_BYTES = 3000  # Linux takes 4096
-MOST_ROWS = 2**31  # of a step; larger numbers are slips of the keyboard that take minutes to fail
+MOST_ROWS = 2**31  # of a step; larger numbers are typing errors that take minutes to fail
 MOST_VOCABULARY = 2**22
-SHAPE_TOKENIZER = "train:2048"  # of a built-in shape, which comes without a tokenizer
+SHAPE_TOKENIZER = "train:2048"  # for a built-in shape, which has no tokenizer
 
 
 def _no_bool(value: Any) -> Any:
@@ -56,14 +56,14 @@ def _no_bool(value: Any) -> Any:
 
 
 def _printable(name: str) -> str:
-    """A name that a terminal shows. Raises `ValueError`."""
+    """Check that a terminal can show a name. Raises `ValueError`."""
     if not name.strip() or not name.isprintable():
         raise ValueError(f"{name!r} holds characters that cannot be shown")
     return name
 
 
 def _findable(path: str) -> str:
-    """A path that file systems take. Raises `ValueError`."""
+    """Check that file systems accept the length of a path. Raises `ValueError`."""
     longest = max(map(len, path.encode().split(b"/")))
     if longest > MOST_NAME_BYTES or len(path.encode()) > MOST_PATH_BYTES:
         raise ValueError(
@@ -80,7 +80,7 @@ def _known_optimizer(name: str) -> str:
 
 
 def _sources(value: Any) -> Any:
-    """One path, one source or a list of both, as a list of sources."""
+    """Convert one path, one source or a list of both to a list of sources."""
     items = value if isinstance(value, list | tuple) else [value]
     return [{"path": item} if isinstance(item, str) else item for item in items]
 
@@ -95,7 +95,7 @@ def _fraction_or_sources(value: Any) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """A name alone as a list of it."""
+    """Convert a single name to a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -119,7 +119,7 @@ class Section(BaseModel):
 
 
 def of_layout(name: str, **options: Any) -> Any:
-    """The key of the run file that says a field of `Layout`: its default and its description are the field's."""
+    """The run file's key for a field of `Layout`, with the field's default and description."""
     said = SAID[name]
     if said.choices and said.section == "layout":
         options["json_schema_extra"] = {"enum": list(said.choices)}
@@ -185,7 +185,7 @@ class DataSource(Section):
     )
 
 
-_Sources = str | DataSource | list[str | DataSource]  # as they may be written
+_Sources = str | DataSource | list[str | DataSource]  # the accepted forms
 
 
 class DataSection(Section):
@@ -260,7 +260,7 @@ class LaunchSection(Section):
 
 
 class ObjectiveSection(Section):
-    """What is trained for; `training/objectives.py` has the formulas."""
+    """The objective of the training; `training/objectives.py` has the formulas."""
 
     name: Literal["sft", "distill", "dpo", "ipo", "orpo", "simpo", "kto"] = Field(
         default="sft",
@@ -291,12 +291,12 @@ class ObjectiveSection(Section):
 
     @property
     def has_answers(self) -> bool:
-        """Whether it is about answers, in pairs or rated, and not about text."""
+        """True if the objective is defined on answers, in pairs or rated, instead of text."""
         return self.name not in ("sft", "distill")
 
     @property
     def compares(self) -> bool:
-        """Whether answers are compared with what a reference says of them."""
+        """True if answers are compared with a reference model."""
         return self.name in ("dpo", "ipo", "kto")
 
     @model_validator(mode="after")
@@ -312,7 +312,7 @@ class ObjectiveSection(Section):
 
 
 class AdapterSection(Section):
-    """What is trained beside a frozen model; `models/adapter.py` has the formula."""
+    """The adapter that is trained on a frozen model; `models/adapter.py` has the formula."""
 
     name: Literal["none", "lora"] = Field(
         default="none", description="none: the whole model is trained; lora: two small matrices beside each linear"
@@ -357,7 +357,7 @@ class AdapterSection(Section):
 
     @property
     def lora(self) -> Lora | None:
-        """None where the whole model is trained."""
+        """The LoRA options; None if the whole model is trained."""
         if self.name != "lora":
             return None
         return Lora(self.rank, self.alpha, self.targets, self.rslora, self.quantize, self.target_parameters)
@@ -387,7 +387,7 @@ class OptimizerSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_keys(cls, values: Any) -> Any:
-        """Keys that not every optimizer has are set for those that have them, and refused for the others."""
+        """Set defaults of optimizer-specific keys. Raises `ValueError` for a key that this optimizer does not have."""
         facts = OPTIMIZERS.get(str(values.get("name", "adamw"))) if isinstance(values, dict) else None
         if facts is None:
             return values
@@ -412,7 +412,7 @@ class SchedulerSection(Section):
 
 
 def _layout_keys() -> dict[str, Any]:
-    """Key -> (type, field) of the fields of `Layout` that the run file has under `layout:`."""
+    """Key -> (type, field) for the fields of `Layout` under `layout:` in the run file, and the planner's keys."""
     types = {int: Whole, bool: bool, str: str}
     own = {name: said for name, said in SAID.items() if said.section == "layout"}
     automatic = Field(default=False, description="the planner chooses what is not set of the layout; layout: auto")
@@ -467,12 +467,12 @@ class MemorySection(Section):
 
     @property
     def chunks(self) -> int | None:
-        """`loss_chunks` as a number; None for auto, where the sizes of a step decide."""
+        """`loss_chunks` as a number; None for auto, which depends on the sizes of a step."""
         return None if self.loss_chunks == "auto" else self.loss_chunks
 
 
 class BalanceSection(Section):
-    """What keeps the experts of a model busy; `parallel/balance/runtime.py` says what each is."""
+    """Load balancing of the experts; `parallel/balance/runtime.py` explains each method."""
 
     aux_loss: Literal["auto"] | Number = Field(
         default="auto", description="coefficient of the loss for uneven load; auto = the model's, if it asks for one"
@@ -542,7 +542,7 @@ class RunSection(Section):
     @field_validator("name")
     @classmethod
     def _is_a_folder_s_name(cls, value: str) -> str:
-        """One new folder inside of `run.dir`, whatever the name: never another place, never half of a line."""
+        """Check that a name gives one new folder inside of `run.dir`, and is printable. Raises `ValueError`."""
         if value in (".", "..") or "/" in value or "\\" in value:
             raise ValueError(f"{value!r} is a path; a name is one word, and run.dir is where the folder goes")
         return _printable(value)
@@ -578,7 +578,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_shape(cls, values: Any) -> Any:
-        """A built-in shape has no weights and no tokenizer: what is left unset is what makes a run of it."""
+        """Set unset keys for a built-in shape, which has no weights and no tokenizer: init, tokenizer, row length."""
         model, tokenizer, data = (_section(values, name) for name in ("model", "tokenizer", "data"))
         if model is None or tokenizer is None or data is None:
             return values
@@ -593,8 +593,8 @@ class RunConfig(Section):
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread and executed. Raises `UserError` when a degree or an option is out of its range, and
-        where the planner has yet to choose."""
+        """The layout of the run. Raises `UserError` if a degree or an option is out of its range, or if the planner has
+        yet to choose the layout."""
         if self.is_automatic:
             raise UserError(
                 "layout: auto is chosen when training starts",
@@ -605,27 +605,27 @@ class RunConfig(Section):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the planner is to choose the layout (`planner/auto.py`)."""
+        """True if the planner is to choose the layout (`planner/auto.py`)."""
         return bool(vars(self.layout_section)["auto"])
 
     @property
     def hardware(self) -> str:
-        """A file that says what the devices of the run do, for the planner; empty where its own tables are to."""
+        """The planner's file with the performance of the run's devices; "" for its own tables."""
         return str(vars(self.layout_section)["hardware"])
 
     @property
     def written_layout(self) -> Layout:
-        """The layout as far as the run file has it. Raises `UserError` for a value out of its range."""
+        """The layout as written in the run file. Raises `UserError` for a value out of its range."""
         return Layout(**{name: getattr(section, key) for name, (section, key) in self._of_layout().items()})
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields of the layout that the run file sets, with their values. The planner leaves them as they are."""
+        """The fields of the layout that the run file sets, with their values. The planner does not change them."""
         places = self._of_layout().items()
         return {name: getattr(section, key) for name, (section, key) in places if key in section.model_fields_set}
 
     def with_layout(self, layout: Layout) -> "RunConfig":
-        """The same run with `layout`, spelled out."""
+        """The same run with `layout` as explicit keys."""
         values: dict[str, dict[str, Any]] = {"layout": {"auto": False}}
         for name, said in SAID.items():
             values.setdefault(said.section, {})[said.key] = getattr(layout, name)
@@ -635,7 +635,7 @@ class RunConfig(Section):
         )
 
     def _of_layout(self) -> dict[str, tuple[Section, str]]:
-        """Field of `Layout` -> the section of the run file that has it, and its key there."""
+        """Field of `Layout` -> its section of the run file, and its key there."""
         return {name: (getattr(self, _attribute(said.section)), said.key) for name, said in SAID.items()}
 
     @property
@@ -650,12 +650,12 @@ class RunConfig(Section):
 
 
 def _attribute(section: str) -> str:
-    """The attribute of `RunConfig` that is a section of the run file."""
+    """The attribute of `RunConfig` for a section of the run file."""
     return "layout_section" if section == "layout" else section
 
 
 class ExactDumper(yaml.SafeDumper):
-    """Quotes a text with line breaks of Unicode such that they are read back: plain, YAML makes spaces of some."""
+    """Quotes texts with Unicode line breaks, so that they are read back: unquoted, YAML turns some into spaces."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -667,13 +667,13 @@ ExactDumper.add_representer(str, _represent_text)
 
 
 def _section(values: Any, name: str) -> dict[str, Any] | None:
-    """A section as it was written, empty when it was not; None when it is no section."""
+    """A section as written, empty if it was not; None if the value is not a section."""
     section = values.get(name, {}) if isinstance(values, dict) else None
     return section if isinstance(section, dict) else None
 
 
 def _positions(folder: Path, model: dict[str, Any]) -> int | None:
-    """Positions of a shape with its overrides; None where the config does not say."""
+    """Positions of a shape with its overrides; None if the config does not say."""
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     overrides = model.get("overrides")
     positions = (values | overrides if isinstance(overrides, dict) else values).get("max_position_embeddings")
@@ -683,8 +683,8 @@ def _positions(folder: Path, model: dict[str, Any]) -> int | None:
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run file (None: the built-in demo; a run folder: its own) and set `key=value` overrides on top.
 
-    Precedence: defaults, then the file, then the overrides in their order. Of the demo nothing is left where they name
-    another model. Raises `UserError` with the file and line of the key, the likely fix and where to read more.
+    Precedence: defaults, then the file, then the overrides in order. Overrides that name another model replace the
+    demo entirely. Raises `UserError` with the file and line of the key, the likely fix and where to read more.
     """
     if path is None:
         file = RunFile.read(DEMO, name="built-in demo.yaml").overridden(overrides)
@@ -706,21 +706,21 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(text: str) -> RunConfig:
-    """The config that `to_yaml` wrote: how a resolved run file travels to another process."""
+    """Read a config from the output of `to_yaml`, in which a resolved run file travels to another process."""
     return RunConfig.model_validate(yaml.safe_load(text))
 
 
 def check_supported(config: RunConfig) -> None:
-    """Raise `UserError` for what the run file may say but cannot be run: not legal, or not installed.
+    """Raise `UserError` for a valid run file that cannot be run: not legal, or a package is not installed.
 
-    Of the model only whether it has experts, if its config.json is at hand; `check_model` looks at the rest.
+    The model is checked only for experts, and only if its config.json is local; `check_model` checks the rest.
     """
     layout = config.written_layout
-    # What the planner chooses is legal; the part of it that is written need not be.
+    # The planner's choice is legal as a whole; the part that the file sets need not be.
     refuse(() if config.is_automatic else legality.violations(layout))
     if layout.ep > 1 or layout.etp > 1:
         refuse(legality.of_experts(layout, _limits(config.model)))
-    for package in config.log.to:  # each is called as its package
+    for package in config.log.to:  # trackers have the names of their packages
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
@@ -741,7 +741,7 @@ def check_supported(config: RunConfig) -> None:
 
 
 def _limits(model: ModelSection) -> legality.ModelLimits:
-    """What a config.json at hand says; of a hub id that is found later."""
+    """The limits in a local config.json; `UNKNOWN` for a hub id, which is looked up later."""
     path = Path(shape_folder(model.name_or_path) or model.name_or_path)
     if not path.exists():
         return legality.UNKNOWN
@@ -749,5 +749,5 @@ def _limits(model: ModelSection) -> legality.ModelLimits:
 
 
 def keys() -> Iterator[Key]:
-    """Every key of the run file that works, in the order of the file."""
+    """Yield every key of the run file in the order of the file."""
     return keys_of(RunConfig)

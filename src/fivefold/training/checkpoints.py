@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it goes on from, what is saved beside the tensors, what is said of a failure."""
+"""The checkpoints of a run: which one it resumes from, what is saved with the tensors, how failures are reported."""
 
 import json
 from collections.abc import Mapping
@@ -19,10 +19,9 @@ from fivefold.training.run_log import RunLog
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run begins: after `step` steps, with what was counted until then. `where` it was found; None: afresh.
+    """The point a run resumes from: steps done, and the counters in `state`. `where`: the checkpoint; None: a new run.
 
-    `warmup_steps`: of the schedule that it was trained with until then. `damages` says what is wrong with the newer
-    checkpoints that were passed over.
+    `warmup_steps`: that of the schedule so far. `damages`: one message per newer checkpoint skipped as damaged.
     """
 
     step: int = 0
@@ -33,8 +32,8 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Goes on from the checkpoints of a run, writes new ones, and tells how that went. Every rank has one and calls the
-    same methods. `failed`: why a save failed that the run is to stop for."""
+    """Resumes from the checkpoints of a run, writes new ones, and reports the results. Every rank has one and calls the
+    same methods. `failed`: the error of a failed save for which the run is to stop."""
 
     def __init__(
         self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData, log: RunLog
@@ -47,14 +46,14 @@ class CheckpointManager:
         )
         self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"
-        self._under_way = 0  # the step that is being saved
+        self._under_way = 0  # the step of the pending save
         self.failed: UserError | None = None
 
     def resume(self, config: RunConfig) -> Resumed:
         """Load the newest valid checkpoint that agrees with this run. Raises `UserError`."""
         passed: dict[str, str] = {}
         while True:
-            # One rank looks: folders can differ between machines. It may fetch, which takes long.
+            # Only one rank searches, since folders can differ between machines. It may download, which takes long.
             where, folder, passed = checkpoint.on_first_rank(
                 partial(self._where_to_go_on, config, passed), self._saver.group
             )
@@ -71,7 +70,7 @@ class CheckpointManager:
             return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
 
     def save(self, config: RunConfig, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to save, or save, after `step` steps; an earlier save is waited for."""
+        """Save after `step` steps, or start an asynchronous save. Waits for an earlier save first."""
         self.report(step, wait=True)
         self._log.folder.look(self._log.display.note)
         tokenizer, is_own = self._data.tokenizer, config.tokenizer.name_or_path == "auto"
@@ -83,13 +82,12 @@ class CheckpointManager:
         self._under_way = step
 
     def try_memory(self, more: int) -> None:
-        """Take the memory that a save will copy to, for weights and state; `more`: bytes of state that is not there
-        yet."""
+        """Allocate the memory that a save copies weights and state to. `more`: bytes of state not yet allocated."""
         self._saver.try_memory(self._model, self._optimizer, more)
 
     def report(self, step: int, *, wait: bool = False) -> None:
-        """After `step` steps, tell of a checkpoint that is published since, or that the save under way has failed
-        (`wait`: when it has ended): the older one stands, and the run goes on or stops, as asked."""
+        """Report the checkpoint published since the last call, or the failure of the pending save (`wait`: once it has
+        ended). After a failure the older checkpoint stands; `checkpoint.on_failure` decides whether the run stops."""
         failure = self._saver.failure(wait=wait)
         if failure is None:
             self._tell_published()
@@ -101,12 +99,12 @@ class CheckpointManager:
         self._log.happened("save failed", step, failure.what)
 
     def finish(self) -> None:
-        """Wait for the last save, and tell of it. Raises on every rank if it failed."""
+        """Wait for the last save and report it. Raises on every rank if it failed."""
         self._saver.wait()
         self._tell_published()
 
     def close(self) -> None:
-        """Let the save under way end."""
+        """Let the pending save end."""
         self._saver.close()
 
     def _tell_published(self) -> None:
@@ -115,7 +113,7 @@ class CheckpointManager:
             self._log.folder.saved, self._under_way = self._under_way, 0
 
     def _where_to_go_on(self, config: RunConfig, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
-        """The newest checkpoint but those `passed` over, after it has been compared with this run; None: step 0."""
+        """The newest checkpoint not in `passed`, checked against this run's configuration; None: start at step 0."""
         there = checkpoint.candidates(self._directory, self._remote)
         for each in there if config.checkpoint.resume == "auto" else ():
             if each.where in passed:

@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a live panel on a terminal, plain lines anywhere else.
+"""The display of a training run: a live panel on a terminal, plain lines anywhere else.
 
-Both take the rows of `metrics.jsonl` as they are written. Rank 0 opens one; nobody sees those of the others.
+Both take the rows of `metrics.jsonl` as they are written. Rank 0 opens one; those of the other ranks stay invisible.
 """
 
 import io
@@ -23,12 +23,12 @@ from fivefold.core.terminal import shown
 from fivefold.core.units import human
 
 BARS = "▁▂▃▄▅▆▇█"
-PLAIN_SECONDS = 5.0  # between two lines when nobody watches a panel
-PACE_STEPS = 30  # the remaining time is judged by the last so many steps
+PLAIN_SECONDS = 5.0  # between two plain lines
+PACE_STEPS = 30  # the remaining time is estimated from this many last steps
 SAMPLE_LINES = 5  # of a generated text, at most
 
 Row = Mapping[str, Any]
-Line = tuple[str, str]  # (label, text); an empty label goes on with the line above
+Line = tuple[str, str]  # (label, text); an empty label continues the line above
 
 
 def open_display(*, total_steps: int, start: int = 0, console: Console | None = None) -> "PlainDisplay":
@@ -39,23 +39,23 @@ def open_display(*, total_steps: int, start: int = 0, console: Console | None = 
 
 
 def unseen() -> "PlainDisplay":
-    """For ranks that do not speak."""
+    """A display without output, for every rank but the first."""
     return PlainDisplay(Console(file=io.StringIO(), quiet=True), total_steps=sys.maxsize)
 
 
 class Pace:
-    """Seconds that remain, judged by the wall clock of the last steps: evaluations and checkpoints count."""
+    """Estimate of the remaining seconds from the wall clock of the last steps, evaluations and checkpoints included."""
 
     def __init__(self, total_steps: int, start: int, clock: Callable[[], float]) -> None:
         self._total, self._clock = total_steps, clock
         self._marks: deque[tuple[int, float]] = deque([(start, clock())], maxlen=PACE_STEPS)
 
     def mark(self, step: int) -> None:
-        """Note that `step` steps are done now."""
+        """Record that `step` steps are done now."""
         self._marks.append((step, self._clock()))
 
     def remaining(self) -> float | None:
-        """Seconds, or None before the first steps are done."""
+        """The remaining seconds; None before the first steps are done."""
         (first_step, first_time), (step, now) = self._marks[0], self._marks[-1]
         if step <= first_step:
             return None
@@ -65,7 +65,7 @@ class Pace:
 class PlainDisplay:
     """A context manager: `header` first, then steps, evaluations and samples as they come, `closing` last.
 
-    Here each is a line; of steps the first one, the last, and one every few seconds between them.
+    Prints one line for each; for steps only the first, the last, and one every few seconds between them.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PlainDisplay:
         pass
 
     def header(self, lines: Sequence[Line]) -> None:
-        """Say what is about to run."""
+        """Describe the run that is about to start."""
         self._say(*(f"{label:<8} {text}" for label, text in lines))
 
     def step(self, row: Row) -> None:
@@ -100,15 +100,15 @@ class PlainDisplay:
         self._say(f"step {step}/{self._total}  validation loss {loss:.4f}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Show how the model continues `prompt`: by `text`."""
+        """Show `text`, the model's continuation of `prompt`."""
         self._say(f"sample @{step}  {prompt + text!r}")
 
     def note(self, text: str) -> None:
-        """Say something that needs attention, such as a skipped step."""
+        """Show something that needs attention, such as a skipped step."""
         self._say(f"note: {text}")
 
     def closing(self, lines: Sequence[Line]) -> None:
-        """Say where everything is and what to type next."""
+        """Show where the results are and what to type next."""
         self._say(*(f"{label:<8} {text}" for label, text in lines))
 
     def _say(self, *lines: str) -> None:
@@ -165,7 +165,7 @@ class LiveDisplay(PlainDisplay):
         self._console.print(_labelled(lines))
 
     def panel(self) -> RenderableType:
-        """The panel as it stands now."""
+        """The panel in its current state."""
         done = self._row.get("step", self._start)
         left = clock_time(self._pace.remaining())
         waiting = "the first step takes longest" if not self._row else f"{left} left"
@@ -186,7 +186,7 @@ class LiveDisplay(PlainDisplay):
 
 
 def _line(*cells: RenderableType, wide: int) -> RenderableType:
-    """Side by side over the whole width, the last one at the right; cell number `wide` takes what the others leave."""
+    """Cells side by side over the whole width, the last one right-aligned; cell `wide` takes the remaining width."""
     line = Table.grid(expand=True, padding=(0, 2))
     for at in range(len(cells)):
         justify: JustifyMethod = "right" if at == len(cells) - 1 else "left"
@@ -196,7 +196,7 @@ def _line(*cells: RenderableType, wide: int) -> RenderableType:
 
 
 def _labelled(lines: Sequence[Line]) -> RenderableType:
-    """Labels in one column; long texts wrap beside them."""
+    """A grid with the labels in one column and the wrapped texts in the next."""
     grid = Table.grid(padding=(0, 2))
     for label, text in lines:
         grid.add_row(Text(label, style="bold"), Text(shown(text), overflow="fold"))
@@ -204,7 +204,7 @@ def _labelled(lines: Sequence[Line]) -> RenderableType:
 
 
 def details(row: Row) -> list[str]:
-    """Speed and health of one step in a few words each; what the row does not hold is left out."""
+    """Speed and health of one step in a few words each; metrics missing from the row are left out."""
     said: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("perf/tokens_per_second", lambda value: f"{human(value)} tok/s"),
         ("perf/mfu_pct", lambda value: f"mfu {value:.1f}%"),
@@ -229,7 +229,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def clock_time(seconds: float | None) -> str:
-    """`1:05`, `2:03:04`; `-:--` when it is not known yet."""
+    """`1:05`, `2:03:04`; `-:--` when not known yet."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -238,5 +238,5 @@ def clock_time(seconds: float | None) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A number that may be missing: a loss that was not finite is null in the row."""
+    """Format a number that may be missing: a non-finite loss is null in the row."""
     return "not finite" if value is None else format(value, form)

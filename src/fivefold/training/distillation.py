@@ -1,8 +1,8 @@
-"""What a teacher finds likeliest at every target of a run: asked once, before the student is there, by the layout of
-the run, and kept in the cache by what it follows from. A step reads it beside the rows.
+"""The teacher's top-k tokens at every target of a run. They are computed once, before the student is built, under the
+layout of the run, and cached by a key over all inputs. A step reads them together with the rows.
 
 Example: 1,000 targets and `top_k` 64 are two arrays [1000, 64], int32 tokens and fp32 log-probabilities: 512 bytes a
-target. They are in the order of the rows, and in a row in that of its targets.
+target. They are ordered by row, and by target within a row.
 """
 
 import fcntl
@@ -51,8 +51,8 @@ _MORE = "docs/distillation.md"
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """What a teacher says of `rows`, int64 [R] in ascending order: of row i of these, `tokens` and `log_probs`
-    [targets, K] from `offsets[i]` to `offsets[i + 1]`."""
+    """The teacher's top-k `tokens` and `log_probs` [targets, K] of `rows`, int64 [R] in ascending order. Row i of these
+    has the entries from `offsets[i]` to `offsets[i + 1]`."""
 
     rows: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -63,7 +63,7 @@ class Teacher:
     told: str = ""  # for the header
 
     def beside(self, batch: MicroBatch) -> MicroBatch:
-        """The micro batch with what the teacher says of its targets."""
+        """The micro batch with the teacher's tokens and log-probabilities at its targets."""
         shape = (*batch.labels.shape, self.tokens.shape[1])
         tokens, log_probs = np.zeros(shape, np.int32), np.zeros(shape, self.log_probs.dtype)
         for (at, to), has_target, b in self._of(batch):
@@ -71,12 +71,13 @@ class Teacher:
         return replace(batch, teacher=TeacherTargets(tokens, log_probs, self.temperature, self.alpha))
 
     def note(self, batch: MicroBatch, tokens: NDArray[np.int64], log_probs: NDArray[np.float64]) -> None:
-        """Write what it says of a micro batch, [B, T, K] each."""
+        """Store the teacher's output on a micro batch, [B, T, K] each."""
         for (at, to), has_target, b in self._of(batch):
             self.tokens[at:to], self.log_probs[at:to] = tokens[b, has_target], log_probs[b, has_target]
 
     def _of(self, batch: MicroBatch) -> Iterator[tuple[tuple[int, int], NDArray[np.bool_], int]]:
-        """Of each row: where it is in the arrays, which of its positions have a target, and its place."""
+        """Yield for each row its range in the arrays, the mask of positions with a target, and its index in the batch.
+        Raises `ValueError` for rows or targets that the teacher was not asked about."""
         assert batch.rows is not None
         for b, row in enumerate(batch.rows.tolist()):
             if row < 0:
@@ -91,8 +92,8 @@ class Teacher:
 
 
 def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps: int) -> Teacher | None:
-    """Of the rows that a run reads; None where the objective has no teacher. Every rank calls this, before the model of
-    the run takes memory. Raises `UserError`, the same on every rank of a machine."""
+    """Teacher outputs for the rows that a run reads; None if the objective has no teacher. Every rank calls this before
+    the run's model takes memory. Raises `UserError`, the same on every rank of a machine."""
     if config.objective.name != "distill":
         return None
     given, root = config.objective, cache_root()
@@ -130,8 +131,8 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
 
 
 def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) -> int:
-    """The tokens that both models have: those of the run's tokenizer. Raises `UserError` where those of the teacher are
-    not the same."""
+    """The number of tokens that both models share: those of the run's tokenizer. Raises `UserError` if the teacher's
+    differ."""
     own = data.tokenizer.vocab_size
     if size < own:
         raise UserError(
@@ -155,7 +156,7 @@ def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) 
 
 
 def _rows(rows: PackedRows, read: int) -> NDArray[np.int64]:
-    """Which rows a run of so many reads."""
+    """The indices of the rows that a run reads when it reads `read` rows, ascending."""
     if read >= rows.epoch_rows:
         return np.arange(len(rows))
     return np.unique(np.array(rows.in_order(range(read)), np.int64))
@@ -164,7 +165,7 @@ def _rows(rows: PackedRows, read: int) -> NDArray[np.int64]:
 def _ask(
     config: RunConfig, data: PreparedData, world: World, model: Any, folder: Path, vocabulary: int, found: Teacher
 ) -> None:
-    """Fill `found` on the first rank of each machine."""
+    """Run the teacher over all rows and fill `found` on the first rank of each machine."""
     layout = config.layout.resolve(world.size)
     with _of_teacher(config.objective.teacher):
         parallelize(
@@ -195,7 +196,7 @@ def _ask(
 
 @contextmanager
 def _of_teacher(name: str) -> Iterator[None]:
-    """Errors say that they are about the teacher."""
+    """Prefix errors raised inside with the name of the teacher."""
     try:
         yield
     except UserError as error:
@@ -209,7 +210,7 @@ def _of_teacher(name: str) -> Iterator[None]:
 def _scratch(
     root: Path, shape: tuple[int, int], dtype: np.dtype[Any], world: World
 ) -> Iterator[tuple[Path | None, NDArray[np.int32], NDArray[np.floating]]]:
-    """A folder with arrays to fill, on the first rank of each machine; on the others None, and arrays of no use."""
+    """A folder with arrays to fill, on the first rank of each machine; on the others None, and empty arrays."""
     with ExitStack() as until_then:
         failed, beside = None, None
         arrays: Any = (np.zeros((0, shape[1]), np.int32), np.zeros((0, shape[1]), dtype))
@@ -228,8 +229,7 @@ def _scratch(
 
 @contextmanager
 def _asking(parent: Path) -> Iterator[Path]:
-    """A new folder, removed at the end. Those that processes which were killed have left are removed first: nobody
-    holds their locks any more."""
+    """A new folder, removed at the end. First removes the folders left by killed processes: their locks are free."""
     with locked(parent / "asking"):
         for left_behind in parent.glob(".asking.*"):
             _remove_unless_held(left_behind)
@@ -250,7 +250,7 @@ def _remove_unless_held(folder: Path) -> None:
 
 
 def _arrays(beside: Path, root: Path, shape: tuple[int, int], dtype: np.dtype[Any]) -> Any:
-    """To fill, their place on the disk taken. Raises `OSError` and `UserError` where there is none."""
+    """Arrays to fill, with their disk space reserved. Raises `OSError` or `UserError` if there is not enough."""
     needed = shape[0] * shape[1] * (4 + dtype.itemsize)
     if (free := shutil.disk_usage(root).free) < needed:
         raise UserError(
@@ -267,7 +267,7 @@ def _arrays(beside: Path, root: Path, shape: tuple[int, int], dtype: np.dtype[An
 
 
 def _keep(beside: Path | None, place: Path, read: Any, world: World) -> None:
-    """Into the cache, on the first rank of each machine."""
+    """Move the arrays into the cache, on the first rank of each machine. Raises `UserError` on every rank."""
     failed = None
     if beside is not None:
 
@@ -296,7 +296,7 @@ def _is_there(read: Any) -> bool:
 def _read(
     folder: Path, root: Path, shape: tuple[int, int], dtype: np.dtype[Any]
 ) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
-    """Raises OSError, ValueError or `UserError` (damage) for what cannot be used."""
+    """Read a cache entry. Raises `OSError`, `ValueError` or `UserError` (damage) if it cannot be used."""
     sums = read_signed(folder / "meta.json")
     for name in (_TOKENS, _LOG_PROBS):
         check_file(folder / name, sums[name], root)
@@ -307,6 +307,6 @@ def _read(
 
 
 def _probability(log_probs: NDArray[np.floating]) -> float:
-    """The part of the teacher's probability that these tokens have, the mean over the first million targets."""
+    """The share of the teacher's probability on these tokens: the mean over the first million targets."""
     some = log_probs[:1_000_000]
     return float(np.exp(some, dtype=np.float64).sum(-1).mean()) if len(some) else 0.0

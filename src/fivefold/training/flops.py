@@ -1,4 +1,4 @@
-"""What a batch and a device add to model FLOPs (`models/flops.py`), for `perf/tflops_per_device` and `perf/mfu_pct`."""
+"""Document lengths and device peaks for `perf/tflops_per_device` and `perf/mfu_pct`; see also `models/flops.py`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from fivefold.planner.chips import bf16_peak
 
 
 def squared_lengths(batch: Sequence[MicroBatch]) -> int:
-    """Sum of squared lengths of the documents in these rows; segments without a target (padding) left out."""
+    """Sum of squared lengths of the documents in these rows, without segments that have no target (padding)."""
     total = 0
     for part in batch:
         lengths = np.diff(part.cu_seqlens).astype(np.int64)
@@ -20,7 +20,7 @@ def squared_lengths(batch: Sequence[MicroBatch]) -> int:
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """The device's dense bf16 peak in TFLOP/s, or None where it is not known (every CPU, other precisions)."""
+    """The device's dense bf16 peak in TFLOP/s; None if unknown (every CPU, other precisions)."""
     if device.type != "cuda" or precision != "bf16":
         return None
     return bf16_peak(torch.cuda.get_device_name(device))

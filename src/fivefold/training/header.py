@@ -1,4 +1,4 @@
-"""The lines around a run: what it is before the first step, where everything is after the last."""
+"""The text around a run: a description before the first step, and where everything is after the last."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -77,13 +77,13 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
 
 
 def _attention(job: Job) -> str:
-    """By which kernels, where there is a choice."""
+    """The attention kernel, if there is a choice; else an empty string."""
     by = {"fa3": "FlashAttention 3", "fa2": "FlashAttention 2", "compiled": "a kernel for this CPU"}
     return f", attention by {by[job.attention]}{_not_flash(job)}" if job.attention in by else ""
 
 
 def _not_flash(job: Job) -> str:
-    """How attention runs on a GPU that FlashAttention does not have."""
+    """The fallback for attention on a GPU for which FlashAttention lacks a kernel; an empty string if none is used."""
     state, device, config = state_of(job.model), torch.device(job.world.device), job.model.config.get_text_config()
     is_capped, window = hf_internals.has_softcap(config), getattr(config, "sliding_window", None)
     if device.type != "cuda" or not (is_capped or (window and state.context.row_groups)):
@@ -99,7 +99,7 @@ def _not_flash(job: Job) -> str:
 
 
 def _tokenizer_lines(job: Job) -> list[tuple[str, str]]:
-    """What is said where `AutoTokenizer` will read the tokenizer otherwise in the folder of this model."""
+    """A warning if `AutoTokenizer` forces another tokenizer class in the folder of this kind of model."""
     kind = job.model.config.get_text_config().model_type
     taken = hf_internals.forced_tokenizer_class(kind)
     if taken in (None, job.data.tokenizer.kind):
@@ -110,7 +110,7 @@ def _tokenizer_lines(job: Job) -> list[tuple[str, str]]:
 
 
 def _adapter_lines(job: Job) -> Iterator[tuple[str, str]]:
-    """What is trained beside a frozen model."""
+    """The adapter's rank, scale, targets and trained parameters."""
     lora, parameters = job.config.adapter.lora, state_of(job.model).plan.facts.parameters
     if lora is None:
         return
@@ -129,7 +129,7 @@ def _adapter_lines(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def memory_line(job: Job, peaks: Mapping[str, float | None]) -> str:
-    """What the trial before the first step took on the fullest rank, beside what there is and what was planned."""
+    """Memory of the trial before the first step on the fullest rank, with the GPU's total and the planned amount."""
     taken, reserved = peaks["memory/peak_gib"], peaks.get("memory/peak_reserved_gib")
     if taken is None:
         return ""
@@ -143,7 +143,7 @@ def memory_line(job: Job, peaks: Mapping[str, float | None]) -> str:
 
 
 def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tuple[str, str]]:
-    """What this start, of which the history is to say `about`, does otherwise than the one before it; a row or none."""
+    """At most one row: the differences between this start, described by `about`, and the previous one."""
     if not before.starts:
         return []
     was = before.starts[-1].about
@@ -158,7 +158,7 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
 
 
 def _fp8_lines(job: Job) -> list[tuple[str, str]]:
-    """What multiplies in fp8, and whether that is faster here."""
+    """The modules that multiply in fp8, and why that is not faster here, if it is not."""
     plan = state_of(job.model).plan
     recipe = plan.layout.fp8
     if recipe == "none":
@@ -187,7 +187,7 @@ def _fp8_lines(job: Job) -> list[tuple[str, str]]:
 
 
 def _offload_lines(job: Job) -> list[tuple[str, str]]:
-    """What of this rank lies in host memory, or in a file."""
+    """Bytes that this rank offloads to host memory or to files, by kind."""
     state, place = state_of(job.model), job.config.memory.offload_to
     if state.offload.memory is None:
         return []
@@ -200,7 +200,7 @@ def _offload_lines(job: Job) -> list[tuple[str, str]]:
 
 
 def _states_lines(job: Job) -> list[tuple[str, str]]:
-    """In what the optimizer keeps its state, where that is not the type of the weights."""
+    """The type in which the optimizer keeps its state, if it is not that of the weights."""
     placement, kinds = state_of(job.model).placement, OPTIMIZERS[job.config.optimizer.name].state.values()
     if placement.layout.state_dtype == "fp32":
         return []
@@ -212,7 +212,7 @@ def _states_lines(job: Job) -> list[tuple[str, str]]:
 
 
 def _mfu_lines(job: Job) -> list[tuple[str, str]]:
-    """What MFU is measured against; nothing on a CPU, which has none."""
+    """The peak that MFU is measured against, and which FLOPs count; no row on a CPU."""
     if job.world.device == "cpu":
         return []
     if job.peak_tflops is None:
@@ -222,7 +222,7 @@ def _mfu_lines(job: Job) -> list[tuple[str, str]]:
 
 
 def closing_lines(job: Job, why: str | None) -> list[tuple[str, str]]:
-    """(label, text) rows of the end: results, files, and what to type next."""
+    """(label, text) rows shown at the end: results, files, and what to type next."""
     run = job.config.run_dir
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""
     skipped = f"   {job.skipped} steps skipped" if job.skipped else ""

@@ -18,10 +18,11 @@ def to_device(
     batch: MicroBatch, device: torch.device, scale: Tensor | None = None, *, by_answer: bool = False,
     weigh: Callable[[Tensor], Tensor] | None = None, task: Task | None = None,
 ) -> Inputs:  # fmt: skip
-    """A micro batch of numpy arrays as tensors; `cu_seqlens` stays on the CPU, and is left out when rows are documents.
+    """Convert a micro batch of numpy arrays to tensors. `cu_seqlens` stays on the CPU; it is omitted when every row is
+    one document.
 
-    Its task is `task`; without one `PreferenceLoss` where `weigh` weighs its answers, `AnswerLogProbs` with `by_answer`
-    (of one answer at least: of nothing, where it has none), else `CrossEntropy`.
+    `task` is the task of the head. Without one it is `PreferenceLoss` if `weigh` weighs answers, `AnswerLogProbs` with
+    `by_answer` (at least one answer is counted, an empty one if there are none), else `CrossEntropy`.
     """
 
     def there(array: Any) -> Tensor:

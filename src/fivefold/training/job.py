@@ -1,4 +1,4 @@
-"""A training run on one rank: all that it has, and its rows."""
+"""The objects of a training run on one rank, and its rows."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from fivefold.training.run_log import RunLog
 
 @dataclass
 class Job:
-    """One training run on one rank, as what describes, measures or tries it is given it."""
+    """One training run on one rank: the argument of the code that describes, measures or tries it."""
 
     config: RunConfig
     world: World
@@ -42,7 +42,7 @@ class Job:
     teacher: Teacher | None = None
     attention: str = ""  # see `kernels.choose`
     step: int = 0  # steps done
-    start: int = 0  # of them, before this start
+    start: int = 0  # steps done before this start
     tokens_seen: int = 0
     skipped: int = 0
     in_a_row: int = 0
@@ -53,13 +53,13 @@ class Job:
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def batch(self, step: int) -> list[MicroBatch]:
-        """This rank's micro batches of a step, from 0."""
+        """This rank's micro batches of a step, counted from 0."""
         rows = self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
         return rows if self.teacher is None else [self.teacher.beside(each) for each in rows]
 
     @property
     def _share(self) -> dict[str, Any]:
-        """Which of the rows are this rank's, as `PackedRows` is asked for them."""
+        """The arguments with which `PackedRows` selects this rank's rows."""
         placement = state_of(self.model).placement
         return {
             "data_rank": placement.data_rank,

@@ -1,6 +1,6 @@
-"""`fivefold train` on this machine: find the world that is there, or start the workers.
+"""`fivefold train` on this machine: join the processes that are already running, or start the workers.
 
-The data is prepared here, before any process group exists, so that nobody waits in a collective for a tokenizer.
+The data is prepared here, before any process group exists, so that no rank waits in a collective for a tokenizer.
 """
 
 import sys
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fivefold.data.prepare import PreparedData
 
 BODY = "fivefold.training.run:on_worker"
-Prove = Callable[[RunConfig, Layout], object]  # raises where a layout is not proved
+Prove = Callable[[RunConfig, Layout], object]  # raises if a layout is wrong
 
 
 def run(
@@ -48,10 +48,10 @@ def run(
 ) -> Path:  # fmt: skip
     """Train the run file at `path` (None: the demo) and return the run folder.
 
-    `prove` is asked about the layout first. `listener` is told what happens, by the first rank.
+    `prove` checks the layout first. `listener` receives the events of the first rank.
     Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
     """
-    world = find_world("cpu")  # the place is known before torch is; the device is looked up below
+    world = find_world("cpu")  # finds the world without importing torch; the device is determined below
     with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)
@@ -65,7 +65,7 @@ def run(
             if prove:
                 prove(config, config.layout.resolve(workers))
     if world is None:
-        with Workers(BODY, count=workers) as crew:  # it imports what they run while the data is prepared
+        with Workers(BODY, count=workers) as crew:  # they import their modules while the data is prepared
             data = _prepare(config, show=True)
             check_data(config, data)
             if not is_fresh and _is_finished(config, data):
@@ -77,7 +77,7 @@ def run(
 
     here = find_world(config.train.device) or world
     with join(here, timeout=config.launch.timeout), said_once(here):
-        if config.is_automatic:  # the first rank chooses for all, whose devices it takes to be like its own
+        if config.is_automatic:  # the first rank chooses for all, and assumes that their devices are like its own
             settled = partial(_settled, config, here.size, here.local_size, is_fresh=is_fresh)
             config = config.with_layout(Layout.parse(checkpoint.on_first_rank(lambda: str(settled().layout))))
         if is_fresh:
@@ -90,7 +90,7 @@ def run(
 
 
 def _workers(config: RunConfig, nproc: int | None) -> int:
-    """How many to start."""
+    """The number of workers to start. Raises `UserError` for `train.attention: fa3` on a CPU."""
     kind, layout = device_kind(config.train.device), config.written_layout
     if kind == "cpu" and config.train.attention == "fa3":
         raise UserError(
@@ -102,8 +102,8 @@ def _workers(config: RunConfig, nproc: int | None) -> int:
 
 
 def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -> RunConfig:
-    """The run with a layout for `size` workers in place of `layout: auto`: the one that its folder has already, else
-    the planner's choice. Says which."""
+    """Replace `layout: auto` with a layout for `size` workers: the one recorded in the run folder, else the planner's
+    choice. Prints which."""
     if not config.is_automatic:
         return config
     began = None if is_fresh or config.checkpoint.resume == "never" else began_with(config, size)
@@ -121,7 +121,7 @@ def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -
 
 
 def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
-    """Whether all steps of the run are done, and nothing else is asked for than its folder says; then it is said."""
+    """Return whether all steps of the run are done and its folder holds the same config; if so, print it."""
     from fivefold.training.display import open_display
     from fivefold.training.schedule import settled, total_steps
 
@@ -132,7 +132,7 @@ def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
         return False
     try:
         before = load_config(config.run_dir)
-    except UserError:  # the workers tell
+    except UserError:  # the workers report it
         return False
     warmup = before.scheduler.warmup_steps
     if not isinstance(warmup, int) or before != settled(config, total, before=warmup):
@@ -145,7 +145,7 @@ def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
 
 
 def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
-    """Start workers on this machine, and again as long as that helps."""
+    """Start the workers on this machine, and restart them as long as that helps."""
     kind = device_kind(config.train.device)
     print(f"starting {crew.count} worker{'s' if crew.count > 1 else ''} on {kind} ...", flush=True)
     logs, patience = open_folder(config), config.train.collective_timeout
@@ -161,7 +161,7 @@ def _start(config: RunConfig, crew: Workers, listener: Listener | None) -> Path:
 
 
 def _advised(config: RunConfig, crew: Workers, start: Callable[[], None]) -> None:
-    """Start the workers. Of one that the system has killed for want of memory it is said what would fit, too."""
+    """Start the workers. If the system kills one for lack of memory, the error also says what would fit."""
     try:
         start()
     except WorkerDied as death:
@@ -173,7 +173,7 @@ def _advised(config: RunConfig, crew: Workers, start: Callable[[], None]) -> Non
 
 
 def _tell_restart(config: RunConfig, text: str) -> None:
-    """On the screen, and in the run's history."""
+    """Report a restart on the screen and in the run's history."""
     say(text)
     with closing(history.Log(config.run_dir, say)) as log:
         log.write("died", last_logged_step(config), what=text)
@@ -188,7 +188,7 @@ def _prepare(config: RunConfig, *, show: bool) -> "PreparedData":
 
 @contextmanager
 def preparing(console: "Console | None" = None) -> "Iterator[Progress]":
-    """What is told of the stages of preparing data: a bar for each on a terminal, else a line; none when cached."""
+    """Show progress while data is prepared: per stage a bar on a terminal, else a line; nothing for cached data."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 

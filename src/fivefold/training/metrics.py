@@ -1,4 +1,4 @@
-"""What a step is measured by: the row that `metrics.jsonl` has of it. Names have groups: `train/loss`."""
+"""Metrics of a step: its row in `metrics.jsonl`. Names have groups: `train/loss`."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from fivefold.training.step import StepResult
 
 
 def row(job: Job, result: StepResult, rate: float, *, seconds: float, waited: float) -> dict[str, Any]:
-    """Of the step that was done, at this learning rate: it took `seconds`, of them `waited` for its rows."""
+    """The row of the step just done at learning rate `rate`. It took `seconds`, `waited` of them for its rows."""
     tokens_per_second = result.tokens / seconds
     flops_done = job.costs.per_token * result.tokens + job.costs.per_squared_length * result.squared_lengths
     tflops = flops_done / seconds / job.world.size / 1e12
@@ -34,5 +34,5 @@ def row(job: Job, result: StepResult, rate: float, *, seconds: float, waited: fl
 
 
 def finite(number: float) -> float | None:
-    """JSON has no infinities: they become null."""
+    """Map NaN and infinities, which JSON does not have, to None."""
     return number if math.isfinite(number) else None

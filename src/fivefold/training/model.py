@@ -1,4 +1,4 @@
-"""The model of a run: its config fitted to the tokenizer, where its weights come from, whether compiling pays."""
+"""The model of a run: its config fitted to the tokenizer, the source of its weights, whether compiling pays off."""
 
 import shutil
 from typing import Any
@@ -22,19 +22,19 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel.balance.runtime import BalanceOptions
 
 # On two CPU cores compiling took 7 s with a warm cache and up to 37 s without one, and saved 8 to 20% of a step (1M and
-# 6M parameters, bf16 and fp32): a CPU run must be so long that it gains more than it pays.
-CPU_FLOPS = 100e9  # what a core sustains in training, FLOP/s: only the order of magnitude matters
+# 6M parameters, bf16 and fp32). So it pays off only in a CPU run that is long enough.
+CPU_FLOPS = 100e9  # sustained by a core in training, FLOP/s: only the order of magnitude matters
 PAYS_AFTER_SECONDS = 600.0
 
 
 def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     """The `transformers` model on the meta device.
 
-    With a tokenizer that is not its own, a model takes the end token from it, and a randomly initialised one the
-    vocabulary too, unless `model.overrides` says otherwise.
+    With a tokenizer that is not its own, a model takes the end token from it; with random weights also the vocabulary.
+    `model.overrides` overrides both.
 
-    Raises `UserError` when the tokenizer makes tokens the model does not have, or rows are longer than its positions
-    or than its rotary frequencies allow.
+    Raises `UserError` if the tokenizer has tokens that the model lacks, or if rows are longer than its positions or its
+    rotary frequencies allow.
     """
     own: dict[str, Any] = {}
     if config.tokenizer.name_or_path != "auto":
@@ -47,7 +47,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
     check_lengths(hf_config, config.data.seq_length)
     if config.model.init == "random":
         return build_meta(hf_config)
-    # A run that goes on does not read the first weights, but for those that may be tied.
+    # A resumed run never reads the first weights, so they are fetched here only if some may be tied.
     needed = ("*.safetensors", "*.json") if getattr(hf_config, "tie_word_embeddings", True) else ("*.json",)
     folder = weights_folder(config.model.name_or_path, files=needed)
     model = build_meta(hf_config, weights=folder)
@@ -56,7 +56,7 @@ def build_model(config: RunConfig, data: PreparedData) -> PreTrainedModel:
 
 
 def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:
-    """What `balance` asks for. `auto`: as `transformers` does."""
+    """The options of the section `balance`. `aux_loss: auto` takes the coefficient that `transformers` uses."""
     section = config.balance
     load = own_coefficient(hf_config) if section.aux_loss == "auto" else section.aux_loss
     return BalanceOptions(
@@ -65,8 +65,8 @@ def balance_options(config: RunConfig, hf_config: Any) -> BalanceOptions:
 
 
 def own_coefficient(hf_config: Any) -> float:
-    """Of the loss for uneven load, which `transformers` adds where the config has `output_router_logits`; JetMoE and
-    DBRX have other names for it."""
+    """Coefficient of the load-balancing loss that `transformers` adds if the config sets `output_router_logits`; else
+    0. JetMoE and DBRX have other names for it."""
     if not getattr(hf_config, "output_router_logits", False):
         return 0.0
     experts = getattr(hf_config, "ffn_config", None)
@@ -81,8 +81,8 @@ def own_coefficient(hf_config: Any) -> float:
 
 
 def load_source(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) -> TensorSource | None:
-    """Where the first weights come from: a folder's safetensors, or None for random initialisation; with an adapter
-    that was trained before, it and they. Raises `UserError`."""
+    """The source of the first weights: a folder's safetensors, or None for random initialisation. An adapter from
+    `adapter.path` is layered over it. Raises `UserError`."""
     lora, folder = config.adapter.lora, config.adapter.path
     if lora is None or not folder:
         return None if config.model.init == "random" else base_source(config, model)
@@ -90,7 +90,7 @@ def load_source(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) ->
 
 
 def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: World, total_steps: int) -> bool:
-    """What `train.compile: auto` decides: on a GPU yes; on a CPU when the run is long and a C++ compiler is there."""
+    """Decide `train.compile: auto`: True on a GPU; on a CPU if the run is long and a C++ compiler is installed."""
     if config.train.compile != "auto":
         return config.train.compile
     if world.device != "cpu":

@@ -1,8 +1,8 @@
-"""Whether this process gets on, seen from a thread of it: slow is not frozen. No torch.
+"""Detect from one of its threads whether this process makes progress: slow is not frozen. No torch.
 
-It moves when a thread of Python is at another place than before, when it computes, when it reads or writes, and when a
-process that it started, such as a compiler, computes. Waiting for the network moves too: clients of the network end
-that themselves. A page that a disk is slow to deliver counts a tenth.
+A process is active if a Python thread has changed its position, or if it computes, reads or writes. The same holds if a
+process that it started, such as a compiler, computes. A process waiting for the network counts as active: network
+clients have timeouts of their own. Seconds of waiting for a disk count a tenth.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-COMPUTES = 0.1  # the part of a core; the display of a run and threads that poll take less
+COMPUTES = 0.1  # of a core: a run's display and polling threads take less
 READS = 2**16  # bytes a second
 NETWORK = {"fsspec", "huggingface_hub", "datasets", "wandb", "mlflow", "trackio"}
 DISK_WAITS = 10  # seconds of waiting for a disk that count as one
@@ -25,8 +25,8 @@ _PROC = Path("/proc")
 
 
 class Moves:
-    """Compares what it sees of this process with what it saw the last time. Belongs to one thread, whose own work is
-    not counted. `still`: seconds since the process last moved."""
+    """Compares the state of this process with the previous look. Belongs to one thread, whose own work is not counted.
+    `still`: seconds since the process was last active."""
 
     def __init__(self) -> None:
         self._stacks: Any = None
@@ -34,7 +34,7 @@ class Moves:
         self.still = 0.0
 
     def look(self, seconds: float) -> None:
-        """Look at what it did in the `seconds` since the last look."""
+        """Check for activity in the `seconds` since the last look."""
         if self._moved(seconds):
             self.still = 0.0
         else:
@@ -57,7 +57,7 @@ class Moves:
 
 
 def _stacks() -> tuple[list[Any], bool]:
-    """Where the threads are that the process waits for before it ends, and whether one is on the network."""
+    """Stack positions of all non-daemon threads, and whether one of them is in a network client."""
     watched = {thread.ident for thread in threading.enumerate() if not thread.daemon}
     places: list[Any] = []
     on_network = False
@@ -73,7 +73,7 @@ def _stacks() -> tuple[list[Any], bool]:
 
 
 def _bytes() -> int:
-    """Bytes that this process, but for this thread, has read and written so far; 0 where the system does not tell."""
+    """Bytes read and written so far by all threads of this process but this one; 0 if the system does not report it."""
     with suppress(OSError, ValueError):
         return _read_and_written("self/io") - _read_and_written("thread-self/io")
     return 0
@@ -85,7 +85,7 @@ def _read_and_written(name: str) -> int:
 
 
 def _children(pid: int) -> dict[int, float]:
-    """CPU seconds of every process below `pid`, by its number."""
+    """CPU seconds of every descendant of `pid`, by process id."""
     parents, cpu = dict[int, int](), dict[int, float]()
     for task in _PROC.glob("[0-9]*"):
         with suppress(OSError, IndexError, ValueError):

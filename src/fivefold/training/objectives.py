@@ -1,11 +1,11 @@
 """Objectives of preference training, as functions of log-probabilities alone: no model, no tokens, no ranks.
 
-An answer's log-probability is the sum over its tokens. From those of a pair of answers comes its loss, and the
-derivative with respect to each of the two. That derivative, with its sign changed, is the weight of every token of the
-answer: the gradient of this weighted cross entropy is that of the objective (`training/preference.py`).
+An answer's log-probability is the sum over its tokens. The log-probabilities of a pair of answers give its loss, and
+the derivative with respect to each of the two. The negative derivative is the weight of every token of the answer: the
+gradient of this weighted cross entropy equals that of the objective (`training/preference.py`).
 
-Legend: P pairs; in the dimension of two, 0 is the chosen answer and 1 the rejected one. Of rated answers (KTO) 0 is the
-answer, and 1 the same prompt with the answer to another.
+Legend: P pairs; in the dimension of two, 0 is the chosen answer and 1 the rejected one. For rated answers (KTO), 0 is
+the answer, and 1 the same prompt with the answer to another.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Objective:
-    """`name`: sft (the mean over weighted targets), or a preference objective of `LOSSES`. `beta`: its temperature, or
-    the weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers in KTO."""
+    """The objective `name`: sft (the mean over weighted targets), or one of `LOSSES`. `beta`: its temperature, or the
+    weight of the odds ratio (ORPO). `gamma`: the margin of SimPO. The last two: weights of answers in KTO."""
 
     name: str = "sft"
     beta: float = 0.1
@@ -29,34 +29,34 @@ class Objective:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether it is about pairs of answers."""
+        """True if the objective is defined on pairs of answers."""
         return self.name in LOSSES
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares with the log-probabilities of a reference model."""
+        """True if it compares with the log-probabilities of a reference model."""
         return self.name in ("dpo", "ipo", "kto")
 
     @property
     def has_baseline(self) -> bool:
-        """Whether its answers are rated, and compared with how much likelier answers to other prompts became."""
+        """True if answers are rated, and compared with how much likelier answers to other prompts became."""
         return self.name == "kto"
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of its metrics, in their order."""
+        """The names of its metrics, in order."""
         return RATED_METRICS if self.has_baseline else METRICS
 
     @property
     def uses_means(self) -> bool:
-        """Whether its answers count by the mean over their tokens."""
+        """True if an answer counts by the mean over its tokens."""
         return self.name not in ("dpo", "kto")
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Of P rated answers: whether each is desirable, bool [P]; and the baseline, a scalar: by how much answers to other
-    prompts became likelier, the mean over the global batch, at least 0."""
+    """Ratings of P answers: whether each is desirable, bool [P]; and the baseline, a scalar. The baseline is how much
+    likelier answers to other prompts became: the mean over the global batch, at least 0."""
 
     desirable_P: Tensor
     baseline: Tensor
@@ -64,9 +64,9 @@ class Ratings:
 
 @dataclass(frozen=True)
 class Judged:
-    """Of P pairs: the loss [P], its derivative by each answer's summed log-probability [P, 2], and metrics [P] by the
-    names that TRL gives them: of sums over tokens where there is a reference, else of means; NaN where a metric is not
-    about a pair. All fp64."""
+    """Losses of P pairs [P], their derivatives by each answer's summed log-probability [P, 2], and metrics [P] under
+    TRL's names. Metrics use sums over tokens if the objective needs a reference or uses no means, else means; NaN where
+    a metric does not apply to a pair. All fp64."""
 
     loss_P: Tensor
     slope_P2: Tensor
@@ -77,9 +77,9 @@ def judge(
     objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None,
     ratings: Ratings | None = None,
 ) -> Judged:  # fmt: skip
-    """`policy_P2`, `reference_P2`: summed log-probabilities of the answers; `tokens_P2`: their trained tokens.
+    """Judge pairs. `policy_P2`, `reference_P2`: summed log-probabilities of answers; `tokens_P2`: their trained tokens.
 
-    Raises `ValueError` where the objective needs a reference, or ratings, and there is none.
+    Raises `ValueError` if a reference or ratings are needed and missing.
     """
     if objective.needs_reference and reference_P2 is None:
         raise ValueError(f"{objective.name} needs the log-probabilities of a reference model")
@@ -115,7 +115,7 @@ def judge(
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
 )  # fmt: skip
-# Of rated answers, which TRL calls chosen where they are desirable; their margin follows from two means over all pairs.
+# For rated answers; TRL calls the desirable ones chosen. Their margin follows from two means over all pairs.
 RATED_METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "rewards/margins", "kl")
 
 
@@ -129,11 +129,11 @@ def _of_ratings(rewards_P: Tensor, shown_P: Tensor, ratings: Ratings) -> dict[st
     return found | {"kl": ratings.baseline.expand_as(rewards_P)}
 
 
-# Each of (the objective, log-probabilities [P, 2], the same less those of the reference, ratings) -> loss [P].
+# Arguments of each loss: the objective, log-probabilities [P, 2], these minus the reference's, ratings. Result: [P].
 
 
 def _kto(objective: Objective, answers: Tensor, gains: Tensor, ratings: Ratings | None) -> Tensor:
-    """https://arxiv.org/abs/2402.01306, equation 7: the baseline is no function of the weights."""
+    """KTO: https://arxiv.org/abs/2402.01306, equation 7. No gradient flows through the baseline."""
     assert ratings is not None
     above = objective.beta * (gains[:, 0] - ratings.baseline)
     good = objective.desirable_weight * (1 - torch.sigmoid(above))
@@ -141,23 +141,23 @@ def _kto(objective: Objective, answers: Tensor, gains: Tensor, ratings: Ratings 
 
 
 def _dpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
-    """https://arxiv.org/abs/2305.18290, equation 7."""
+    """DPO: https://arxiv.org/abs/2305.18290, equation 7."""
     return -F.logsigmoid(objective.beta * (gains[:, 0] - gains[:, 1]))
 
 
 def _ipo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
-    """https://arxiv.org/abs/2310.12036, equation 17, of means over tokens as TRL has it."""
+    """IPO: https://arxiv.org/abs/2310.12036, equation 17, on means over tokens as in TRL."""
     return (gains[:, 0] - gains[:, 1] - 1 / (2 * objective.beta)).square()
 
 
 def _simpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
-    """https://arxiv.org/abs/2405.14734, equation 6."""
+    """SimPO: https://arxiv.org/abs/2405.14734, equation 6."""
     return -F.logsigmoid(objective.beta * (answers[:, 0] - answers[:, 1]) - objective.gamma)
 
 
 def _orpo(objective: Objective, answers: Tensor, gains: Tensor, _: Ratings | None) -> Tensor:
-    """https://arxiv.org/abs/2403.07691, equations 6 and 7: the cross entropy of the chosen answer, and the odds."""
-    odds = answers - torch.log(-torch.expm1(answers.clamp(max=-1e-12)))  # a probability of 1 has no odds
+    """ORPO: https://arxiv.org/abs/2403.07691, equations 6 and 7: cross entropy of the chosen answer, and the odds."""
+    odds = answers - torch.log(-torch.expm1(answers.clamp(max=-1e-12)))  # clamped: the odds of 1 are infinite
     return -answers[:, 0] - objective.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 

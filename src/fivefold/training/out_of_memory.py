@@ -1,7 +1,7 @@
-"""A run whose memory ran out says where, what was there and what was planned, item by item, and what would fit.
+"""Advice for a run out of memory: where it ran out, measured and planned bytes by item, and what would fit.
 
-Any allocation may fail, of a GPU's memory or of the machine's. The rank that it fails on asks the planner, once what
-the step had made is let go. A rank that the system has killed cannot: then whoever has started it asks.
+Any allocation may fail, on a GPU or on the machine. The rank where it fails frees the tensors of the step, then asks
+the planner. A rank killed by the system cannot; its launcher asks instead.
 """
 
 import re
@@ -47,7 +47,7 @@ _THERE = {
 }
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-# What a rank was at, by a frame of its stack as (part of the file's name, function); the first of them that is there.
+# Phases by a frame of the stack: (part of the file name, function, phase). The first match wins.
 _PHASES = (
     ("training/checkpoints.py", "save", "a save"),
     ("training/checkpoints.py", "try_memory", "the memory of a save"),
@@ -67,8 +67,8 @@ _OF_STEP = ("forward", "backward", "the optimizer")
 
 @contextmanager
 def advised(config: RunConfig, world: World, data: PreparedData, job: Job | None = None) -> Iterator[None]:
-    """Inside, an error for want of memory becomes a `RunFailed` with advice; as it was where the planner has none to
-    give. `job`: None while it is built."""
+    """Turn an out-of-memory error raised inside into a `RunFailed` with advice. Re-raises the error itself if the
+    planner has none. `job`: None while it is built."""
     try:
         yield
     except Exception as error:
@@ -81,7 +81,7 @@ def advised(config: RunConfig, world: World, data: PreparedData, job: Job | None
 
 
 def advise(death: WorkerDied, config: RunConfig, ranks: int) -> None:
-    """Add what the planner knows to the death of one of this machine's `ranks` workers for want of memory."""
+    """Add the planner's advice to the error of a worker, one of `ranks` on this machine, killed for lack of memory."""
     with suppress(Exception):
         cluster = cluster_here("cpu", ranks, ranks, config.hardware)
         told = relief(config, cluster, facts_of_run(config))
@@ -89,11 +89,11 @@ def advise(death: WorkerDied, config: RunConfig, ranks: int) -> None:
 
 
 def _advice(error: Exception, config: RunConfig, world: World, data: PreparedData, job: Job | None) -> RunFailed | None:
-    """What is said on the rank that met `error`; None where the planner cannot be asked, or memory is too scarce to."""
+    """The error that the failing rank raises; None if the planner cannot be asked, or memory is too scarce for it."""
     with suppress(Exception):
         what, phase = str(error), phase_of(error.__traceback__)
         there = held(what, world.device, job)
-        traceback.clear_frames(error.__traceback__)  # what the step had made: on a CPU the planner needs some of it
+        traceback.clear_frames(error.__traceback__)  # frees the step's tensors: on a CPU the planner needs the memory
         is_of_host = world.device != "cpu" and not isinstance(error, torch.OutOfMemoryError)
         where = f"rank {world.rank}: memory ran out in {phase}, {_when(error, phase, job)}"
         if is_of_host:
@@ -115,8 +115,8 @@ def _when(error: Exception, phase: str, job: Job | None) -> str:
 
 
 def _within_addresses(cluster: Cluster) -> Cluster:
-    """The cluster with no more memory a process than its limit of addresses leaves it, beside what is mapped and not
-    there."""
+    """The cluster with the memory per process capped by the address-space limit, less what is mapped but not
+    resident."""
     limit, mapped, there = address_limit(), resident("VmSize"), resident("VmRSS")
     if not cluster.chip.is_host or None in (limit, mapped, there):
         return cluster
@@ -129,7 +129,7 @@ def _within_addresses(cluster: Cluster) -> Cluster:
 
 
 def phase_of(stack: TracebackType | None) -> str:
-    """What a rank was at, in words, by the stack of its error."""
+    """The phase, in words, in which an error was raised, from its stack."""
     frames = [(frame.filename.replace("\\", "/"), frame.name) for frame in traceback.extract_tb(stack)]
     for part, function, phase in _PHASES:
         if any(part in file and name == function for file, name in frames):
@@ -139,8 +139,8 @@ def phase_of(stack: TracebackType | None) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank held when memory ran out. `items`: bytes by item. `needed`: bytes of the device that it had, or asked
-    for; 0: not known. `left`: in words, how much was free."""
+    """Memory of a rank when it ran out. `items`: bytes by item. `needed`: bytes of the device that it held, plus those
+    it asked for; 0: unknown. `left`: in words, how much was free."""
 
     items: Mapping[str, float]
     needed: float
@@ -148,7 +148,7 @@ class Held:
 
 
 def held(message: str, device: str, job: Job | None) -> Held:
-    """By the words of torch's error, which tell of the moment at which it failed, and the tensors of the run."""
+    """Measure memory from the text of torch's error, which describes the moment of failure, and the run's tensors."""
     own = _states(job) if job else dict.fromkeys(STATE, 0)
     said = {name: _bytes(found[1]) for name, each in _THERE.items() if (found := re.search(each, message))}
     if device == "cpu" and "allocated" not in said:
@@ -163,7 +163,7 @@ def held(message: str, device: str, job: Job | None) -> Held:
 
 
 def _states(job: Job) -> dict[str, float]:
-    """Bytes of what a rank keeps from step to step on its device, and of gradients."""
+    """Bytes of parameters, gradients and optimizer state on the rank's device."""
     device = torch.device(job.world.device).type
 
     def size(tensors: Any) -> float:
@@ -179,7 +179,7 @@ def _states(job: Job) -> dict[str, float]:
 
 
 def asked_bytes(message: str) -> float:
-    """Of the request that failed; 0 where an error does not say."""
+    """Bytes of the failed allocation; 0 if the error does not say."""
     found = re.search(_ASKED, message)
     return 0.0 if found is None else float(found[2]) if found[2] else _bytes(found[1])
 
@@ -198,7 +198,7 @@ def _bytes(said: str) -> float:
 
 
 def _table(there: Mapping[str, float], told: Relief) -> Iterator[str]:
-    """GiB by item, those that were there beside those that were planned. Torch does not tell what other tensors are."""
+    """Yield lines of GiB by item, measured next to planned. Torch does not say what the other tensors are."""
     rest = {name: size for name, size in told.items.items() if name not in (*STATE, *OUTSIDE)}
     planned = {name: told.items.get(name, 0.0) for name in STATE} | {REST: sum(rest.values())}
     planned |= {name: told.items.get(name, 0.0) for name in OUTSIDE}
@@ -220,7 +220,7 @@ _WORDS = {"allocator": "kept by the allocator", "runtime": "outside of torch"}
 
 
 def _changes(told: Relief) -> Iterator[str]:
-    """What would fit."""
+    """Yield lines with the changes that would make it fit."""
     if not told.changes:
         yield "nothing small makes it fit: take more devices, or devices with more memory (fivefold plan says which)"
         return

@@ -1,4 +1,4 @@
-"""The most memory that a run has had."""
+"""The peak memory of a run."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Peak since construction (build it before the model): CUDA's allocator, or the resident set less its start."""
+    """Peak since construction (build it before the model): CUDA's allocator, or the resident set minus its start."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,7 +24,7 @@ class PeakMemory:
 
     @property
     def gib(self) -> float | None:
-        """GiB, or None where the system does not tell."""
+        """Peak in GiB; None if the system does not report it."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
         peak = resident("VmHWM")
@@ -32,11 +32,11 @@ class PeakMemory:
 
     @property
     def reserved_gib(self) -> float | None:
-        """GiB that CUDA's allocator took of the GPU, fragments included; None elsewhere."""
+        """Peak in GiB reserved by CUDA's allocator, fragmentation included; None on a CPU."""
         return torch.cuda.max_memory_reserved(self.device) / 2**30 if self.device.type == "cuda" else None
 
     def over_ranks(self) -> dict[str, float | None]:
-        """The largest peaks over ranks, GiB, as a row has them."""
+        """The largest peaks over all ranks in GiB, as entries of a metrics row."""
         mine = {"memory/peak_gib": self.gib}
         if self.reserved_gib is not None:
             mine["memory/peak_reserved_gib"] = self.reserved_gib

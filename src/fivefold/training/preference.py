@@ -4,9 +4,9 @@
                   -> the loss of each pair, and its derivative by each answer
                   -> cross entropy of each target, times a weight that is minus the derivative by its answer
 
-All of it is in the loss of a micro batch (`Judge`), which has both answers of each of its pairs: what an objective adds
-to a step is the head, forward, once more. KTO alone compares with a mean over the global batch, for which it adds a
-forward of the model. That forward is no part of a step's history: fp8 scales, routers and capacities do not see it.
+All of it happens in the loss of a micro batch (`Judge`), since a micro batch has both answers of each of its pairs. So
+an objective costs one more forward pass of the head. Only KTO compares with a mean over the global batch; it adds a
+forward pass of the model. That pass leaves no trace in the step's state: fp8 scales, routers and capacities ignore it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +27,12 @@ from fivefold.training.inputs import evaluating, to_device
 from fivefold.training.objectives import Judged, Objective, Ratings, judge
 
 Table = NDArray[np.float64]  # [pairs of a side, 2]: log-probabilities of the answers under a reference model
-_MARGIN = "rewards/margins"  # of rated answers it follows from two means
+_MARGIN = "rewards/margins"  # for rated answers the difference of two means
 
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """What a step trains for. `reference`: of every pair that a batch may name; None where the objective has none."""
+    """The objective of a step. `reference`: log-probabilities of every pair of the data; None if it needs none."""
 
     objective: Objective
     reference: Table | None = None
@@ -40,10 +40,10 @@ class Goal:
 
 @dataclass(eq=False)
 class Judge:
-    """Of the answers of one micro batch, all that an objective asks but for their log-probabilities.
+    """All inputs of an objective for one micro batch, except the log-probabilities of its answers.
 
-    `tokens_P2`: trained targets. `before_P2`: log-probabilities under the reference, if there is one. `desirable_P`:
-    of rated answers; `baseline`: what those are compared with. `judged`: the last that was found; None before."""
+    `tokens_P2`: trained targets. `before_P2`: log-probabilities under the reference, if any. `desirable_P`, `baseline`:
+    see `Ratings`. `judged`: the last result; None before the first."""
 
     objective: Objective
     tokens_P2: Tensor
@@ -65,24 +65,23 @@ class Judge:
         return cls(goal.objective, tokens_P2, before_P2, desirable_P)
 
     def judge(self, sums_P2: Tensor) -> Judged:
-        """The pairs, by the summed log-probabilities of their answers."""
+        """Judge the pairs by the summed log-probabilities of their answers, and keep the result in `judged`."""
         ratings = None if self.baseline is None else Ratings(self.desirable_P, self.baseline)
         self.judged = judge(self.objective, sums_P2, self.tokens_P2, self.before_P2, ratings)
         return self.judged
 
     def weights(self, sums_A: Tensor) -> Tensor:
-        """Of the targets of each answer, fp64 [A] as the sums: of one answer, whose weight is 0, where there is no
-        pair."""
+        """The weight of each answer's targets, fp64 [A] like the sums; without pairs one answer of weight 0."""
         of_answers = -self.judge(sums_A[: self.tokens_P2.numel()].view(-1, 2)).slope_P2.flatten()
         return torch.nn.functional.pad(of_answers, (0, len(sums_A) - len(of_answers)))
 
 
-# ---- of a step -------------------------------------------------------------------------------------------------------
+# ---- per step --------------------------------------------------------------------------------------------------------
 
 
 def judges_of(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> list[Judge]:
-    """One for each micro batch of a step; none where the objective is not about answers. Every rank calls this, with as
-    many micro batches."""
+    """One judge for each micro batch of a step; an empty list if the objective has no pairs. Every rank calls this with
+    the same number of micro batches."""
     if not goal.objective.has_pairs:
         return []
     device = next(model.parameters()).device
@@ -93,7 +92,7 @@ def judges_of(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> list[Judge
 
 
 def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
-    """What the sum over the global batch is divided by, on every rank: its pairs, or the weights of its targets."""
+    """The divisor of the loss sum over the global batch, on every rank: its pairs, or the weights of its targets."""
     own = 0.0
     if state_of(model).placement.is_first_of_row:
         own = sum(float(pairs_of(each) if goal.objective.has_pairs else weights_of(each).sum()) for each in batch)
@@ -103,9 +102,9 @@ def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
 
 
 def outcome(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
-    """After the passes of a step: this rank's share of the losses' sum, fp64, and means over all pairs."""
+    """This rank's share of the summed losses, fp64, and metric means over all pairs; call it after a step's passes."""
     coords = state_of(model).placement.coords
-    speaks = coords.tp == coords.cp == 0  # in a pipeline, on the ranks that have a loss
+    speaks = coords.tp == coords.cp == 0  # in a pipeline, only ranks with a loss have judged anything
     loss, _, metrics = _over_ranks(model, judges if speaks else (), objective)
     return loss, metrics
 
@@ -130,7 +129,7 @@ def mean_over_pairs(model: Any, batches: Iterable[MicroBatch], goal: Goal) -> tu
 
 
 def log_probs(model: Any, batch: Sequence[MicroBatch]) -> list[Tensor]:
-    """Of each micro batch the summed log-probabilities of its answers, fp64 [P, 2]: on all ranks that share it."""
+    """Summed log-probabilities of the answers of each micro batch, fp64 [P, 2], on all ranks that share it."""
     device = next(model.parameters()).device
     with evaluating(model):
         sums = [passes.answer_log_probs(model, to_device(each, device, by_answer=True)) for each in batch]
@@ -138,8 +137,8 @@ def log_probs(model: Any, batch: Sequence[MicroBatch]) -> list[Tensor]:
 
 
 def table(model: Any, batches: Iterable[MicroBatch], pairs: int) -> Table:
-    """The log-probabilities of all answers of `batches`, which name `pairs` pairs, under the model as it is now: the
-    same on every rank. 0 for pairs that no batch names."""
+    """Log-probabilities of all answers of `batches` under the current model, [`pairs`, 2], the same on every rank.
+    Pairs in no batch have 0."""
     found = torch.zeros(pairs, 2, dtype=torch.float64, device=next(model.parameters()).device)
     for each in batches:
         (sums,) = log_probs(model, [each])
@@ -149,22 +148,22 @@ def table(model: Any, batches: Iterable[MicroBatch], pairs: int) -> Table:
     return found.cpu().numpy()
 
 
-# ---- of a micro batch ------------------------------------------------------------------------------------------------
+# ---- per micro batch -------------------------------------------------------------------------------------------------
 
 
 def pairs_of(batch: MicroBatch) -> int:
-    """Pairs in a micro batch."""
+    """The number of pairs in a micro batch."""
     return 0 if batch.pairs is None else len(batch.pairs)
 
 
 def answer_tokens(batch: MicroBatch) -> NDArray[np.int64]:
-    """Trained targets of each answer, [P, 2]."""
+    """The number of trained targets of each answer, [P, 2]."""
     own = np.zeros(0, np.int64) if batch.answers is None else batch.answers[batch.answers >= 0]
     return np.bincount(own, minlength=2 * pairs_of(batch)).reshape(-1, 2)
 
 
 def weights_of(batch: MicroBatch) -> NDArray[np.float64]:
-    """The weight of every target of a micro batch, 0 where there is none, [B, T]."""
+    """The weight of every position's target in a micro batch, [B, T]; 0 without a target."""
     has_target = batch.labels != IGNORE
     return has_target.astype(np.float64) if batch.weights is None else np.where(has_target, batch.weights, 0.0)
 
@@ -173,8 +172,8 @@ def weights_of(batch: MicroBatch) -> NDArray[np.float64]:
 
 
 def _compare(model: Any, judges: Sequence[Judge], sums: Sequence[Tensor]) -> None:
-    """Give each judge the baseline: by how much the answers to other prompts became likelier, their mean over all
-    ranks, and at least 0, fp64. `sums` [P, 2] of each micro batch."""
+    """Set the baseline of each judge: how much likelier answers to other prompts became, the mean over all ranks, at
+    least 0, fp64. `sums`: [P, 2] of each micro batch."""
     found = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
     for each, sums_P2 in zip(judges, sums, strict=True) if state_of(model).placement.is_first_of_row else ():
         assert each.before_P2 is not None, "it is compared with a reference"
@@ -187,8 +186,8 @@ def _compare(model: Any, judges: Sequence[Judge], sums: Sequence[Tensor]) -> Non
 
 
 def _over_ranks(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, int, Mapping[str, float]]:
-    """This rank's share of the losses' sum; how many pairs all ranks have, and the mean of each metric over those that
-    it is about, without the metrics that are about none. `judges`: those that this rank speaks for."""
+    """This rank's share of the summed losses, the number of pairs on all ranks, and the mean of each metric over the
+    pairs it applies to. Metrics that apply to no pair are left out. `judges`: those that this rank reports."""
     device = next(model.parameters()).device
     names = [name for name in objective.metrics if not (objective.has_baseline and name == _MARGIN)]
     sums = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)

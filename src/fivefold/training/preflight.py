@@ -1,5 +1,4 @@
-"""Before the first step: every rank was asked for the same run, and by its plan the memory of the machine and its disk
-have room for it."""
+"""Checks before the first step: every rank was given the same run, and memory and disk have room for it by its plan."""
 
 import platform
 import shutil
@@ -56,7 +55,7 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
 
 
 def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
-    """What must be the same, by name: the keys of the run file, the rows, the tokenizer, the versions."""
+    """The fields that must agree, by name: the keys of the run file, the rows, the tokenizer, the versions."""
     return {
         **{
             f"{section}.{key}": value
@@ -71,10 +70,10 @@ def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
 
 
 def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:
-    """What a run is told of its memory when it is likely to need more than is free; None when it is not.
+    """A warning if the run will likely need more memory than is free; else None. Saves the needs for the launcher.
 
-    The needs are left for the launcher. Raises `UserError`, the same on every rank of a machine, when weights,
-    gradients and optimizer state alone are more than there is.
+    Raises `UserError`, the same on every rank of a machine, if weights, gradients and optimizer state alone exceed the
+    total memory.
     """
     needs = needs_of(facts, config, layout, ranks=world.local_ranks, is_host=world.device == "cpu")
     if world.folder and world.is_first:
@@ -100,11 +99,11 @@ def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: Wo
 def needs_of(
     facts: ModelFacts, config: RunConfig, layout: Layout, *, ranks: Sequence[int], is_host: bool = False
 ) -> Needs:
-    """Of `ranks` of a resolved layout together, as their plans say. Activations: those kept for backward, and the
-    logits of one chunk of the loss. `is_host`: the device is the CPU, in whose memory is what is offloaded to `host`.
+    """Memory of `ranks` of a resolved layout together, from their plans. Activations: those saved for backward, and the
+    logits of one chunk of the loss. `is_host`: the device is the CPU, so offloading to `host` frees nothing.
     """
     of_ranks = [bytes_of(lower(facts, layout, rank), config) for rank in ranks]
-    away = 0 if is_host and config.memory.offload_to == HOST else 1  # host memory that is not the device's
+    away = 0 if is_host and config.memory.offload_to == HOST else 1  # 1: host memory is separate from the device's
     return Needs(
         parameters=facts.size,
         ranks=len(ranks),
@@ -118,7 +117,7 @@ def needs_of(
 
 
 def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
-    """Of a step of the run."""
+    """Bytes of a step of the run."""
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     plan = within_budget(plan, tokens, micro_batches)
@@ -127,7 +126,7 @@ def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
 
 
 def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
-    """GiB of tensors of the fullest rank, as the planner says; None where it does not know the devices."""
+    """GiB of tensors of the fullest rank according to the planner; None if it does not know the devices."""
     kind = "cpu" if world.device == "cpu" else "cuda"
     try:
         cluster = cluster_here(kind, world.size, world.local_size, config.hardware)
@@ -137,15 +136,14 @@ def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | N
 
 
 def optimizer_bytes(model: nn.Module, config: RunConfig) -> tuple[int, int]:
-    """Of the optimizer's state on this rank, which is not there before the first step: all of it, and what lies on the
-    device."""
+    """Bytes of the optimizer state that this rank will have after its first step: in total, and on the device."""
     found = bytes_of(state_of(model).plan, config)
     return found.optimizer, found.optimizer - found.host["optimizer state"]
 
 
 def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
-    """Room for what is offloaded, before the first step. Raises `UserError`, the same on every rank, where there is
-    none."""
+    """Reserve room for offloaded optimizer state before the first step. Raises `UserError`, the same on every rank, if
+    there is none."""
     state = state_of(model)
     failed: dict[str, Any] | None = None
     try:
@@ -159,9 +157,9 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
 
 
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
-    """What to tell of a disk that is too small for all checkpoints of the steps after `step`; "" when it is not.
+    """A warning if the disk is too small for all checkpoints of the steps after `step`; else "".
 
-    Raises `UserError` where not even one more fits: what is trained could never be saved.
+    Raises `UserError` if not even one more fits: the training could never be saved.
     """
     folder = config.run_dir / "checkpoints"
     held = [_size(folder / step_folder(each)) for each in steps(folder)]
@@ -188,7 +186,7 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of the weights and of what the optimizer keeps of them."""
+    """Bytes of a checkpoint: weights and optimizer state."""
     plan = state_of(model).plan
     itemsize = master_dtype(plan.layout.precision).itemsize
     kept = [name for names in rule_of(config.optimizer.name).state(plan.placement).values() for name in names]
@@ -197,14 +195,14 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:
-    """Checkpoints that are still to be written: every so many steps, and the last one."""
+    """The number of checkpoints still to be written: one every `checkpoint.every` steps, and the last one."""
     every = config.checkpoint.every
     on_time = total_steps // every - step // every if every else 0
     return on_time + int(step < total_steps and not (every and total_steps % every == 0))
 
 
 def more_bytes(size: int, held: list[int], *, keep: int, saves: int) -> int:
-    """The most that checkpoints will take beyond those that are `held`: an old one goes when a new one is there."""
+    """The most bytes that checkpoints will take beyond those `held`: an old one goes once a new one is complete."""
     there, most = list(held), 0
     for _ in range(min(saves, keep + 1)):  # from then on all are new ones
         there.append(size)

@@ -1,5 +1,5 @@
-"""`spread.json` of a run folder: how the model lies over the ranks, what a step sends, and when a pipeline's slots ran.
-For `fivefold report`."""
+"""`spread.json` of a run folder, for `fivefold report`: how the model is sharded, what a step sends, and the timeline
+of the pipeline's slots."""
 
 import json
 import logging
@@ -25,11 +25,11 @@ from fivefold.parallel.state import state_of
 from fivefold.training.step import declare, step_shape
 
 NAME = "spread.json"
-TIMED = 2  # the step of a start whose slots are timed: the first one also sets up
+TIMED = 2  # the timed step of a start: the first one includes set-up
 
 
 def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
-    """Write it into the run folder; every rank calls this. `parameters`: of the whole model."""
+    """Write `spread.json` into the run folder; every rank calls this. `parameters`: those of the whole model."""
     state = state_of(model)
     declared = plain.everywhere([asdict(each) for each in _collectives(model, config)])
     if dist.get_rank() == 0:
@@ -50,8 +50,8 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
 
 @contextmanager
 def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterator[None]:
-    """Around a step (`of_start`: how many this start has done with it): what is timed of it is added. Every rank calls
-    this."""
+    """Time the pipeline's slots in step `TIMED` of this start, and add them to the file. `of_start`: the number of this
+    step in this start. Every rank calls this."""
     pipeline = state_of(model).pipeline
     if pipeline.plan.layout.pp == 1 or of_start != TIMED:
         yield
@@ -65,12 +65,12 @@ def timing(model: Any, config: RunConfig, *, step: int, of_start: int) -> Iterat
             about = json.loads((config.run_dir / NAME).read_text(encoding="utf-8"))
             about["timeline"] |= {"step": step, "measured": measured.to_json()}
             _save(config, about)
-        except OSError as error:  # a drawing is not worth a run; that the folder cannot be written is said elsewhere
+        except OSError as error:  # not worth failing the run; an unwritable folder is reported elsewhere
             logging.getLogger(__name__).warning("%s: the timeline is not written: %s", NAME, error)
 
 
 def device_name(device: str) -> str:
-    """What computes, for people: the name of the GPU, or of the CPU and its cores."""
+    """A device's name for people: that of the GPU, or of the CPU with its number of cores."""
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(device))
     name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE)
@@ -82,7 +82,7 @@ def _save(config: RunConfig, about: dict[str, Any]) -> None:
 
 
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:
-    """What a step sends from this rank."""
+    """The collectives of a step on this rank."""
     layout = state_of(model).plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     shape = step_shape(model, layout.micro_batch_size, tokens, micro_batches, config.memory.chunks)

@@ -1,5 +1,5 @@
-"""The log-probabilities of all pairs of a run under the model that it is compared with: computed once, before the first
-step, by the layout of the run, and kept in the cache by what they follow from."""
+"""The log-probabilities of all pairs of a run under the reference model. They are computed once, before the first step,
+under the layout of the run, and cached by a key over all inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,16 +35,16 @@ _FILE = "log_probs.npy"
 
 @dataclass(frozen=True)
 class Goals:
-    """What steps and evaluations of a run are for; None: the mean over targets."""
+    """The objectives of the steps and evaluations of a run; None: the mean over targets."""
 
     train: Goal | None = None
     validation: Goal | None = None
-    told: str = ""  # of the reference, for the header
+    told: str = ""  # describes the reference, for the header
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run compares with. `source`: its weights, where they are not the first ones. `digest`: names them."""
+    """The reference of a run. `source`: its weights; None: the run's first ones. `digest`: a hash of the weights."""
 
     source: TensorSource | None
     first: TensorSource  # weights of the run
@@ -52,7 +52,8 @@ class Reference:
 
     @classmethod
     def of(cls, config: RunConfig, model: PreTrainedModel) -> "Reference | None":
-        """Of a model on the meta device, before it is laid out; None where the objective compares with none."""
+        """The reference for a model on the meta device, before it is parallelized; None if the objective needs none.
+        Raises `UserError` if another model is named as the reference of an adapter."""
         if not objective_of(config).needs_reference:
             return None
         first = base_source(config, model)
@@ -72,7 +73,7 @@ class Reference:
             else digest_of_weights(weights_folder(config.model.name_or_path))
         )
         lora = config.adapter.lora
-        if lora is not None and lora.quantize != "none":  # it compares with what four bits leave of these weights
+        if lora is not None and lora.quantize != "none":  # the reference has the quantized weights
             start = key_of(start, lora.quantize, lora.targets)
         if config.adapter.path:
             start = key_of(start, config.adapter.model_dump(mode="json"), digest_of_weights(Path(config.adapter.path)))
@@ -80,13 +81,13 @@ class Reference:
 
 
 def objective_of(config: RunConfig) -> Objective:
-    """As the run file has it."""
+    """The objective that the run file asks for."""
     section = config.objective
     return Objective(section.name, section.beta, section.gamma, section.desirable_weight, section.undesirable_weight)
 
 
 def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> Goals:
-    """Of a run whose `model` has its first weights. Every rank calls this; the weights stay as they are."""
+    """Goals of a run whose `model` has its first weights, which stay the same. Every rank calls this."""
     objective = objective_of(config)
     if not objective.has_pairs:
         return Goals()
@@ -108,7 +109,7 @@ def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference
 def _table(
     config: RunConfig, data: PreparedData, model: Any, compared: Reference, side: str, rows: PackedRows
 ) -> tuple[Table, bool]:
-    """The numbers of a side, and whether they were computed now. The first rank reads and writes the cache."""
+    """Log-probabilities of a side, and whether they were computed now. The first rank reads and writes the cache."""
     root, pairs, device = cache_root(), len(rows.index.pieces), next(model.parameters()).device
     precision = [config.precision.compute, config.precision.fp8, config.precision.fp8_high_layers]
     parts = (data.fingerprint, side, pairs, compared.digest, model.config.to_json_string(), precision)
@@ -124,7 +125,7 @@ def _table(
         dist.broadcast(shared, 0)
         return shared.cpu().numpy(), False
     if dist.get_rank() == 0:
-        with locked(folder):  # refused now where it cannot be written, and not when all is computed
+        with locked(folder):  # fails now, and not after the computation, if the cache cannot be written
             print(f"computing log-probabilities of {many(pairs, 'pair')} ({side}) ...", flush=True)
     with _as_reference(model, compared):
         numbers = table(model, _batches(model, rows), pairs)
@@ -136,7 +137,7 @@ def _table(
 
 @contextmanager
 def _as_reference(model: Any, compared: Reference) -> Iterator[None]:
-    """Inside, the model has the weights of the reference."""
+    """Give the model the weights of the reference inside the block."""
     if compared.source is None:
         yield
         return
@@ -157,7 +158,7 @@ def _batches(model: Any, rows: PackedRows) -> Iterator[MicroBatch]:
 
 
 def digest_of_weights(folder: Path) -> str:
-    """What names the weights in a folder: their contents."""
+    """A hash of the contents of the weights in a folder."""
     root = cache_root()
     return key_of([[path.name, file_digest(path, root)] for path in sorted(folder.glob("*.safetensors"))])
 
@@ -168,7 +169,7 @@ def _write(folder: Path, numbers: Table) -> None:
 
 
 def _read(folder: Path, root: Path, pairs: int) -> Table:
-    """Raises OSError, ValueError or `UserError` (damage) for what cannot be used."""
+    """Read a cache entry. Raises `OSError`, `ValueError` or `UserError` (damage) if it cannot be used."""
     check_file(folder / _FILE, read_signed(folder / "meta.json")["array"], root)
     numbers: Table = np.load(folder / _FILE, allow_pickle=False)
     if numbers.shape != (pairs, 2) or numbers.dtype != np.float64 or not np.isfinite(numbers).all():

@@ -1,6 +1,6 @@
 """`fivefold train` on one rank, read downwards: data, model, resume, the loop, the end.
 
-The same code runs on one CPU and on many GPUs; nothing here knows which folds are on.
+The same code runs on one CPU and on many GPUs; nothing here depends on the kinds of parallelism in use.
 """
 
 import gc
@@ -53,20 +53,20 @@ from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
 
 SAMPLE_TOKENS = 48  # length of a sample
-COUNTED = ("tokens_seen", "skipped", "in_a_row")  # of `Trainer`, kept in its checkpoints
+COUNTED = ("tokens_seen", "skipped", "in_a_row")  # attributes of `Trainer` saved in checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker that was started for training, and of a process that something else has started as one."""
+    """The body of a training worker, whether fivefold started the process or something else did."""
     train(parse_config(request["config"]), world, events=events_of(request, is_first=world.is_first))
 
 
 def train(config: RunConfig, world: World, *, events: Events | None = None) -> None:
-    """Train as `config` says, on this rank of `world`, which has been joined; `events` is told what happens.
+    """Train as `config` says on this rank of `world`, which has been joined. `events` receives what happens.
 
-    Raises `UserError` for a request that cannot be met, `RunFailed` when the run diverges, and `Stopped` when a signal
-    ended it early, saved.
+    Raises `UserError` for a request that cannot be met, `RunFailed` if the run diverges, and `Stopped` if a signal
+    ended it early, after a save.
     """
     check_supported(config)
     logs, timeout = config.run_dir / "logs", config.train.collective_timeout
@@ -75,8 +75,8 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
         log, data = RunLog(config.run_dir, events), prepare(config)  # prepared before the group: a cache hit
         with advised(config, world, data):
             job = Trainer.build(config, world, data, log, stack)
-        # What is there stays while it trains. Python's collector would look through it again and again: 400,000
-        # objects, 0.2 s of one rank, for which the others wait.
+        # These objects live as long as the training. Python's collector would scan all 400,000 of them again and again:
+        # 0.2 s on one rank, for which the others wait.
         gc.freeze()
         stack.callback(gc.unfreeze)
         with job.stop.listening(), advised(config, world, data, job):
@@ -84,13 +84,13 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
 
 
 class Trainer(Job):
-    """One training run on one rank: what it has, and what it does with it."""
+    """One training run on one rank: builds its objects, and runs the loop."""
 
     # ---- before the first step --------------------------------------------------------------------------------------
 
     @classmethod
     def build(cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack) -> "Trainer":
-        """Everything that is there before the first step; `stack` closes it."""
+        """Build everything that the first step needs; `stack` closes it."""
         preflight.check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
@@ -143,7 +143,7 @@ class Trainer(Job):
         return job
 
     def _try_memory(self, data: PreparedData) -> str:
-        """What the trial before the first step has taken, for the header."""
+        """Run the trial before the first step and return its memory line for the header."""
         with advised(self.config, self.world, data, self):
             trial.run(self)
         peaks = self.memory.over_ranks()
@@ -151,7 +151,7 @@ class Trainer(Job):
         return header.memory_line(self, peaks) if self.world.is_first else ""
 
     def _open_log(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str, tried: str) -> None:
-        """On rank 0: begin to show and to write."""
+        """Open the display and the files, on rank 0."""
         about = self._about_this_start(resumed)
         lines = header.lines(self, compiled=compiled, resumed=resumed)
         if resumed.where:
@@ -162,7 +162,7 @@ class Trainer(Job):
         self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
-        """What the history keeps of a start: where, with what and over what it trains."""
+        """The history's record of a start: machine, versions, layout, schedule and data."""
         return {
             **history.surroundings(),
             "device": record.device_name(self.world.device),
@@ -178,7 +178,7 @@ class Trainer(Job):
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Steps until the end; then a last evaluation, checkpoint and sample, and what to type next."""
+        """Run steps until the end, then the last evaluation, checkpoint and sample; show what to type next."""
         if self.step >= self.total_steps:
             self._close(f"this run is finished: {self.step} of {self.total_steps} steps are done")
             return
@@ -223,21 +223,21 @@ class Trainer(Job):
 
     @property
     def _is_to_stop(self) -> bool:
-        """Whether this rank asks all to stop after the step."""
+        """True if this rank asks all ranks to stop after the step."""
         return self.stop.by is not None or self.keeper.failed is not None or self.log.events.stop_asked
 
     def _stop_early(self) -> None:
-        """Raise `Stopped` on every rank, or why a save failed, when this step is saved."""
+        """Wait for this step's save, then raise `Stopped` on every rank, or the error of a failed save."""
         self.keeper.finish()
         if self.keeper.failed:
             raise self.keeper.failed
         by = self.stop.by or signal.SIGTERM  # another rank's
         self._tell(f"stopped by {by.name} after step {self.step} of {self.total_steps}, which is saved")
-        dist.barrier()  # a rank that ends earlier would have the others ended
+        dist.barrier()  # a rank that exits early would make the launcher end the others
         raise Stopped(by)
 
     def _batches(self) -> Iterator[tuple[list[MicroBatch], float]]:
-        """This rank's micro batches from the current step on, each with the seconds it was waited for."""
+        """Yield this rank's micro batches from the current step on, with the seconds spent waiting for them."""
         ahead: Future[list[MicroBatch]] = self.prefetch.submit(self.batch, self.step)
         for step in range(self.step, self.total_steps):
             asked = time.perf_counter()
@@ -248,8 +248,8 @@ class Trainer(Job):
             yield batch, waited
 
     def _evaluate(self, rows: PackedRows) -> float:
-        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`, or of an objective
-        over the pairs there; equal on all ranks."""
+        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`. For a preference
+        objective the mean loss over the pairs there. Equal on all ranks."""
         if self.goals.validation:
             return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)[0]
         return mean_loss(self.model, self.evaluation(rows))
@@ -270,11 +270,11 @@ class Trainer(Job):
         }
 
     def _due(self, every: int) -> bool:
-        """Every so many steps and at the last one; 0 means never."""
+        """True every `every` steps and at the last one; 0 means never."""
         return every > 0 and (self.step % every == 0 or self.step == self.total_steps)
 
     def _count_skipped(self, result: StepResult) -> None:
-        """Count and say a step that was skipped."""
+        """Count and report a skipped step."""
         self.in_a_row = self.in_a_row + 1 if result.skipped else 0
         if not result.skipped:
             return
@@ -284,13 +284,13 @@ class Trainer(Job):
         self.log.happened("skipped", self.step, f"the {what} was not finite; the update was skipped")
 
     def _report_uncompiled(self) -> None:
-        """Say it, once, when Dynamo has given up a block of this rank."""
+        """Report once each block of this rank that Dynamo failed to compile."""
         compiled = state_of(self.model).compiled
         for line in compiled.news() if compiled else ():
             self.log.display.note(f"step {self.step}: {line}")
 
     def _stop_if_diverged(self) -> None:
-        """Raise `RunFailed` when as many steps as that were skipped in a row."""
+        """Raise `RunFailed` after `MAX_SKIPPED` skipped steps in a row."""
         if self.in_a_row == MAX_SKIPPED:
             raise RunFailed(
                 f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}",
@@ -302,13 +302,13 @@ class Trainer(Job):
     # ---- what must hold at any step ----------------------------------------------------------------------------------
 
     def _is_checked(self) -> bool:
-        """Whether the step to come is: the first of this start, every so many, those saved on time, and the last."""
+        """True if the next step is checked: a start's first, every `check_every`, those saved on time, the last."""
         every, saved, step = self.config.train.check_every, self.config.checkpoint.every, self.step + 1
         is_saved = saved > 0 and step % saved == 0
         return every > 0 and (self.checked is None or step % every == 0 or is_saved or step == self.total_steps)
 
     def _check(self, update: checks.Update, batch: list[MicroBatch], result: StepResult) -> None:
-        """The standing checks of the step that was done. Raises `RunFailed`, on every rank, for what they find."""
+        """Run the standing checks of the step just done. Raises `RunFailed`, on every rank, for any finding."""
         model, optimizer, size = self.model, self.optimizer, self.config.train.global_batch_size
         findings = checks.replicas(model, optimizer) + checks.finite(model, optimizer)
         findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
@@ -347,6 +347,6 @@ class Trainer(Job):
         self._tell(why)
 
     def _tell(self, why: str | None) -> None:
-        """Where everything is, and what to type next."""
-        if self.world.is_first:  # which looks for files
+        """Show where everything is, and what to type next."""
+        if self.world.is_first:  # `closing_lines` looks for files
             self.log.display.closing(header.closing_lines(self, why))

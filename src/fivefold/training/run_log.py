@@ -1,6 +1,6 @@
-"""What a run tells of itself: the screen, the places of `log.to`, samples, its history, and Python callbacks.
+"""The outputs of a run: the screen, the sinks of `log.to`, samples, its history, and Python callbacks.
 
-The first rank tells. On every other rank a `RunLog` is never opened: nobody sees its display, and nothing is written.
+Only the first rank reports. On the other ranks a `RunLog` is never opened, so nothing is shown or written.
 """
 
 import os
@@ -26,13 +26,13 @@ from fivefold.training.trackers import TRACKERS, TrackerSink
 
 
 class RunLog:
-    """`display`: the screen. `events`: where Python callbacks are told. `folder`: where all is written.
+    """The outputs of a run. `display`: the screen. `events`: the Python callbacks. `folder`: the run folder.
 
-    `seconds_before`: what earlier starts of this run took, up to the step that this one goes on from.
+    `seconds_before`: time that earlier starts of this run took, up to the step that this one resumes from.
     """
 
     def __init__(self, run_dir: Path, events: Events | None = None) -> None:
-        self.events: Events = events or Listener()  # to which nobody listens
+        self.events: Events = events or Listener()  # without callbacks
         self.folder = HeldFolder(run_dir)
         self.seconds_before = 0.0
         self.display = unseen()
@@ -44,13 +44,13 @@ class RunLog:
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
         step: int, total_steps: int,
     ) -> None:  # fmt: skip
-        """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: what the history
-        keeps of this start."""
+        """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
+        of this start."""
         replace(config.run_dir / "run.yaml", config.to_yaml().encode())
         self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
         self.display.header(lines)
         say = self.display.note
-        # Before rows are written or cut away: one may not start, and all look for the last row of an earlier attempt.
+        # Before rows are written or truncated: a tracker may fail to start, and all read an earlier attempt's last row.
         trackers = [TrackerSink(name, config, last_step=step, say=say) for name in TRACKERS if name in config.log.to]
         rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say)
         self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)
@@ -65,13 +65,13 @@ class RunLog:
         self.folder.remember("run.yaml", record.NAME)
 
     def close(self, step: int, error: BaseException | None) -> None:
-        """Note in the history how this start ends after `step` steps, in whatever way a process can tell of."""
+        """Record in the history how this start ended after `step` steps."""
         if self._history:
             self._history.write("end", step, what="finished" if error is None else _how(error))
             self._history.close()
 
     def happened(self, event: str, step: int, what: str) -> None:
-        """Keep an event of this step in the history."""
+        """Record an event of this step in the history."""
         if self._history:
             self._history.write(event, step, what=what)
 
@@ -90,13 +90,13 @@ class RunLog:
 
 
 def _close_sink(sink: JsonLines | TrackerSink | None, kind: type[BaseException] | None, *_: object) -> None:
-    """As the run ends. One that was asked to stop has not failed."""
+    """Close a sink as the run ends. A run stopped on request has not failed."""
     if sink:
         sink.close(failed=kind is not None and not issubclass(kind, Stopped))
 
 
 def _how(error: BaseException) -> str:
-    """The end of a start, in a line."""
+    """One line on how a start ended."""
     if isinstance(error, Stopped):
         return f"stopped by {signal.Signals(int(error.code or 0) - 128).name}"
     if isinstance(error, UserError):
@@ -105,8 +105,8 @@ def _how(error: BaseException) -> str:
 
 
 class HeldFolder:
-    """Rank 0's hold on its run folder; on other ranks nothing is taken, and nothing done. A folder that someone
-    removes is made again. `saved`: the step of the newest checkpoint that this run knows of."""
+    """Rank 0's lock on its run folder; other ranks take none, and their calls do nothing. A removed folder is made
+    again. `saved`: the step of the newest checkpoint that this run knows of."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -116,24 +116,24 @@ class HeldFolder:
         self.saved = 0
 
     def take(self) -> None:
-        """Keep other runs from writing to it. Raises `UserError` when one does already."""
+        """Lock the folder against other runs. Raises `UserError` if one has locked it already."""
         self._lock = FolderLock(self.run_dir)
 
     def release(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         if self._lock:
             self._lock.release()
         self._lock = None
 
     def remember(self, *names: str) -> None:
-        """Keep the contents of these small files, to write them again if the folder is removed."""
+        """Keep the contents of these small files, to restore them if the folder is removed."""
         self._files |= {name: (self.run_dir / name).read_bytes() for name in names}
 
     def look(self, say: Callable[[str], None]) -> None:
-        """See whether the folder is there; one that was removed is made again, with the files that were remembered. A
-        checkpoint that was removed is said.
+        """Check that the folder exists. A removed one is made again, with the remembered files. A removed checkpoint is
+        reported.
 
-        Raises `UserError` when another run has taken its place. What cannot be written is said, once.
+        Raises `UserError` if another run has taken its place. A folder that cannot be written is reported once.
         """
         if self._lock is None:
             return
@@ -157,7 +157,7 @@ class HeldFolder:
             self._is_lost = True
             return
         self._is_lost = False
-        if not gone:  # the lock alone
+        if not gone:  # only the lock was removed
             return
         there = "its checkpoints are gone, and the next one is saved on time"
         if any(os.scandir(self.run_dir / "checkpoints") if (self.run_dir / "checkpoints").is_dir() else ()):

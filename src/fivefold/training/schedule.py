@@ -1,5 +1,5 @@
-"""How long a run is, its warm-up, and the learning rate as a pure function of the optimizer step: nothing to save,
-nothing to tick twice."""
+"""The length of a run, its warm-up, and the learning rate as a pure function of the optimizer step: no state to save or
+to advance twice."""
 
 from fractions import Fraction
 from math import ceil, cos, pi
@@ -8,18 +8,18 @@ from fivefold.config import RunConfig
 from fivefold.data.prepare import PreparedData
 
 WSD_DECAY = 0.1  # the last tenth of the run decays (MiniCPM, arXiv:2404.06395)
-_WARMUP_STEPS, _WARMUP_PART = 100, Fraction(1, 20)  # what `auto` is: the smaller of the two
+_WARMUP_STEPS, _WARMUP_PART = 100, Fraction(1, 20)  # `auto` takes the smaller of the two
 
 
 def learning_rate(
     step: int, *, name: str, peak: float, warmup_steps: int, total_steps: int, min_lr_ratio: float
 ) -> float:
-    """Rate of optimizer step `step` (0 is the first).
+    """The rate of optimizer step `step` (0 is the first).
 
     The warm-up rises linearly from `peak / warmup_steps` and reaches `peak` at its last step. After it, the rate is
     that of the schedulers of `transformers` at the same step (docs/learning_rate.md). `constant` stays at the peak.
-    `cosine` and `linear` fall from the step after the warm-up, `wsd` linearly over the last tenth of the run. They
-    would reach `min_lr_ratio * peak` one step after the last, so that no step has a rate of 0.
+    `cosine` and `linear` decay from the step after the warm-up, `wsd` linearly over the last tenth of the run. They
+    would reach `min_lr_ratio * peak` one step after the last, so no step has a rate of 0.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -33,7 +33,7 @@ def learning_rate(
 
 
 def total_steps(config: RunConfig, data: PreparedData) -> int:
-    """Optimizer steps of the run, at least 1, whichever way the run file says them."""
+    """Optimizer steps of the run, at least 1, from `max_steps`, `max_epochs` or `max_tokens`."""
     train = config.train
     if train.max_steps:
         return train.max_steps
@@ -47,8 +47,8 @@ def total_steps(config: RunConfig, data: PreparedData) -> int:
 def settled(config: RunConfig, total: int, *, before: int | None) -> RunConfig:
     """The config with a number for `scheduler.warmup_steps`.
 
-    `before`: that of the checkpoint which the run goes on from. Where the run file leaves the number open, a run that
-    is made longer keeps it: the rates of the steps that are done would have been others.
+    `before`: that of the checkpoint resumed from. If the run file leaves the number open, a lengthened run keeps it:
+    another one would contradict the rates of the steps already done.
     """
     asked = config.scheduler.warmup_steps
     if isinstance(asked, int):
@@ -61,7 +61,7 @@ def settled(config: RunConfig, total: int, *, before: int | None) -> RunConfig:
 
 
 def warning(config: RunConfig, total: int) -> str | None:
-    """What to say of a warm-up that is longer than the run, which then never comes to its learning rate."""
+    """A warning if the warm-up is longer than the run, which then never reaches its learning rate; else None."""
     warmup, peak = int(config.scheduler.warmup_steps), config.optimizer.learning_rate
     if warmup <= total:
         return None
@@ -72,7 +72,7 @@ def warning(config: RunConfig, total: int) -> str | None:
 
 
 def epochs_text(config: RunConfig, data: PreparedData, steps: int) -> str:
-    """`178 rows; 20 steps read them 1.8 times`."""
+    """A text such as `178 rows; 20 steps read them 1.8 times`."""
     times = data.train.epochs(steps * config.train.global_batch_size)
     often = f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
     per_epoch = "" if len(data.train.pools) == 1 else f", {float(data.train.epoch_rows):,.0f} an epoch by their weights"

@@ -1,5 +1,5 @@
-"""One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update. The loss
-of batches alone, by the same passes."""
+"""One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update. Also the
+loss alone, by the same passes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +23,12 @@ from fivefold.training.inputs import evaluating as evaluating
 from fivefold.training.inputs import to_device as to_device
 from fivefold.training.preference import Goal, Judge, divisor, judges_of, outcome
 
-_PIECE = 2**14  # values of a gradient whose squares are added up at once on a CPU
+_PIECE = 2**14  # values of a gradient whose squares a CPU sums at once
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `loss`: nats per target token over the global batch; `grad_norm`: before clipping."""
+    """The result of a step. `loss`: nats per target token over the global batch; `grad_norm`: before clipping."""
 
     loss: float
     grad_norm: float
@@ -51,9 +51,9 @@ def train_step(
     stop: bool = False,
     goal: Goal | None = None,
 ) -> StepResult:
-    """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to; all are told.
+    """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to stop; all ranks learn it.
 
-    The loss is summed and divided by the global count of target tokens, or by what `goal` asks for (the sum of their
+    The loss is summed and divided by the global count of target tokens, or by the divisor of `goal` (the sum of target
     weights, the number of pairs); every reduction is a plain sum. `learning_rate` is set in every parameter group;
     None: each keeps its own.
     """
@@ -77,11 +77,11 @@ def train_step(
 
 
 def accumulate(model: Any, batch: Sequence[MicroBatch], *, goal: Goal | None = None) -> Tensor:
-    """Add the gradients of one global batch to those that are there, as a backward pass does. Returns the loss, nats
-    per target token of the global batch, an fp64 scalar that is the same on every rank."""
+    """Add the gradients of one global batch to the existing ones, as a backward pass does. Returns the loss in nats per
+    target token of the global batch, an fp64 scalar, the same on every rank."""
     earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, _ in earlier:
-        parameter.grad = None  # what is summed over ranks below must not be summed again
+        parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
     done = _forward_backward(model, batch, goal=goal)
     state_of(model).amax.end_step()
     for parameter, gradient in earlier:
@@ -91,7 +91,7 @@ def accumulate(model: Any, batch: Sequence[MicroBatch], *, goal: Goal | None = N
 
 @dataclass(frozen=True)
 class _Done:
-    """What forward and backward of a global batch left. `loss`: this rank's share of it, fp64; NaN without targets."""
+    """The result of forward and backward of a global batch. `loss`: this rank's share, fp64; NaN without targets."""
 
     loss: Tensor
     targets: int
@@ -108,7 +108,7 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
     total = targets if goal is None else divisor(model, batch, goal)
-    # Before the step begins for its routers: they count what is trained, once.
+    # Before `balance.begin_step`: routers must count the trained passes only.
     judges = [] if goal is None else judges_of(model, batch, goal)
     scale = torch.tensor(1.0 / total if total else 1.0, dtype=torch.float64, device=device)
     state.balance.begin_step(rows)
@@ -117,17 +117,17 @@ def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = Fals
     if not state.placement.owns_loss:
         loss.zero_()
     metrics: Mapping[str, float] = {}
-    if goal is not None and judges:  # the weights give the gradient of the objective, and not its value
+    if goal is not None and judges:  # the weighted cross entropy has the objective's gradient, but not its value
         own, metrics = outcome(model, judges, goal.objective)
         loss = own * scale
     if not total:
-        loss.fill_(float("nan"))  # as cross entropy over nothing is
+        loss.fill_(float("nan"))  # like cross entropy over no targets
     return _Done(loss, targets, tokens, squared, stops, balance, metrics)
 
 
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, judges: Sequence[Judge] = ()) -> Tensor:
-    """Forward and backward of every micro batch; gradients end up reduced. `judges`: of their answers. Returns the
-    scaled loss sum, fp64."""
+    """Run forward and backward of every micro batch; gradients end up reduced. `judges`: one per micro batch, or none.
+    Returns the scaled loss sum, fp64."""
     device = next(model.parameters()).device
     rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
     judge_of = [each.weights for each in judges] if judges else [None] * len(batch)
@@ -136,10 +136,10 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, judges: Se
 
 
 def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:
-    """Global counts, int64 [5]: target tokens, real input tokens, squared document lengths, rows with a token; ranks
-    asked to stop.
+    """Global counts, int64 [5]: target tokens, real input tokens, squared document lengths, rows with a token, and
+    ranks asked to stop.
 
-    Of the ranks that share their rows, one counts.
+    Ranks that share rows count them once.
     """
     counts = (
         sum(b.targets for b in batch), sum(b.tokens for b in batch), squared_lengths(batch), sum(map(_rows, batch)),
@@ -153,12 +153,12 @@ def _rows(batch: MicroBatch) -> int:
 
 
 def local_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, this rank's part of the gradient) of every parameter that has one."""
+    """Pairs of name and this rank's part of the gradient, for every parameter that has one."""
     return [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
 
 
 def squared_norm(model: nn.Module) -> Tensor:
-    """This rank's share of the squared gradient norm, fp64 scalar: each element of the model counted on one rank only.
+    """This rank's share of the squared gradient norm, an fp64 scalar. Each element of the model counts on one rank.
 
     The sum over the world is the squared norm of the whole gradient, replicated parameters counted once
     (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
@@ -170,7 +170,7 @@ def squared_norm(model: nn.Module) -> Tensor:
     device = next(model.parameters()).device
     if not owned:
         return torch.zeros((), dtype=torch.float64, device=device)
-    if device.type == "cpu":  # adds a tensor's squares up one by one in fp32: the norm of 15 million was 6e-4 too small
+    if device.type == "cpu":  # sums squares one by one in fp32: the norm of 15 million values was 6e-4 too small
         owned = [piece for gradient in owned for piece in torch.split(gradient.flatten(), _PIECE)]
     return torch.stack(norms(owned)).double().square().sum()
 
@@ -184,7 +184,7 @@ def clip_(model: nn.Module, norm: float, max_norm: float) -> None:
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum over the world, in place; of one rank it is there."""
+    """Sum a tensor over the world, in place; a no-op on one rank."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -194,13 +194,13 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def mean_loss(model: Any, batches: Iterable[MicroBatch]) -> float:
-    """Mean cross entropy of this rank's micro batches and those of the others, as many on each; NaN without targets."""
+    """Mean cross entropy of the micro batches of all ranks, which must have equally many; NaN without targets."""
     loss, targets = summed_loss(model, batches)
     return loss / targets if targets else nan
 
 
 def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-    """Summed cross entropy, nats, of this rank's micro batches and those of the others, and their target tokens."""
+    """Summed cross entropy in nats of the micro batches of all ranks, and their number of target tokens."""
     state = state_of(model)
     device = next(model.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -220,7 +220,7 @@ def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
 
 
 def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:
-    """One step of [rows, tokens] micro batches of a parallelized model, as its plan is asked about it."""
+    """The shape with which to ask a parallelized model's plan about one step of [rows, tokens] micro batches."""
     state = state_of(model)
     shape = state.plan.step_shape(
         rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize
@@ -233,8 +233,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
 
 
 def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:
-    """Every collective of `train_step` on this rank: the plan's, less the rows that a capacity dropped in the step that
-    was measured."""
+    """Every collective of `train_step` on this rank: the plan's, less the rows dropped for capacity in the last one."""
     state = state_of(model)
     found = summed(calls(state.plan, replace(shape, optimizer=optimizer)))
     return total([*found, *dropped(state.balance, shape, state.placement.layers)])

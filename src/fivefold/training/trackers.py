@@ -1,8 +1,8 @@
 """W&B, MLflow, Trackio and TensorBoard as sinks: asked for by name in `log.to`, imported only then, on rank 0.
 
-Where to send, and whether to send at all, is each tracker's own business: its environment variables are left to it
-(`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`). A run that goes on goes on there too: the id of its
-run is kept in `trackers.json`, and rows that an earlier attempt sent are not sent twice.
+Each tracker's own environment variables control where and whether to send (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`,
+`TRACKIO_SPACE_ID`). A resumed run also resumes its tracker's run: its id is kept in `trackers.json`, and rows that an
+earlier attempt sent are not sent again.
 """
 
 import json
@@ -25,7 +25,7 @@ _LONGEST_PARAM = 6000  # characters that MLflow keeps of a parameter's value
 
 @dataclass(frozen=True)
 class Tracker:
-    """What has begun or gone on with a run of its own, `id` ("": it keeps none). `log` takes values and their step,
+    """A tracker that has started or resumed its run `id` ("": it has no ids). `log` takes values and their step,
     `finish` whether the run failed."""
 
     id: str
@@ -34,7 +34,7 @@ class Tracker:
 
 
 def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
-    """Weights & Biases; its files lie in the run folder. Steps that its run has already are dropped by W&B itself."""
+    """Start Weights & Biases, with its files in the run folder. W&B itself drops steps that its run already has."""
     import wandb
 
     ours = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir)}
@@ -44,7 +44,7 @@ def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
         id=name,
         resume="allow",
         config=_plain(config),
-        allow_val_change=True,  # a run may go on under another layout
+        allow_val_change=True,  # a run may resume under another layout
         settings=wandb.Settings(console="off"),  # the live panel repaints itself
     )
     return Tracker(
@@ -55,7 +55,7 @@ def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
 
 
 def to_mlflow(config: RunConfig, known: str | None, last_step: int) -> Tracker:
-    """MLflow; the config as parameters, which never change there, so that a run that goes on keeps its first ones."""
+    """Start MLflow. The config becomes its parameters; these are immutable, so a resumed run keeps its first ones."""
     import mlflow
 
     if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
@@ -71,7 +71,7 @@ def to_mlflow(config: RunConfig, known: str | None, last_step: int) -> Tracker:
 
 
 def to_trackio(config: RunConfig, known: str | None, last_step: int) -> Tracker:
-    """Trackio, whose runs go by their names."""
+    """Start Trackio, which identifies runs by name."""
     import trackio
 
     name = known or config.run.name
@@ -80,7 +80,7 @@ def to_trackio(config: RunConfig, known: str | None, last_step: int) -> Tracker:
 
 
 def to_tensorboard(config: RunConfig, known: str | None, last_step: int) -> Tracker:
-    """TensorBoard event files (extra `tensorboard`). Rows of an earlier attempt after `last_step` are purged."""
+    """Write TensorBoard event files (extra `tensorboard`). Purges rows of an earlier attempt after `last_step`."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=last_step + 1)
@@ -92,7 +92,7 @@ def to_tensorboard(config: RunConfig, known: str | None, last_step: int) -> Trac
     return Tracker("", log, lambda _: writer.close())
 
 
-# Each begins a run there, or goes on with the one whose id is `known`. `last_step`: where our run goes on, else 0.
+# Each starts a tracker run, or resumes the one with id `known`. `last_step`: the step resumed from, else 0.
 TRACKERS: dict[str, Callable[[RunConfig, str | None, int], Tracker]] = {
     "wandb": to_wandb, "mlflow": to_mlflow, "trackio": to_trackio, "tensorboard": to_tensorboard
 }  # fmt: skip
@@ -105,12 +105,12 @@ _ADVICE = {
 
 
 class TrackerSink:
-    """A tracker that cannot stop a run: it fails before the first step, with an error, or is said once and let go."""
+    """A tracker that cannot stop a run. It may fail before a new run's first step; later it is reported and dropped."""
 
     def __init__(self, name: str, config: RunConfig, *, last_step: int, say: Callable[[str], None]) -> None:
-        """`last_step`: where the run goes on, 0 for a new one. `metrics.jsonl` is as an earlier attempt left it.
+        """`last_step`: the step resumed from, 0 for a new run. `metrics.jsonl` must be as an earlier attempt left it.
 
-        Raises `UserError` when the tracker of a new run cannot be started.
+        Raises `UserError` if the tracker of a new run cannot be started.
         """
         self._name, self._say = name, say
         ids = config.run_dir / IDS
@@ -152,7 +152,7 @@ class TrackerSink:
 
 
 def _read(ids: Path) -> dict[str, str]:
-    """The id that each tracker gave to the run."""
+    """The run's id in each tracker."""
     return json.loads(ids.read_text(encoding="utf-8")) if ids.exists() else {}
 
 
@@ -161,7 +161,7 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of sections as dotted keys."""
+    """Flatten a tree of sections to dotted keys."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

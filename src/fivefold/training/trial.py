@@ -1,8 +1,8 @@
-"""What a run will need the most memory for, once, before its first step: so that memory runs out then, not in hours.
+"""A trial of a run's memory peaks before its first step, so that memory runs out then and not hours later.
 
-Forward and backward of a step's rows beside memory as large as the optimizer's state, which a run has from its second
-step on; a micro batch of an evaluation; the memory that a save copies to. All that these change is put back: gradients,
-random numbers, buffers, what routers have counted. No parameter changes, and no row is used up.
+It runs forward and backward of a step's rows while memory as large as the optimizer state, which exists from the second
+step on, is allocated; a micro batch of an evaluation; and the allocation for a save. Everything changed is restored:
+gradients, random state, buffers, router counts. No parameter changes, and no row is consumed.
 """
 
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from fivefold.training import preflight
 from fivefold.training.job import Job
 from fivefold.training.step import all_reduce_sum, gradients, mean_loss, squared_norm
 
-ROUNDS = 2  # micro batches of a step without a pipeline: the second one meets the gradients of the first
+ROUNDS = 2  # micro batches of a step without a pipeline: the second one runs while the first one's gradients exist
 
 
 def pays(config: RunConfig, world: World) -> bool:
-    """What `memory.trial: auto` decides: on a GPU, where memory is short and a step is quick."""
+    """Decide `memory.trial: auto`: True on a GPU, where memory is short and a step is quick."""
     return world.device != "cpu" if config.memory.trial == "auto" else config.memory.trial
 
 
 def run(job: Job) -> None:
-    """On every rank, of a run that is about to begin its first step."""
+    """Try the memory of a run before its first step; every rank calls this."""
     with _put_back(job.model), ExitStack() as until_then:
         until_then.callback(job.optimizer.zero_grad, set_to_none=True)
         saved, on_device = (0, 0) if job.optimizer.state else preflight.optimizer_bytes(job.model, job.config)
@@ -41,13 +41,13 @@ def run(job: Job) -> None:
         del kept
     if job.world.device != "cpu":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the memory of the trial's sizes: the run's are asked for anew
+        torch.cuda.empty_cache()  # blocks of the trial's sizes; the run allocates its own
 
 
 def _step(job: Job) -> None:
-    """Forward and backward of the first step to come, and the norm: all but the update."""
+    """Run the next step without its update: forward, backward and the norm."""
     state, batch = state_of(job.model), job.batch(job.step)
-    rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # several stages have many under way
+    rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # a pipeline has many in flight
     scale = 1.0 / max(sum(each.targets for each in rounds), 1)
     gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device))
     state.balance.end_step()
@@ -56,7 +56,7 @@ def _step(job: Job) -> None:
 
 @contextmanager
 def _put_back(model: Any) -> Iterator[None]:
-    """Afterwards random numbers, buffers and what routers have counted are as before."""
+    """Restore random state, buffers and router counts at the end."""
     balance = state_of(model).balance
     counted, buffers = dict(vars(balance)), {name: each.clone() for name, each in model.named_buffers()}
     devices = [torch.cuda.current_device()] if next(model.parameters()).is_cuda else []

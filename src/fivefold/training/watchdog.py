@@ -1,11 +1,10 @@
-"""Ends a run in which a collective hangs or a rank stands still, and says for each rank where it stands.
+"""Ends a run in which a collective hangs or a rank is frozen, and reports for each rank where it is.
 
-A collective that one rank never joins keeps the others waiting, on GPUs for ever. PyTorch's flight recorder knows which
-collectives of this process are under way; a thread looks at it. A rank also may stand still where no collective is
-under way, as in a save, and have the others wait as patiently as they wait for a slow disk. The same thread sees that
-no thread of its process moves. The first rank that finds something raises a flag in the logs of the run, so that the
-others tell where they are, too. A process that is stopped has no such thread: its launcher misses its beat
-(`launch/watch.py`).
+If one rank never joins a collective, the others wait, on GPUs for ever. A thread polls PyTorch's flight recorder for
+the collectives in flight in this process. A rank may also freeze outside of any collective, as in a save, and let the
+others wait as they would for a slow disk. So the same thread checks that the other threads make progress. The first
+rank that finds something raises a flag in the logs of the run, so that the others report where they are, too. In a
+stopped process this thread does not run either: the launcher misses its heartbeat (`launch/watch.py`).
 """
 
 import faulthandler
@@ -25,23 +24,23 @@ from fivefold.launch.watch import Beat
 from fivefold.training import flight
 from fivefold.training.moves import Moves
 
-OTHERS_SECONDS = 2.0  # how long others have at most to see the flag before the launcher ends them
+OTHERS_SECONDS = 2.0  # time for the others to see the flag before the launcher ends them
 
 
 class Hung(Exception):
-    """A collective was under way for too long."""
+    """A collective was in flight for too long."""
 
 
 class StoodStill(Exception):
-    """No thread of this process moved for too long."""
+    """No thread of this process made progress for too long."""
 
 
 @contextmanager
 def watching(logs: Path, rank: int, timeout: float, *, folder: str = "") -> Iterator[None]:
-    """Inside, this process ends with `leave_failure` when a collective has been under way for `timeout` seconds.
+    """End this process with `leave_failure` if, inside the block, a collective is in flight for `timeout` seconds.
 
-    So it does when it stands still for as long outside of any collective, and when another rank says so. `folder`:
-    `World.folder`, where the launcher looks for its beat. 0 seconds: nothing is watched.
+    The same happens if it is frozen for as long outside of any collective, or if another rank raises the flag.
+    `folder`: `World.folder`, where the launcher looks for its heartbeat. A timeout of 0 disables the watchdog.
     """
     if timeout <= 0:
         yield
@@ -59,10 +58,10 @@ def watching(logs: Path, rank: int, timeout: float, *, folder: str = "") -> Iter
 
 
 class _Watchdog:
-    """What one rank knows of itself, beat by beat.
+    """Polls the collectives and the progress of one rank.
 
-    Seconds are those that this thread has seen go by: a process that was stopped and goes on, or a machine that slept,
-    has not waited for them.
+    Seconds are counted by this thread as it runs, so a process that was stopped, or a machine that slept, has not
+    waited in that time.
     """
 
     def __init__(self, logs: Path, rank: int, timeout: float, ended: threading.Event, beat: Beat) -> None:
@@ -72,7 +71,7 @@ class _Watchdog:
         self._waits, self._moves = flight.Waits(recorder, timeout), Moves()
 
     def run(self) -> None:
-        """Until the run has ended."""
+        """Poll until the run has ended."""
         before = time.monotonic()
         while not self._ended.wait(self._pause):
             now = time.monotonic()
@@ -84,7 +83,7 @@ class _Watchdog:
             stands = self._moves.still > self._timeout and not waits
             hangs = self._waits.are_stuck or stands
             if hangs:
-                with suppress(OSError):  # who has removed the run folder, or filled its disk, hears of it on the screen
+                with suppress(OSError):  # the folder was removed, or its disk is full: the screen reports it
                     self._logs.mkdir(parents=True, exist_ok=True)
                     hang_flag(self._logs).touch()
             if (hang_flag(self._logs).exists() or hangs) and not self._ended.is_set():
@@ -103,7 +102,7 @@ class _Watchdog:
 
 
 def stacks() -> str:
-    """Where every thread of this process stands; the main thread comes last."""
+    """Stack traces of all threads of this process; the main thread comes last."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

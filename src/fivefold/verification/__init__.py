@@ -1,8 +1,8 @@
-"""`fivefold verify`: prove that layouts compute what one process computes, and name the first module that does not.
+"""`fivefold verify`: prove that layouts compute the same as one process, and name the first module that does not.
 
 In order: `launch`; on the ranks (`ranks`) `reduced_model`, `proof_case` (documents), `reference` (one process) and
-`proof` (a layout, watched by `observer`); `results` (tolerances and verdicts), `report` and `page`. Torch is loaded on
-the ranks alone.
+`proof` (a layout, watched by `observer`); `results` (tolerances and verdicts), `report` and `page`. Only the ranks load
+torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ def main(
     quiet: bool = False,
     publish: "Callable[[VerifyReport], object] | None" = None,
 ) -> "VerifyReport":
-    """Prove `layouts` (text forms, each as a run with `layout: TEXT` has it) for the model of a run file.
+    """Prove `layouts` (texts, each read like `layout: TEXT` in a run file) for the model of a run file.
 
     `path` None: the demo's. `thin`: a narrow model with a layer of each kind; `quick`: that, and fewer steps.
-    `precision`: fp64, fp32, bf16, or `run`, the run file's. Inside a world that is there already (torchrun), the
-    layouts of its size run, and the others are listed as not run. `publish` is given the report, on the first rank
-    only, before any rank goes on. Raises `UserError` for a request that cannot be met.
+    `precision`: fp64, fp32, bf16, or `run`, the run file's. Under torchrun, only layouts of the world's size run; the
+    others are listed as not run. `publish` receives the report, on the first rank only, before any rank continues.
+    Raises `UserError` for a request that cannot be met.
     """
     with one_voice(find_world("cpu")):
         config = load_config(path, overrides)
@@ -56,7 +56,7 @@ def main(
 
 
 def before_training(config: RunConfig, layout: Layout) -> None:
-    """Prove the layout of a run on a thin model, in fp64, and say so. Raises `RunFailed` where it is not proved."""
+    """Prove the layout of a run on a thin model in fp64, and print the result. Raises `RunFailed` if it is wrong."""
     from fivefold.verification.launch import start
 
     def say(report: "VerifyReport") -> None:
@@ -76,9 +76,9 @@ def before_training(config: RunConfig, layout: Layout) -> None:
 
 
 def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], precision: str) -> dict[str, Layout]:
-    """The layouts to prove: each as a run with `layout: TEXT` has it, in `precision` where the text states none.
+    """The layouts to prove, each read like `layout: TEXT` in a run file, in `precision` unless the text states one.
 
-    Raises `UserError` for a text that is not a layout, a layout named twice, or one that this model cannot have.
+    Raises `UserError` for a text that is not a layout, a layout named twice, or one that does not fit the model.
     """
     if not texts:
         raise UserError("no layouts to prove", fix="name some: --layouts tp2,shard2.tp2", more=MORE)
@@ -92,7 +92,7 @@ def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], p
         layout = config.layout
         if precision != "run" and Layout.parse(text).precision == Layout().precision:
             layout = replace(layout, precision=precision)
-        if layout.fp8 != "none":  # scales span a micro batch, and the reference computes row by row
+        if layout.fp8 != "none":  # scales span a micro batch, but the reference computes row by row
             layout = replace(layout, micro_batch_size=1)
         if layout.dp_shard == -1:
             raise UserError(f"layout {text}: how many ranks is shard-1?", fix="write a number: shard2", more=MORE)

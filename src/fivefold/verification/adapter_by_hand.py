@@ -1,6 +1,6 @@
-"""LoRA beside the unmodified model: the reference of what `models/adapter_facts.py` describes.
+"""LoRA on the unmodified model: the reference for `models/adapter_facts.py`.
 
-Beside linears, by hooks. Experts run the model's own loop over them, with W + scale B A of each in place of its W.
+Linears get forward hooks. Experts run the model's own loop, with W replaced by W + scale B A for each expert.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from fivefold.verification.proof_case import ProofCase
 
 
 class Drawn(TensorSource):
-    """Random matrices for the adapters of a case, fp32. None is zero, or it would hide the gradient of the other."""
+    """Random matrices for the adapters of a case, fp32. None is zero: that would hide the gradient of the other."""
 
     def __init__(self, case: ProofCase) -> None:
         assert case.adapter is not None
@@ -41,7 +41,7 @@ class Drawn(TensorSource):
 
 
 def in_nf4(weight: Tensor) -> Tensor:
-    """A weight once it has been in four bits, fp32: the nearest of 16 levels times the largest of its block of 64."""
+    """Round a weight to four bits (NF4), in fp32: the nearest of 16 levels times the largest of its block of 64."""
     levels = torch.tensor(LEVELS, device=weight.device)
     blocks = weight.float().reshape(-1, NF4_BLOCK)
     scales = blocks.abs().amax(dim=-1, keepdim=True)
@@ -50,7 +50,7 @@ def in_nf4(weight: Tensor) -> Tensor:
 
 
 class _Held(nn.Module):
-    """Holds parameters under the names that they have in a model, and computes nothing."""
+    """Holds parameters under their names in a model; computes nothing."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class _Held(nn.Module):
 
 
 def put(model: Any, case: ProofCase, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
-    """Put the adapters of a case beside the linears and the experts of `model`. All else is frozen, and rests in the
-    type that it computes in."""
+    """Add the adapters of a case to the linears and the experts of `model`. Everything else is frozen, and rounded to
+    the compute dtype."""
     assert case.adapter is not None
     scale = case.adapter.scale
     for name in values if case.adapter.quantize == "nf4" else ():
@@ -90,10 +90,10 @@ def put(model: Any, case: ProofCase, values: Mapping[str, Tensor], compute: torc
 
 
 def _beside_experts(module: Any, plain: Callable[..., Tensor], scale: float, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of experts with other weights: of each, W + scale B A."""
+    """Run the forward of experts with the weights W + scale B A."""
     others = {}
     for name, a in module.lora_A.named_parameters():
         more = torch.stack([scale * (b @ a) for a, b in zip(a, module.lora_B.get_parameter(name), strict=True)])
         others[name] = module.get_parameter(name) + (more.transpose(1, 2) if module.is_transposed else more)
-    with patch.dict(module.__dict__, others):  # which is looked into before the parameters
+    with patch.dict(module.__dict__, others):  # attribute lookup finds these before the parameters
         return plain(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Rows of a proof from what the ranks hold: each compares its own part, and all of them hear what every rank found."""
+"""Rows of a proof: each rank compares its own part with the reference, and all ranks share the results."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -28,12 +28,12 @@ from fivefold.verification.results import (
 
 
 class Comparison:
-    """Adds to `found`, on every rank alike, what this layout computes against `reference`."""
+    """Compares a layout with `reference`, and adds the rows to `found`, the same on every rank."""
 
     def __init__(self, found: LayoutResult, reference: ReferenceTensors, state: ParallelState) -> None:
         self.found, self._reference, self._state = found, reference, state
         self._tolerances = Tolerances(state.plan.layout.precision, reference.about["floors"])
-        self._whole: set[str] = set()  # keys of which all values were compared
+        self._whole: set[str] = set()  # keys with all their values compared
 
     def allowed(self, key: str) -> float:
         """The tolerance of a key."""
@@ -42,14 +42,14 @@ class Comparison:
     def pieces(
         self, kind: str, tensors: Mapping[str, Tensor | None], names: list[str] | None = None, *, must: bool = True
     ) -> None:
-        """Compare this rank's part of each tensor with that region of the reference. `must`: none may lack."""
+        """Compare this rank's part of each tensor with that region of the reference. `must`: report missing tensors."""
         distances: Distances = {}
         for name, tensor in tensors.items():
             key = f"{kind}/{name}"
             if tensor is None or key not in self._reference:
                 continue
             distance, values = distances.setdefault(key, Distance()), local(tensor)
-            if values.dtype == torch.uint8:  # at rest in four bits
+            if values.dtype == torch.uint8:  # stored in four bits
                 values = nf4.restored(values, COMPUTE_DTYPES[self._state.plan.layout.precision])
             for region, place in self._state.plan.placement.regions(name):
                 distance.add(values[place], self._reference.read(key, region))
@@ -69,7 +69,7 @@ class Comparison:
                 self._whole.add(key)
 
     def judged(self, kind: str, distances: Distances) -> list[Row]:
-        """The rows that `in_order` adds."""
+        """The rows that `in_order` would add."""
         return self._rows(kind, _of_all_ranks(kind, distances), None)
 
     def _rows(self, kind: str, everyone: Sequence[Distances], names: list[str] | None) -> list[Row]:
@@ -85,14 +85,14 @@ class Comparison:
         return rows
 
     def numbers(self, mine: Mapping[str, float]) -> None:
-        """A row for each number, a key: the largest of all ranks. What is not a number is larger than all."""
+        """Add a row for each number under its key: the maximum over ranks, with NaN as the largest."""
         everyone = everywhere(dict(mine))
         for what in mine:
             error = max((each[what] for each in everyone), key=lambda each: math.inf if math.isnan(each) else each)
             self.found.add(Row(what, error, self.allowed(what), error <= self.allowed(what)))
 
     def count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
-        """A row that counts what is wrong on any rank (`say`: also when nothing is)."""
+        """Add a row that counts what is wrong on any rank; without `say` only if something is."""
         everyone: dict[str, str] = {}
         for each in everywhere(dict(wrong)):
             everyone.update(each)
@@ -101,8 +101,8 @@ class Comparison:
             self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
 
     def coverage(self, not_shown: Collection[str]) -> None:
-        """Everything that the reference recorded was compared, every value of it. Of each kind that lacks some it is
-        said how many were. `not_shown`: modules of which this rank does not know what it has."""
+        """Check that every value recorded by the reference was compared. Incomplete kinds are reported with counts.
+        `not_shown`: modules whose values this rank could not locate."""
         somewhere = {name for rank in everywhere([*not_shown]) for name in rank}
         names = {name for name in somewhere if f"output/{name}" not in self._whole}
         self.found.not_shown = sorted(names)
@@ -116,7 +116,7 @@ class Comparison:
         self.count("coverage", wrong)
 
     def _asked(self) -> dict[str, list[str]]:
-        """Every key that a proof compares, under the word for its kind."""
+        """Every key that a proof compares, grouped by the displayed name of its kind."""
         asked: dict[str, list[str]] = {}
         for key in self._reference.recorded():
             kind = kind_of(key)
@@ -134,5 +134,5 @@ def _of_all_ranks(kind: str, distances: Distances) -> list[Distances]:
 
 
 def _recorded_as(key: str) -> str:
-    """A raw gradient is held to the reduced one."""
+    """The reference's key for a key; a raw gradient is compared with the reduced one."""
     return key.replace("raw", "gradient", 1) if kind_of(key) == "raw" else key

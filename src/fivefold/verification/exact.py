@@ -1,4 +1,4 @@
-"""fp64 all the way: what models compute in fp32 on purpose would leave a floor of 1e-7 under every proof."""
+"""fp64 everywhere: operations that models compute in fp32 on purpose would put a floor of 1e-7 under every proof."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Inside, what models compute in fp32 on purpose (norms, softmax) is computed in fp64."""
+    """Compute in fp64 inside the block what models compute in fp32 on purpose (norms, softmax)."""
 
     def instead(plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,5 +31,5 @@ def exact() -> Iterator[None]:
 
 
 def exactly(precision: str) -> AbstractContextManager[None]:
-    """`exact` where `precision` is fp64; nothing otherwise."""
+    """`exact` if `precision` is fp64; else a no-op."""
     return exact() if precision == "fp64" else nullcontext()

@@ -1,9 +1,9 @@
 """fp8 in the reference: every operand of every linear rounded by a table of the format's numbers, region by region.
 
-It shares nothing with `ops/fp8.py` but the recipes, which are data. A pooling gives the largest values. A search in the
-sorted table gives the nearest number. The rounded operands are multiplied in fp32, or in fp64 where the model is fp64.
+It shares only the recipes, which are data, with `ops/fp8.py`. Max-pooling gives the largest values. A search in the
+sorted table gives the nearest number. The rounded operands are multiplied in fp32, or in fp64 if the model is fp64.
 
-Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
+Legend: M, N free dimensions, K the contracted one; I inputs and O outputs of a linear, S tokens.
 """
 
 import math
@@ -32,11 +32,11 @@ def numbers(form: Format) -> Tensor:
 
 
 def nearest(x: Tensor, form: Format) -> Tensor:
-    """Of every number of `x` (fp64) the nearest of the format. Halfway, the one that stands at an even place of the
-    table: its last bit is 0."""
+    """Round every number of `x` (fp64) to the nearest of the format. Ties go to the one at an even index of the table:
+    its last bit is 0."""
     table = numbers(form).to(x.device)
     size = x.abs().clamp(max=float(table[-1]))
-    above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)  # size is at most this number
+    above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)  # size <= table[above]
     below = above - 1
     up, down = table[above] - size, size - table[below]
     takes_upper = (up < down) | ((up == down) & (above % 2 == 0))
@@ -44,8 +44,8 @@ def nearest(x: Tensor, form: Format) -> Tensor:
 
 
 def cast(x_MK: Tensor, how: Cast, most: float | None = None) -> Tensor:
-    """What is left of the operand [M, K] of a product, in fp64 for fp64, else in fp32. `most`: the largest value that
-    gives its scale; None: its own."""
+    """Round the operand [M, K] of a product; the result is fp64 for fp64, else fp32. `most`: the largest value, from
+    which the scale follows; None: its own."""
     m, k = (size or whole for size, whole in zip(how.region, x_MK.shape, strict=True))
     wide = torch.float64 if x_MK.dtype == torch.float64 else torch.float32
     largest = F.max_pool2d(x_MK.to(wide).abs()[None, None], (m, k), ceil_mode=True)[0, 0]
@@ -62,7 +62,7 @@ def cast(x_MK: Tensor, how: Cast, most: float | None = None) -> Tensor:
 def multiplied(
     a_MK: Tensor, b_NK: Tensor, pair: Pair | None, most_a: float | None = None, most_b: float | None = None
 ) -> Tensor:
-    """`a` times `b` transposed, both cast, in the dtype of `a`: [M, N]."""
+    """Multiply `a` by `b` transposed, both cast: [M, N] in the dtype of `a`."""
     if pair is None:
         return torch.mm(a_MK, b_NK.T)
     return torch.mm(cast(a_MK, pair[0], most_a), cast(b_NK, pair[1], most_b).T).to(a_MK.dtype)
@@ -70,14 +70,14 @@ def multiplied(
 
 @dataclass
 class Amax:
-    """Of one linear under delayed scaling: the largest values of the last steps, and those of this one so far."""
+    """Delayed scaling of one linear: the largest values of the last steps, and those of this one so far."""
 
     steps: int
     before: dict[str, list[float]] = field(default_factory=dict)
     now: dict[str, float] = field(default_factory=dict)
 
     def most(self, operand: str, x: Tensor, *, trains: bool = True) -> float | None:
-        """What gives the scale of an operand, which is noted where it trains; None: its own largest value does."""
+        """The largest value that sets an operand's scale; None: the operand's own. If `trains`, also record it."""
         if trains:
             self.now[operand] = max(self.now.get(operand, 0.0), float(x.abs().max()))
         return max(self.before[operand]) or 1.0 if operand in self.before else None
@@ -91,7 +91,7 @@ class Amax:
 
 
 class _Linear(torch.autograd.Function):
-    """x [S, I] times weight [O, I]."""
+    """Multiply x [S, I] by the transposed weight [O, I]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, amax: Amax | None, trains: bool) -> Tensor:
@@ -115,15 +115,15 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, amax: Amax | None = None
 ) -> Tensor:
-    """`F.linear` in fp8."""
+    """Compute `F.linear` in fp8."""
     out: Tensor = _Linear.apply(x.flatten(0, -2), weight, recipe, amax, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     out = out.view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
 
 def multiply_in_fp8(model: nn.Module, name: str, linears: Sequence[str]) -> list[Amax]:
-    """Let these linears and experts of `model` multiply by the recipe `name`. Their classes stay. Returns what delayed
-    scaling keeps, whose `end_step` is to be called behind every update of the weights."""
+    """Make these linears and experts of `model` multiply by the recipe `name`; their classes stay. Returns the state of
+    delayed scaling; call `end_step` of each after every update of the weights."""
     recipe, kept = RECIPES[name], list[Amax]()
     for each in linears:
         module: Any = model.get_submodule(each)
@@ -141,7 +141,7 @@ def _forward(module: Any, recipe: Recipe, amax: Amax | None, x: Tensor) -> Tenso
 
 
 def _inside(product: Callable[..., Tensor], plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of experts, in which every matmul, with the weights of one of them, is `product`."""
+    """Run the forward of experts with `product` as every matmul; each is with the weights of one expert."""
     with _matmuls_are(product):
         return plain(*args, **kwargs)
 

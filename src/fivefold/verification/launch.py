@@ -1,5 +1,5 @@
-"""Where a proof runs: over workers of its own, or in the world that this process is part of. No torch, but in such a
-world: the workers import it while this process waits."""
+"""Run a proof on workers of its own, or in the world that this process is part of. Only the latter imports torch here;
+otherwise the workers import it while this process waits."""
 
 import shutil
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Publish = Callable[[VerifyReport], object]
 
 def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> VerifyReport:
     """Prove the layouts of `request`, for the model of `config`; see `fivefold.verification.main`."""
-    world = find_world("cpu")  # the place is known before torch is
+    world = find_world("cpu")  # finds the world without importing torch
     if world is None:
         report = _over_workers(request, device_kind(config.train.device))
         publish(report)
@@ -36,7 +36,8 @@ def start(config: RunConfig, request: VerifyRequest, publish: Publish) -> Verify
 
 
 def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
-    """As many workers as the largest layout has. Their logs stay only after a failure, whose message names them."""
+    """Start as many workers as the largest layout has ranks. Their logs are kept only after a failure, which names
+    them. Raises `UserError` if there are fewer GPUs."""
     workers = max(layout.world for layout in request.parsed.values())
     devices = gpus() if kind == "cuda" else workers
     if workers > devices:
@@ -56,6 +57,6 @@ def _over_workers(request: VerifyRequest, kind: str) -> VerifyReport:
             with Workers("fivefold.verification.ranks:on_worker", count=workers) as crew:
                 start_workers(crew, body, logs=kept / "logs")
         except WorkerDied:
-            shutil.rmtree(scratch)  # models and references are large
+            shutil.rmtree(scratch)  # keep only the logs: models and references are large
             raise
         return report_on(request, request, workers)

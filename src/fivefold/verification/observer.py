@@ -1,7 +1,7 @@
-"""Watches one pass of a parallelized model: what every module computes, and every gradient before it is reduced.
+"""Watches one pass of a parallelized model: the output of every module, and every gradient before it is reduced.
 
-A rank sees its rows, its part of the tokens and its part of the features; each is compared at once with that region of
-the reference, so that no rank holds more than its own.
+A rank has its rows, its part of the tokens and its part of the features. They are compared immediately with that region
+of the reference, so no rank ever holds more than its own part.
 
 Legend: B rows of a micro batch, T tokens of a row, F features (trailing dimensions flattened).
 """
@@ -27,14 +27,14 @@ from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import Distance
 
 Distances = dict[str, Distance]
-Placed = tuple[Region, Sequence[Block], Tensor]  # a row and tokens of it; which features; their values [1, T, F]
+Placed = tuple[Region, Sequence[Block], Tensor]  # a row and its tokens; which features; their values [1, T, F]
 
 
 def watch(
     model: nn.Module, outputs: Collection[str], inputs: Collection[str], note: Callable[[str, Tensor], None]
 ) -> list[Any]:
-    """Call `note(name, values)` with what each module of `outputs` computes, and with what each of `inputs` is given,
-    as `NAME input`; of a tuple with its first tensor. The handles that end it."""
+    """Call `note(name, values)` with the output of each module in `outputs`, and with the first input of each module in
+    `inputs` under `NAME input`; a tuple counts by its first element. Returns the hook handles."""
 
     def hook(name: str, at: int) -> Callable[..., None]:
         def noted(*call: Any) -> None:  # module, arguments, output
@@ -51,23 +51,23 @@ def watch(
 
 
 def by_row(values: Tensor, token_dim: int, rows: int) -> Tensor:
-    """What a module computed of `rows` rows, as [B, T, F]. `token_dim` 0: rows and tokens are one dimension."""
+    """Reshape a module's output for `rows` rows to [B, T, F]. `token_dim` 0: rows and tokens are one dimension."""
     if token_dim == 0:
         return values.reshape(rows, values.shape[0] // rows, -1)
     return values.movedim(token_dim, 1).flatten(2) if values.ndim > 2 else values.unsqueeze(-1)
 
 
 def _accumulation(parameter: Tensor) -> Any:
-    """The node that adds a gradient to `parameter`. (A hook on the tensor would also see what the chunked loss computes
-    on its way.)"""
+    """The autograd node that accumulates into `parameter`. (A hook on the tensor would also see intermediate gradients
+    of the chunked loss.)"""
     with torch.enable_grad():
         return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class Observer:
-    """Inside (`with`), every forward and backward pass of `model` is compared with `reference`, micro batch by micro
-    batch of `documents`. What is found is in `distances`; `types` has the modules that compute in another type;
-    `not_shown` those without parameters of which it is not known what part this rank has."""
+    """Compares every forward and backward pass of `model` inside a `with` block with `reference`, micro batch by micro
+    batch of `documents`. `distances`: the results. `types`: modules that compute in another type. `not_shown`: modules
+    whose values on this rank cannot be located."""
 
     def __init__(self, model: Any, reference: ReferenceTensors, documents: Documents) -> None:
         self._model, self._reference, self._documents = model, reference, documents
@@ -80,12 +80,12 @@ class Observer:
         self._seen: set[str] = set()
         self._hidden_size = model.config.get_text_config().hidden_size
         self._early = _before_layers(model, self._state.plan.anatomy.layers[0])
-        self._is_later_stage = False  # of a pipeline, in the pass under way
+        self._is_later_stage = False  # in the current pass of a pipeline
         self._raw: dict[str, Tensor] = {}
         self._shares: dict[str, list[tuple[int, Tensor]]] = {}  # module -> gradients of its output, by micro batch
         self._hooked: set[int] = set()
-        self._splits: dict[tuple[str, int], ShardSpec | None] = {}  # what `_split_of` has found
-        self._nodes: list[Any] = []  # of the graph; alive, or their hooks would go with them
+        self._splits: dict[tuple[str, int], ShardSpec | None] = {}  # cache of `_split_of`
+        self._nodes: list[Any] = []  # graph nodes, kept alive: their hooks would vanish with them
         self.distances: Distances = {}
         self.types: dict[str, str] = {}
         self.not_shown: set[str] = set()
@@ -95,10 +95,10 @@ class Observer:
         base = self._model.get_submodule(anatomy.base)
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
-        # Another stage's module is compared where it is.
+        # A module of another stage is compared on the rank that has it.
         here = {name: each for name, each in self._model.named_modules() if not isinstance(each, StageStub)}
         for module in here.values():
-            # A plain `nn.Module` holds parameters and never runs: the adapters of experts, which run with their owner.
+            # A plain `nn.Module` never runs: the adapters of experts are held by one, and used when their owner runs.
             for holder in (module, *(child for child in module.children() if type(child) is nn.Module)):
                 if own := [(leaf, canonical[id(p)]) for leaf, p in holder._parameters.items() if p is not None]:
                     self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, holder, own)))
@@ -114,10 +114,10 @@ class Observer:
             handle.remove()
 
     def raw_gradients(self) -> None:
-        """Compare the sum over ranks of what each computed before anything was reduced. Every rank calls this.
+        """Compare the sum over ranks of the gradients before any reduction. Every rank calls this.
 
-        Copies of a parameter may hold parts of its gradient, or each the whole: either is right here, whatever the
-        program believes. What it makes of them is the reduced gradient's row.
+        Replicas of a parameter may hold partial gradients, or each the full one: both are accepted here. The row of the
+        reduced gradient checks how they are combined.
         """
         for name, spec in self._state.plan.placement.shards.items():
             sums = [self._summed(name, spec, copies=False)]
@@ -130,8 +130,8 @@ class Observer:
                 self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
 
     def shared_gradients(self) -> None:
-        """Compare the sum over ranks of the gradients that reach modules which several ranks compute, and of which
-        each has a share (key/value heads fewer than tp, latents). Every rank calls this."""
+        """Compare the summed gradients of modules that several ranks compute (key/value heads fewer than tp, latents).
+        Each rank has a share of such a gradient. Every rank calls this."""
         for name in dict.fromkeys(name for rank in everywhere([*self._shares]) for name in rank):
             expected = self._reference.whole(f"backward/{name}")
             whole = torch.zeros(expected.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
@@ -145,7 +145,7 @@ class Observer:
                 self.distances[f"backward/{name}"] = Distance().add(whole, expected)
 
     def _summed(self, name: str, spec: ShardSpec, *, copies: bool) -> Tensor:
-        """The gradient of a whole parameter, from one of the ranks that hold the same values or (`copies`) all."""
+        """The gradient of a whole parameter, from one rank of each set of replicas, or (`copies`) from all."""
         whole = torch.zeros(spec.shape, dtype=torch.float64, device=next(self._model.parameters()).device)
         part = self._state.plan.placement.shard_index(name).part
         if name in self._raw and (copies or spec.is_owner(part)):
@@ -156,7 +156,7 @@ class Observer:
 
     @property
     def micro_batches(self) -> tuple[int, int]:
-        """How many passes were seen, and how many a global batch has: in a pipeline, as many for each stage here."""
+        """The number of passes seen, and of those in a global batch: micro batches times the stages on this rank."""
         return self._passes, len(self._rows) * len(self._state.plan.placement.own_stages)
 
     # ---- hooks ------------------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ class Observer:
             self._passes, self._inside, self._seen = self._passes + 1, True, set()
 
     def _place(self) -> tuple[int, int]:
-        """(micro batch, stage) of the pass that begins. Forward only, a micro batch passes all stages here before the
-        next one comes."""
+        """Micro batch and stage of the pass that begins. In a forward-only run, a micro batch passes all stages of this
+        rank before the next one starts."""
         if slot := self._state.pipeline.running:
             return slot.micro_batch, slot.stage
         stages = self._state.plan.placement.own_stages
@@ -179,7 +179,7 @@ class Observer:
         self._inside = False
 
     def _watch_parameters(self, holder: nn.Module, own: Sequence[tuple[str, str]], *_: Any) -> None:
-        """Watch the gradients of a holder's parameters as they are when its module runs: gathered."""
+        """Watch the gradients of a holder's parameters. Called when its module runs, because they are gathered then."""
         for leaf, name in own:
             parameter = holder._parameters[leaf]
             if parameter is not None and parameter.requires_grad and id(parameter) not in self._hooked:
@@ -188,18 +188,18 @@ class Observer:
                 self._handles.append(self._nodes[-1].register_prehook(partial(self._accumulate, name)))
 
     def _accumulate(self, name: str, gradients: tuple[Tensor | None, ...]) -> None:
-        if gradients[0] is None:  # a pipeline puts it off
+        if gradients[0] is None:  # deferred by a pipeline
             return
         gradient = local(gradients[0]).detach().double()
         self._raw[name] = self._raw[name] + gradient if name in self._raw else gradient.clone()
 
     def _note(self, name: str, values: Tensor) -> None:
-        """Compare an output, and its gradient when that comes. What recompute computes again is not looked at."""
+        """Compare an output, and later its gradient. Recomputed outputs are ignored."""
         if not self._inside or name in self._seen:
             return
         self._seen.add(name)
         if name in self._early and self._is_later_stage and values.shape[-1] == self._hidden_size:
-            return  # what hands on the embedding's output: of a stand-in there
+            return  # here it passes on the output of a stub in place of the embedding
         micro_batch = self._micro_batch
         expected_type = self._reference.about["dtypes"].get(name)
         if expected_type and str(values.dtype) != expected_type:
@@ -220,7 +220,7 @@ class Observer:
     # ---- where a rank's values belong ------------------------------------------------------------------------------
 
     def _compare(self, key: str, values: Tensor, micro_batch: int) -> bool:
-        """Count how far `values` are from the reference's; False where it is not known what they are a part of."""
+        """Add the distance of `values` from the reference; False if their place in it is unknown."""
         placed = self._placed(key, values, micro_batch)
         if placed is None:
             return False
@@ -231,7 +231,7 @@ class Observer:
         return True
 
     def _placed(self, key: str, values: Tensor, micro_batch: int) -> "Iterator[Placed] | None":
-        """The real tokens of `values`, piece by piece; None where it is not known what they are a part of."""
+        """The real tokens of `values`, piece by piece; None if their place in the reference is unknown."""
         name = key.partition("/")[2]
         rows = self._rows[micro_batch]
         values_BTF = by_row(values.detach(), self._token_dims[name], len(rows))
@@ -254,8 +254,8 @@ class Observer:
                 at += end - start
 
     def _tokens(self, length: int) -> Sequence[Block] | None:
-        """Which tokens of a row this rank has: its part over cp, and of that all, or its part under sequence
-        parallelism."""
+        """The tokens of a row in values of this length: this rank's part over cp, or its sequence-parallel part of
+        that. None if neither has this length."""
         placement = self._state.placement
         whole = placement.layout.padded(self._reference.about["row_length"])
         for splits in (False, True):
@@ -265,14 +265,14 @@ class Observer:
         return None
 
     def _blocks(self, name: str, features: int, width: int) -> Sequence[Block] | None:
-        """Which features this rank has: all, those that the linear makes or takes, or those of one before it."""
+        """The features this rank has: all, those of the linear's own shard, or those of another linear of the layer."""
         if width == features:
             return [(0, features)]
         spec = self._split_of(name, features)
         return None if spec is None else spec.splits[0].blocks[self._state.plan.placement.coords.tp]
 
     def _is_shared(self, name: str) -> bool:
-        """Several ranks compute it (key/value heads fewer than tp, latents): each has a share of its gradient."""
+        """True if several ranks compute it (key/value heads fewer than tp, latents), and share its gradient."""
         roles = [self._state.plan.partition.roles.get(f"{name}.{leaf}") for leaf in ("weight", "bias")]
         if any(role and role.kind == "latent" for role in roles):
             return True
@@ -281,7 +281,7 @@ class Observer:
         return spec is not None and spec.replicas > 1
 
     def _split_of(self, name: str, features: int) -> ShardSpec | None:
-        """The shard of the linear whose split gives a module its part of `features`. Kept: every micro batch asks."""
+        """The shard of the linear whose split gives a module its part of `features`, cached."""
         if (name, features) not in self._splits:
             self._splits[name, features] = self._found_split(name, features)
         return self._splits[name, features]
@@ -294,7 +294,7 @@ class Observer:
         layer = next((each for each in self._state.plan.anatomy.layers if module.startswith(f"{each}.")), None)
         near = module.rpartition(".")[0]
         linears = [each for each, _ in self._model.named_modules() if layer and each.startswith(f"{layer}.")]
-        linears.sort(key=lambda each: not each.startswith(near))  # of the same module first
+        linears.sort(key=lambda each: not each.startswith(near))  # those in the same module first
         for linear in linears:
             for end in (0, 1):
                 spec = self._own_split(linear, end)
@@ -303,14 +303,14 @@ class Observer:
         return None
 
     def _own_split(self, name: str, end: int) -> ShardSpec | None:
-        """The shard of a linear's weight, if its outputs (`end` 0) or inputs (1) are what is split."""
+        """The shard of a linear's weight, if its outputs (`end` 0) or its inputs (1) are split."""
         dims = hf_internals.linear_dims(self._model.get_submodule(name))
         spec = self._state.plan.placement.shards.get(f"{name}.weight")
         return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None
 
 
 def _before_layers(model: nn.Module, first: str) -> set[str]:
-    """Modules without parameters that stand before the `first` layer, such as a dropout after the embedding."""
+    """Modules without parameters before the `first` layer, such as a dropout after the embedding."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if name == first:

@@ -1,5 +1,5 @@
-"""The page of a proof: one HTML file that needs nothing else. What it shows is chosen here; `page.html.j2` lays it out,
-`plots` draws."""
+"""The page of a proof: one self-contained HTML file. This module chooses its contents; `page.html.j2` lays them out,
+and `plots` draws."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
 GRADIENTS = (WORDS["raw"], WORDS["gradient"], WORDS["clipped"])
 MEAN_ERROR, OTHER_TOKENS = "logits, mean error of top ", "tokens, other top "
 Named = Mapping[str, Mapping[str, Row]]  # kind -> module or parameter -> its comparison
-# Kinds, what is allowed of each, and of each name a comparison for every kind, None where it has none.
+# Kinds, the tolerance of each, and for each name a comparison per kind, None if there is none.
 Matrix = tuple[Sequence[str], Sequence[str], Sequence[tuple[str, Sequence[Row | None]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """What the page says of one layout."""
+    """The contents of the page for one layout."""
 
     found: LayoutResult
     says: str
@@ -36,7 +36,7 @@ class Section:
 
 
 def write_page(report: VerifyReport, path: str) -> None:
-    """Write `report` as one HTML file to `path`, whose folder is made where it is missing."""
+    """Write `report` as one HTML file to `path`; a missing folder is made."""
     write(page(report), Path(path), instead="name another file: --html FILE")
 
 
@@ -58,13 +58,13 @@ def page(report: VerifyReport) -> str:
 
 
 def cut_of(subject: str) -> str:
-    """What the model of a proof lacks, by `ProofCase.describe`: `layers 2 of 32`; "" of the whole."""
+    """The cuts of a proof's model, from `ProofCase.describe`: `layers 2 of 32`; "" for a whole model."""
     _, _, what = subject.partition(";")[0].partition(" ")
     return "" if what in ("whole", "nothing") else what
 
 
 def headline(found: Sequence[LayoutResult], cut: str = "") -> str:
-    """The verdict over all layouts. `cut`: what the model of the proof lacks."""
+    """The verdict over all layouts. `cut`: see `cut_of`."""
     scope = f", on a stand-in with {cut}" if cut else ""
     proved, wrong = (sum(each.verdict == verdict for each in found) for verdict in ("PROVED", "WRONG"))
     of = f"of {len(found)} layout{'s' * (len(found) > 1)}"
@@ -79,7 +79,7 @@ def headline(found: Sequence[LayoutResult], cut: str = "") -> str:
 
 
 def _not_covered(report: VerifyReport, cut: str, steps: int) -> tuple[str, ...]:
-    """What a reader may take to be proved, and is not; "" for what does not apply."""
+    """Claims that a reader may take to be proved but are not; "" for those that do not apply."""
     refused = ", ".join(each.layout for each in report.found if each.verdict == "NOT RUN")
     coarse = "; ".join(f"{each.layout}: {', '.join(each.not_told)}" for each in report.found if each.not_told)
     proved = ", ".join(report.losses)
@@ -98,7 +98,7 @@ def _not_covered(report: VerifyReport, cut: str, steps: int) -> tuple[str, ...]:
 
 
 def section(found: LayoutResult) -> Section:
-    """All of one layout."""
+    """The section of one layout."""
     named = _by_name(found)
     kinds = {"Parameters": PARAMETERS, "Modules, in order of execution": MODULES}
     return Section(
@@ -110,7 +110,7 @@ def section(found: LayoutResult) -> Section:
 
 
 def _by_name(found: LayoutResult) -> Named:
-    """The comparisons of each kind that there are, names in the model's order; what is not known there as it comes."""
+    """The comparisons of each existing kind, names in the model's order; unknown names come last."""
     order = list(found.holds) or [row.name for row in found.rows if row.what == WORDS["weight"]]
     place = {name: at for at, name in enumerate(order)}
     kinds = {kind: {row.name: row for row in found.rows if row.what == kind} for kind in WORDS.values()}
@@ -133,7 +133,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _says(found: LayoutResult) -> str:
-    """The sentence beside a verdict."""
+    """The sentence next to a verdict."""
     row = found.first_wrong
     if found.verdict == "NOT RUN":
         why = found.refused or "nothing came back from it"
@@ -152,7 +152,7 @@ def _says(found: LayoutResult) -> str:
 
 
 def _plots(report: VerifyReport, sections: Iterable[Section]) -> dict[str, Markup]:
-    """The plots for which there is anything to draw."""
+    """The plots that have data."""
     errors = {each.layout: _by_k(each, MEAN_ERROR) for each in report.found}
     others = {each.layout: _by_k(each, OTHER_TOKENS) for each in report.found}
     matches = {name: {k: 100 * (1 - row.error) for k, row in own.items()} for name, own in others.items()}

@@ -1,7 +1,6 @@
 """The plots of a proof.
 
-Zeros have no place on a logarithmic axis: they are drawn on its lowest line, labelled 0; what is infinite on its
-highest.
+On a logarithmic axis zeros are drawn on the lowest line, labelled 0; infinities on the highest.
 """
 
 import math
@@ -12,7 +11,7 @@ from fivefold.report.names import layers_of, short_names
 from fivefold.report.plot import CHARACTER, LEFT, WIDTH, Axes, Linear, LogScale, entry, label, nice, svg
 from fivefold.verification.results import Row
 
-TICKS = 60  # names under an axis; of more, only the layers are named
+TICKS = 60  # names under an axis; if there are more, only the layers are named
 GAP = 40.0  # pixels between two plots side by side
 DASHES = "6 3"
 LEGEND = (("allowed", "var(--ink)", DASHES), ("more than is allowed", "var(--wrong)", ""))
@@ -22,8 +21,8 @@ Points = Mapping[str, Row]  # by name, in order
 
 
 def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, float]]) -> str:
-    """Of each curve, the mean absolute error of the likeliest k logits, and the percent of positions with the same
-    likeliest k tokens; both by k."""
+    """Plot per curve, by k, the mean absolute error of the top k logits, and the percent of positions with the same top
+    k tokens."""
     every = [point for points in errors.values() for point in points.values()]
     ks = list(dict.fromkeys(k for each in errors.values() for k in each))
     tokens = list(dict.fromkeys(k for each in matches.values() for k in each))
@@ -48,9 +47,9 @@ def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, fl
 
 
 def by_name(panels: Mapping[str, Mapping[str, Points]]) -> str:
-    """A panel for each layout above one axis of names; in it, the error of every name and series, and what is allowed.
+    """Plot a panel per layout over one axis of names: the error of every name and series, and the tolerances.
 
-    `panels`: title of a panel -> series -> points. Names keep the order in which they first come."""
+    `panels`: title of a panel -> series -> points. Names are in order of first appearance."""
     names = list(dict.fromkeys(name for panel in panels.values() for points in panel.values() for name in points))
     series = list(dict.fromkeys(each for panel in panels.values() for each in panel))
     every = [point for panel in panels.values() for points in panel.values() for point in points.values()]
@@ -81,9 +80,9 @@ def by_name(panels: Mapping[str, Mapping[str, Points]]) -> str:
 
 
 def losses(curves: Mapping[str, Sequence[float]], references: Mapping[str, Sequence[float]]) -> str:
-    """Loss curves over those they should follow, and how far each is from its own.
+    """Plot loss curves over their references, and the distance of each from its own.
 
-    `references` has, for each curve, what it is compared with; equal ones are drawn once."""
+    `references`: curve -> its reference; equal ones are drawn once."""
     apart = {
         name: [abs(a - b) for a, b in zip(own, references.get(name, ()), strict=False)] for name, own in curves.items()
     }
@@ -128,26 +127,26 @@ def _steps(values: Sequence[float]) -> range:
 
 
 def _legend(names: Iterable[str], points: Iterable[Row]) -> list[tuple[str, str, str]]:
-    """An entry for each series, then what is allowed and what is wrong, where there is any."""
+    """An entry for each series, then, if drawn, those for the tolerances and for what exceeds them."""
     oks = {point.ok for point in points}
     return [*(entry(name, number) for number, name in enumerate(names)), *LEGEND[: len(oks) and 1 + (False in oks)]]
 
 
 def _errors(axes: Axes, xs: Sequence[float], points: Sequence[Row], number: int, *, line: float = 1.4) -> None:
-    """A series, and a ring around what is more than is allowed."""
+    """Draw a series, with rings around the points that exceed their tolerance."""
     axes.curve(xs, [point.error for point in points], number, line=line)
     wrong = [not point.ok for point in points]
     axes.rings(list(compress(xs, wrong)), [point.error for point in compress(points, wrong)])
 
 
 def _allowed(axes: Axes, limits: Mapping[int, float]) -> None:
-    """A dashed line at what is allowed at each place."""
+    """Draw a dashed line at the tolerance of each place."""
     xs = [end for x in sorted(limits) for end in (x - 0.5, x + 0.5)]
     axes.line(xs, [limits[x] for x in sorted(limits) for _ in range(2)], "var(--ink)", dash=DASHES)
 
 
 def _merged(limits: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
-    """As few lines as can be: those that say the same wherever both say something become one."""
+    """Merge limits that agree wherever both have a value, so that few lines are drawn."""
     found: list[dict[int, float]] = []
     for each in filter(None, limits):
         for line in found:

@@ -1,5 +1,5 @@
-"""Preference objectives as their papers write them (as TRL computes them), with autograd through the whole formula: the
-reference of what `training/preference.py` does in the loss of a micro batch."""
+"""Preference objectives as in their papers (and as TRL computes them), with autograd through the whole formula: the
+reference for `training/preference.py`, which works in the loss of a micro batch."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,8 @@ from fivefold.verification.proof_case import ProofCase
 
 
 def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: of one sequence,
-    [T] -> [T, V]; each answer is one."""
+    """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: [T] -> [T, V] for
+    one sequence; each answer is one."""
     sums, counts = [], []
     for row in case.pairs():
         for piece in row:
@@ -26,8 +26,8 @@ def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: tor
 
 
 def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over pairs, and the metrics: rewards of the chosen and the rejected answers, the margin, how often the
-    chosen one has more, and their log-probabilities; each a mean, in the order of `objectives.METRICS`."""
+    """The mean loss over pairs, and the means of the metrics: rewards of the chosen and the rejected answers, the
+    margin, the accuracy, and their log-probabilities, in the order of `objectives.METRICS`."""
     if case.objective == "kto":
         return _of_rated(case, sums)
     before = torch.from_numpy(case.compared_with()).to(sums)
@@ -51,7 +51,7 @@ def loss(case: ProofCase, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _of_rated(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """KTO; the metrics are in the order of `objectives.RATED_METRICS`."""
+    """The loss of KTO, and its metrics in the order of `objectives.RATED_METRICS`."""
     gains = sums - torch.from_numpy(case.compared_with()).to(sums)
     baseline = gains[:, 1].detach().mean().clamp(min=0)
     ratings = [piece.desirable for row in case.pairs() for piece in row if piece.answer == 0]

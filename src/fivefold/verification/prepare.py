@@ -1,4 +1,4 @@
-"""The evidence of a case: the reference, and how far it is from itself."""
+"""The evidence of a case: the reference, and its numerical noise, from which the tolerances follow."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -28,8 +28,8 @@ PLAIN = Layout()
 def prepare(
     case: ProofCase, precision: str, path: Path, device: str, *, fp8: Layout = PLAIN, state_dtype: str = "fp32"
 ) -> None:
-    """Write the evidence of `case` in `precision`, with matmuls as the layout `fp8` has them and optimizer state in
-    `state_dtype`, to `path`: the reference, and the floors of its tolerances."""
+    """Write the evidence of `case` in `precision` to `path`: the reference, and the floors of its tolerances. Matmuls
+    follow the fp8 settings of the layout `fp8`; optimizer state is in `state_dtype`."""
     inputs, routers = row_linears(case), watched_routers(case)
     linears = fp8_linears(case, fp8)
     run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8.fp8, fp8_linears=linears,
@@ -41,7 +41,7 @@ def prepare(
     floors: dict[str, float] = {}
     for each in (other, noisy):
         for key, floor in distances(each.tensors, reference.tensors, case).items():
-            # A distance that is no number says nothing of rounding: it allows nothing.
+            # A non-finite distance is not rounding noise: it must not raise the tolerance.
             floors[key] = max(floors.get(key, 0.0), floor if math.isfinite(floor) else 0.0)
     signs = flips(reference.tensors, floors, case.steps) if precision != "fp64" else {}
     chance = left_to_chance(reference.tensors["margins"], floors["logits, mean error of top 5"])
@@ -66,7 +66,7 @@ def _run(case: ProofCase, precision: str, device: str, inputs: list[str], **opti
 
 
 def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far an update may be off because the weights that it lies between are rounded."""
+    """Relative error of each update due to rounding of the weights before and after it."""
     norms = {key: float(tensor.norm()) for key, tensor in tensors.items() if kind_of(key) in ("weight", "update")}
     updates = {key: norm for key, norm in norms.items() if kind_of(key) == "update"}
     smallest = SMALL * math.hypot(*updates.values()) or 1.0
@@ -77,8 +77,8 @@ def rounding(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float], steps: int) -> dict[str, float]:
-    """How far a first update may be off because it is a sign, as Adam's is and that of a router's bias: of what is
-    smaller than its noise it is left to chance, and at worst so is every later one. (fp64 has next to none of these.)
+    """Relative error of sign-like updates, Adam's first and those of a router's bias: the sign of a value below its
+    noise is random. At worst it is random in every later step, too. (fp64 has next to none of these.)
     """
     found: dict[str, float] = {}
     for name, uncertain in (*_noisy_gradients(tensors, floors), *_noisy_loads(tensors, floors)):
@@ -89,7 +89,7 @@ def flips(tensors: Mapping[str, Tensor], floors: Mapping[str, float], steps: int
 
 
 def _noisy_gradients(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
-    """Of every parameter, which numbers of its gradient are smaller than their noise."""
+    """Yield each parameter with a mask of the elements of its gradient that are below their noise."""
     clipped = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if kind_of(key) == "clipped"}
     smallest = SMALL * math.hypot(*(float(tensor.norm()) for tensor in clipped.values()))
     for name, gradient in clipped.items():
@@ -98,7 +98,7 @@ def _noisy_gradients(tensors: Mapping[str, Tensor], floors: Mapping[str, float])
 
 
 def _noisy_loads(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
-    """Of every bias that load moves, which experts may as well be on the other side of the mean."""
+    """Yield each bias moved by load, with a mask of the experts whose load is within its noise of the mean."""
     loads = {key.partition("/")[2]: tensor for key, tensor in tensors.items() if kind_of(key) == "load"}
     biases = [key.partition("/")[2] for key in tensors if kind_of(key) == "update"]
     for bias, (router, load) in zip(movable_biases([*loads], biases), loads.items(), strict=False):
@@ -107,8 +107,8 @@ def _noisy_loads(tensors: Mapping[str, Tensor], floors: Mapping[str, float]) -> 
 
 
 def left_to_chance(margins: Tensor, error: float) -> float:
-    """The part of all continuations that may differ, given a logit's mean `error`: where two tokens are as likely as
-    each other to ten times that, either may be next, and from there on all may be others. `margins`: [prompts, tokens].
+    """The share of continuation tokens that may differ, given a logit's mean `error`. If the two likeliest logits are
+    within ten times that, either may be next, and all later tokens may differ. `margins`: [prompts, tokens].
     """
     if not margins.numel():
         return 0.0
@@ -117,7 +117,7 @@ def left_to_chance(margins: Tensor, error: float) -> float:
 
 
 def row_linears(case: ProofCase) -> list[str]:
-    """The linears that give back to the residual stream: what they are given is what attention and the MLP made."""
+    """The linears that write to the residual stream; their inputs are the results of attention and the MLP."""
     model = meta_of_folder(case.folder)
     try:
         return [region.row for region in facts_of(model).partition.tp_blocks]
@@ -126,7 +126,7 @@ def row_linears(case: ProofCase) -> list[str]:
 
 
 def fp8_linears(case: ProofCase, layout: Layout) -> list[str]:
-    """The linears and the experts that multiply in fp8, by a plan of one rank."""
+    """The linears and the experts that multiply in fp8, according to a plan of one rank."""
     one = Layout(fp8=layout.fp8, fp8_high_layers=layout.fp8_high_layers)
     plan = lower(facts_of(meta_of_folder(case.folder)), one, 0)
     linears = [each.name.rpartition(".")[0] for each in plan.feature(Fp8Plan).linears]
@@ -134,7 +134,7 @@ def fp8_linears(case: ProofCase, layout: Layout) -> list[str]:
 
 
 def watched_routers(case: ProofCase) -> list[str]:
-    """The routers whose load a run counts: all, if all of them say what they do."""
+    """The routers whose load a run counts: all if all of them return logits, else none."""
     experts = facts_of(meta_of_folder(case.folder)).experts
     return [each.router for each in experts] if all(each.has_logits for each in experts) else []
 
@@ -144,7 +144,7 @@ def _relative_numbers(found: Tensor, expected: Tensor) -> list[float]:
 
 
 def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: ProofCase) -> dict[str, float]:
-    """How far one run of the reference is from another, by key, as the rows of a proof measure it."""
+    """The distance between two runs of the reference, by key, measured like the rows of a proof."""
     totals: dict[str, float] = {}
     for key, tensor in expected.items():
         totals[kind_of(key)] = totals.get(kind_of(key), 0.0) + float(tensor.double().square().sum())
@@ -154,7 +154,7 @@ def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case:
             floor = SMALL * totals[kind_of(key)] ** 0.5
             errors[key] = relative(Distance().add(found[key], tensor), float(tensor.double().norm()), floor)
     for what in ("losses", "norms"):
-        largest = accumulate(_relative_numbers(found[what], expected[what]), max)  # an error once made stays possible
+        largest = accumulate(_relative_numbers(found[what], expected[what]), max)  # an error persists in later steps
         errors |= {f"{what}/{step}": error for step, error in enumerate(largest)}
     (errors["loss, evaluated"],) = _relative_numbers(found["evaluated"], expected["evaluated"])
     if "balance" in expected:

@@ -1,6 +1,6 @@
-"""One layout, proved. Read downwards: the model is parallelized, watched for a step, trained, saved and loaded.
+"""The proof of one layout. Read downwards: the model is parallelized, watched for a step, trained, saved and loaded.
 
-Everything runs through the functions that train; this file only looks.
+Everything runs through the functions that train; this file only observes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +48,14 @@ from fivefold.verification.proof_case import LEARNING_RATE, ProofCase, micro_bat
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
 from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row, relative_number
 
-PLANTED = 20.0  # times what is allowed, and a quarter, are added to a norm: the fault that must be found
+PLANTED = 20.0  # the planted fault adds this many times the tolerance, plus 0.25, to a norm
 
 
 class Proof:
-    """A layout under proof on this rank. Every rank makes one and calls the same methods; rank 0 has the rows."""
+    """A layout under proof on this rank. All ranks make one, call the same methods and get the same rows."""
 
     def __init__(self, case: ProofCase, layout: Layout, reference: ReferenceTensors, device: str) -> None:
-        """Parallelize the model of `case` by `layout`. Raises `UserError` where the layout does not fit it."""
+        """Parallelize the model of `case` by `layout`. Raises `UserError` if the layout does not fit it."""
         self.case, self.reference = case, reference
         self.layout = layout.resolve(dist.get_world_size())
         model = meta_of_folder(case.folder)
@@ -78,32 +78,32 @@ class Proof:
         self.optimizer = build_optimizer(self.model, case.optimizer)
         self.found = LayoutResult(str(layout), precision=layout.numerics)
         self.compare = Comparison(self.found, reference, self.state)
-        self._not_shown: set[str] = set()  # modules of which this rank does not know what it has
+        self._not_shown: set[str] = set()  # modules whose values on this rank could not be located
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:
-        """All that is compared, in the order in which a step computes it."""
+        """All comparisons, in the order in which a step computes."""
         return (
             self.shards, self.weights, self.first_pass, self.logits, self.continuations, self.evaluation,
             self.objective, self.control, self.first_step, self.trajectory, self.replicas, self.coverage,
         )  # fmt: skip
 
     def run(self) -> LayoutResult:
-        """Compare everything."""
+        """Run all comparisons."""
         for stage in self.stages:
             stage()
         return self.found
 
     def forget(self) -> None:
-        """Every weight becomes zero: what is loaded next is all that there is."""
+        """Zero every weight, so that only loaded values remain after the next load."""
         with torch.no_grad():
             for each in self._trained().values():
                 local(each).zero_()
 
-    # ---- what is compared --------------------------------------------------------------------------------------------
+    # ---- comparisons -------------------------------------------------------------------------------------------------
 
     def shards(self) -> None:
-        """Each rank's shard has the shape and the type that the layout says."""
+        """Check that each rank's shard has the shape and the type that the layout says."""
         wrong = {}
         for name, parameter in self.model.named_parameters():
             expected, found = self.state.placement.local_shape(name), tuple(local(parameter).shape)
@@ -117,11 +117,11 @@ class Proof:
         self.compare.count("shards", wrong)
 
     def weights(self) -> None:
-        """Every parameter, and what routers keep, is the reference's, bit for bit."""
+        """Compare every parameter and router buffer with the reference, bit for bit."""
         self.compare.pieces("weight", self._trained())
 
     def first_pass(self) -> None:
-        """What modules compute, forward and backward; gradients raw, then reduced; and again, bit for bit the same."""
+        """Compare all modules forward and backward, then raw and reduced gradients. A rerun must be bit-identical."""
         with Observer(self.model, self.reference, self.case.documents(0)) as observer:
             loss = self._gradients()
         observer.shared_gradients()
@@ -139,7 +139,7 @@ class Proof:
         self.compare.pieces("gradient", {name: p.grad for name, p in self.model.named_parameters()}, self._backwards())
         self._drop_gradients()
         again = self._gradients()
-        second = dict(local_gradients(self.model))  # of a parameter without one there is none, both times
+        second = dict(local_gradients(self.model))  # parameters without a gradient are missing both times
         differing = {n: n for n in first.keys() ^ second.keys()}
         differing |= {n: n for n in first.keys() & second.keys() if not torch.equal(first[n], second[n])}
         differing |= {} if float(again) == float(loss) else {"loss": "the loss"}
@@ -147,7 +147,7 @@ class Proof:
         self._drop_gradients()
 
     def logits(self) -> None:
-        """Logits of every real token."""
+        """Compare the logits of every real token."""
         found, expected = [], []
         layout, documents = self.layout, self.case.documents(0)
         batches = self._batch(0)
@@ -165,9 +165,9 @@ class Proof:
         self.compare.numbers(logit_distances(torch.cat(found), torch.cat(expected)))
 
     def continuations(self) -> None:
-        """The likeliest continuation of every prompt, token by token through the cache."""
+        """Compare the greedy continuation of every prompt, token by token through the KV cache."""
         expected, different = self.reference.whole("greedy"), 0.0
-        if not expected.numel():  # a scale of a whole tensor is another one where tokens come one by one
+        if not expected.numel():  # a per-tensor scale differs if tokens come one by one
             self.found.not_told.append("tokens, continuations")
             return
         with ready(self.model), exactly(self.layout.precision):
@@ -178,17 +178,17 @@ class Proof:
         self.compare.numbers({"tokens, continuations": different / expected.numel()})
 
     def evaluation(self) -> None:
-        """The loss of the first batch, as evaluation computes it."""
+        """Compare the loss of the first batch, as evaluation computes it."""
         with exactly(self.layout.precision):
             loss = training.mean_loss(self.model, self._batch(0))
         expected = float(self.reference.whole("evaluated"))
         self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
 
     def objective(self) -> None:
-        """Of the run file's objective, what it computes and the gradient."""
+        """Compare the values and the gradient of the run file's objective, unless it is sft."""
         if self.case.objective == "sft":
             return
-        options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no part of it
+        options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no router losses
         with exactly(self.layout.precision):
             (self._distillation if self.case.objective == "distill" else self._preference)()
         self.state.balance.options = options
@@ -197,7 +197,7 @@ class Proof:
         self._drop_gradients()
 
     def _distillation(self) -> None:
-        """What is asked of a teacher, of the model itself; and the loss of following another one."""
+        """Compare the top-k queries with the model as its own teacher, then the loss against another teacher."""
         asked, followed = Distance(), []
         numbers = row_numbers(self.layout, self.case.rows, self.state.placement.data_rank)
         for batch, rows in zip(self._batch(0), numbers, strict=True):
@@ -217,7 +217,7 @@ class Proof:
         self.compare.in_order("teacher", distances)
 
     def _preference(self) -> None:
-        """Of pairs of answers: their log-probabilities, the loss and the metrics."""
+        """Compare log-probabilities, loss and metrics on pairs of answers."""
         rows = self.case.pairs()
         batch = micro_batches(rows, self.layout, self.state.placement.data_rank, self.case.row_length)
         objective = Objective(
@@ -240,7 +240,7 @@ class Proof:
         self.compare.in_order("preference", distances)
 
     def first_step(self) -> None:
-        """One optimizer step: gradients after clipping, the update, the moments, the collectives."""
+        """Compare one optimizer step: gradients after clipping, the update, the optimizer state, the collectives."""
         before = {name: local(p).clone() for name, p in self._trained().items()}
         with record(self.state.mesh) as ran:
             result, clipped = self._step_with_gradients(0)
@@ -270,8 +270,8 @@ class Proof:
         self.found.losses = [result.loss]
 
     def trajectory(self) -> None:
-        """What the optimizer is given in the second step, which no clipping may have changed; the losses and norms of
-        the other steps, and the weights after the last."""
+        """Compare the optimizer's gradients in the second step, in which nothing may be clipped; the losses and norms
+        of all steps; and the weights after the last."""
         norms = [float(self.reference.whole("norms")[0])]
         for step in range(1, self.case.steps):
             result, gradients = self._step_with_gradients(step)
@@ -289,16 +289,16 @@ class Proof:
         self.compare.pieces("last", self._trained())
 
     def replicas(self) -> None:
-        """What several ranks hold, weights and optimizer state, is the same on all of them after all steps."""
-        found = checks.replicas(self.model, self.optimizer)  # on every rank alike
+        """Check that replicated weights and optimizer state are the same on all their ranks after all steps."""
+        found = checks.replicas(self.model, self.optimizer)  # the same on every rank
         self.compare.count("replicas", {each.where: str(each) for each in found})
 
     def coverage(self) -> None:
-        """Everything that the reference recorded was compared."""
+        """Check that everything recorded by the reference was compared."""
         self.compare.coverage(self._not_shown)
 
     def control(self) -> None:
-        """A fault is planted on the first rank that has a norm: it must be found, and where it is. It is taken out."""
+        """Plant a fault in a norm on the first rank that holds it, check that it is found there, and remove it."""
         name = self._norm()
         module = name.rpartition(".")[0]
         added = 0.25 + PLANTED * self.compare.allowed(f"output/{module}")
@@ -321,7 +321,7 @@ class Proof:
         self.found.add(row)
 
     def save(self, folder: Path) -> None:
-        """Save a checkpoint into `folder`, and beside it what every tensor of it is."""
+        """Save a checkpoint into `folder`, with a file of the expected values of all its tensors."""
         state = self._state()
         told = everywhere({key: value.tolist() for key, value in state.items() if value.ndim == 0})
         numbers = {key: torch.tensor(value) for rank in told for key, value in rank.items()}
@@ -335,7 +335,7 @@ class Proof:
             (folder / "done").touch()
 
     def reload(self, folders: Mapping[str, Path]) -> None:
-        """Load what other layouts saved: every parameter and moment is what they held, bit for bit."""
+        """Load the checkpoints of `folders`, and compare all parameters and optimizer state with theirs bit for bit."""
         from safetensors import safe_open
 
         wrong: list[str] = []
@@ -348,7 +348,7 @@ class Proof:
         self.compare.count(what, {each: each for each in wrong})
 
     def _differing(self, expected: Any) -> list[str]:
-        """The parameters and optimizer state, by key, that are not what a checkpoint's file says, or are not there."""
+        """Keys of the parameters and optimizer state that are missing, or differ from the expected values."""
         state = self._state()
         there = {key for key in expected.keys() if self.state.placement.holds(key.partition("/")[2])}  # noqa: SIM118
         wrong: set[str] = there ^ state.keys()
@@ -360,7 +360,7 @@ class Proof:
                     wrong.add(key)
         return sorted(wrong)
 
-    # ---- how ---------------------------------------------------------------------------------------------------------
+    # ---- below the comparisons ---------------------------------------------------------------------------------------
 
     def _batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step."""
@@ -368,7 +368,7 @@ class Proof:
         return micro_batches(documents, self.layout, rank, self.case.row_length)
 
     def _gradients(self) -> Tensor:
-        """One pass over the first batch, with gradients reduced; the summed loss of all ranks."""
+        """Run one pass over the first batch, with gradients reduced. Returns the loss over all ranks."""
         batch = self._batch(0)
         scale = torch.tensor(1.0 / self.case.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
@@ -379,8 +379,8 @@ class Proof:
         return loss
 
     def _outputs(self) -> None:
-        """Compute what modules compute of the first batch: forward only, unless a capacity drops tokens, which it does
-        in training alone."""
+        """Run the modules on the first batch, forward only. With a capacity also backward: it drops tokens only in
+        training."""
         if self.case.capacity_factor is None:
             with exactly(self.layout.precision):
                 training.mean_loss(self.model, self._batch(0))
@@ -397,7 +397,7 @@ class Proof:
             )  # fmt: skip
 
     def _step_with_gradients(self, step: int) -> tuple[training.StepResult, dict[str, Tensor]]:
-        """A step, and the gradients that its optimizer is given."""
+        """Run a step. Returns its result, and the gradients as its optimizer gets them."""
         given: dict[str, Tensor] = {}
 
         def keep(*_: Any) -> None:
@@ -409,17 +409,17 @@ class Proof:
         return result, given
 
     def _trained(self) -> dict[str, Tensor]:
-        """What steps change on this rank, by name: the parameters, and what routers keep."""
+        """The tensors that steps change on this rank, by name: parameters and router buffers."""
         buffers = {name: each for name, each in self.model.named_buffers() if name in self.state.placement.buffers}
         return {**dict(self.model.named_parameters()), **buffers}
 
     def _drop_gradients(self) -> None:
-        """What was only looked at; a step does this by its optimizer."""
+        """Drop gradients that were only compared; in a step the optimizer does this."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def _counts(self, result: training.StepResult) -> None:
-        """What a step divides its loss by is what its documents have."""
+        """Check a step's counts of targets, tokens and squared lengths against its documents."""
         documents = self.case.documents(0)
         squares = sum(len(each.tokens) ** 2 for row in documents for each in row if len(each.targets))
         counts = {
@@ -431,7 +431,7 @@ class Proof:
         self.compare.count("counts of a step", wrong)
 
     def _collectives(self, ran: Any) -> None:
-        """The collectives of a step are those that the layout declares."""
+        """Check that the collectives of a step are those that the layout declares."""
         batch = self._batch(0)
         rows, tokens = batch[0].input_ids.shape
         shape = training.step_shape(self.model, rows, tokens, len(batch), self.case.loss_chunks)
@@ -444,8 +444,8 @@ class Proof:
         self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 
     def _state(self) -> dict[str, Tensor]:
-        """Every parameter and moment and what routers keep, as this rank holds it; and the numbers that the optimizer
-        keeps per parameter: how many steps it took."""
+        """This rank's part of every parameter, router buffer and optimizer state, and the optimizer's count of steps
+        per parameter."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
             if name not in self.state.placement.stored_shapes:
@@ -455,7 +455,7 @@ class Proof:
         return found
 
     def _gathered(self, state: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
-        """All of the tensors of `keys`, of which each rank has its part in `state` or nothing, on rank 0."""
+        """Assemble the whole tensors of `keys` from each rank's part in `state`, if it has one."""
         shapes = [self.state.placement.stored_shapes[key.partition("/")[2]] for key in keys]
         sizes = [prod(shape) for shape in shapes]
         flat = torch.zeros(sum(sizes), dtype=master_dtype(self.layout.precision), device=self._device)
@@ -466,12 +466,12 @@ class Proof:
             if self.state.placement.is_owner(name):
                 for region, place in self.state.placement.regions(name):
                     whole[key][region] = local(state[key])[place]
-        dist.all_reduce(flat)  # at once: a small collective costs each rank more than what it sends
+        dist.all_reduce(flat)  # in one collective: for small ones latency dominates
         return {key: tensor.cpu() for key, tensor in whole.items()}
 
     def _norm(self) -> str:
-        """The last parameter that is a norm's whose output is compared: where a fault is planted. (The head computes in
-        chunks, and a tower that no token reaches does not compute at all.)"""
+        """The last parameter of a norm whose output is compared: the place of the planted fault. (The head computes in
+        chunks, and a tower that no token reaches does not run.)"""
         seen, base = set(self.reference.names("output")), f"{self.state.plan.anatomy.base}."
         vectors = [
             name for name, spec in self.state.placement.shards.items()
@@ -481,7 +481,7 @@ class Proof:
         return (outside or vectors)[-1]
 
     def _backwards(self) -> list[str]:
-        """Parameters as backward comes to them: the first that is wrong is the nearest to the fault."""
+        """Parameters in the order of backward: the first wrong one is the nearest to the fault."""
         return list(self.state.placement.shards)[::-1]
 
     @property

@@ -1,10 +1,10 @@
-"""What a proof is about: a model folder, documents, an optimizer. The reference and every layout read the same.
+"""The subject of a proof: a model folder, documents, an optimizer. The reference and every layout read the same.
 
-Inputs hide nothing: documents of unequal, mostly prime lengths, packed several to a row, one row nearly empty, and some
-that go on after their row's end, whose last token has a target; of every second document only some targets are trained,
-as of a conversation; biases and norm weights are random; clipping bites in one step and not in the next; weights decay;
-a router's bias that load may move is moved, and the losses that balance experts are on. Zero biases, uniform lengths,
-power-of-two sizes, or a clip that never bites or always does would each hide a whole class of bugs.
+Inputs are chosen to hide no bug. Documents have unequal, mostly prime lengths, packed several to a row; one row is
+nearly empty. Some documents continue after their row's end, so their last token has a target. In every second document
+only some targets are trained, as in a conversation. Biases and norm weights are random. Clipping is active in one step
+and inactive in the next. Weights decay. Load moves a router's bias, and the losses that balance experts are on. Zero
+biases, uniform lengths, power-of-two sizes, or clipping never or always would each hide a whole class of bugs.
 """
 
 import math
@@ -21,12 +21,12 @@ from fivefold.core.legality import micro_batches_for
 from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
 
-ROW = 61  # tokens of a row, unless asked otherwise
-LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough for every weight to move by many ulps
-CHUNKS = 3  # of the loss, unless the run file says how many: a small proof would have one, and a run has many
-BIAS_RATE = 1e-3  # of what load moves a router's bias by: DeepSeek-V3's own
-AUX_LOSS, Z_LOSS = 0.02, 1e-3  # coefficients of the losses of routers: Mixtral's, ST-MoE's (arXiv:2202.08906)
-# Documents of each row, as parts of the row's length; 0 is a document of 2 tokens, -1 of 1. A whole row's goes on.
+ROW = 61  # default tokens per row
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough to move every weight by many ulps
+CHUNKS = 3  # default loss chunks: a small proof would have one, but a run has many
+BIAS_RATE = 1e-3  # step by which load moves a router's bias: DeepSeek-V3's own
+AUX_LOSS, Z_LOSS = 0.02, 1e-3  # coefficients of router losses: Mixtral's, ST-MoE's (arXiv:2202.08906)
+# Documents of each row, as parts of its length; 0: a document of 2 tokens, -1: of 1. One of a whole row continues.
 _ROWS: tuple[tuple[float, ...], ...] = (
     (1.0,), (0.55, 0.3, 0.1), (0.48, 0.48), (0.22, 0.7), (0.1, -1, 0.85), (0,), (0.31, 0.6), (0.97,),
 )  # fmt: skip
@@ -38,14 +38,13 @@ _PAIRS: tuple[tuple[tuple[float, float, float], ...], ...] = (
     ((0.15, 0.4, 0.2),),
 )  # fmt: skip
 
-Documents = list[list[Piece]]  # of each row of a global batch
+Documents = list[list[Piece]]  # for each row of a global batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProofCase:
-    """`folder`: a Hugging Face folder. `rows` of `row_length` tokens make a global batch; `steps` of them are trained.
-
-    `cuts`: what was left out of the model that was asked about, for people.
+    """The subject of a proof. `folder`: a Hugging Face folder. A global batch is `rows` of `row_length` tokens; `steps`
+    of them are trained. `cuts`: what the model lacks of the one asked about, for people.
     """
 
     folder: Path
@@ -56,20 +55,20 @@ class ProofCase:
     steps: int
     seed: int
     optimizer: OptimizerSection
-    reduce: str = "fp32"  # as the run file has it, like the pieces of the loss
+    reduce: str = "fp32"  # from the run file, like the number of loss chunks
     loss_chunks: int | None = CHUNKS
     thin: bool = False
     cuts: tuple[str, ...] = ()
     prompts: int = 3
     new_tokens: int = 8
-    capacity_factor: float | None = None  # of experts, as the run file has it
-    bias_rate: float = BIAS_RATE  # what a step moves the bias of a router by, where it has one
-    aux_loss: float = AUX_LOSS  # the coefficients of what routers add to the gradient, where they give logits
+    capacity_factor: float | None = None  # of experts, from the run file
+    bias_rate: float = BIAS_RATE  # a step moves a router's bias, if it has one, by this
+    aux_loss: float = AUX_LOSS  # the coefficients of router losses, for routers that return logits
     z_loss: float = Z_LOSS
-    # 0: no clipping; None: by turns half of a step's norm, so that clipping bites, and twice, so that it must not
+    # 0: no clipping; None: alternately half of a step's norm, so that clipping is active, and twice, so that it is not
     max_grad_norm: float | None = None
-    whole_rows: bool = False  # a row is one document: scales of fp8 span the tokens of a row
-    objective: str = "sft"  # of the run file; one on pairs of answers, or with a teacher, is proved as well
+    whole_rows: bool = False  # a row is one document: fp8 scales span the tokens of a row
+    objective: str = "sft"  # from the run file; one on pairs of answers, or with a teacher, is proved in addition
     beta: float = 0.1
     gamma: float = 0.5
     desirable_weight: float = 1.0
@@ -80,7 +79,7 @@ class ProofCase:
     adapter: Lora | None = None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the case in one line, for people."""
         what = "whole" if not self.cuts else ", ".join(self.cuts)
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
@@ -107,8 +106,8 @@ class ProofCase:
         return (1.0,) if self.whole_rows else _ROWS[row % len(_ROWS)]
 
     def _piece(self, rng: np.random.Generator, length: int, *, is_example: bool) -> Piece:
-        """A document of `length` tokens; the first ones of a longer document where it fills a row. Of an example of 10
-        targets those from the third to the fifth are trained, and the last."""
+        """A document of `length` tokens; one that fills a row is the start of a longer document. An example with 10
+        targets trains the third to the fifth, and the last."""
         drawn = rng.integers(0, self.vocabulary, length + (length == self.row_length), dtype=np.uint32)
         place = np.arange(len(drawn) - 1)
         answers = (place >= len(place) // 4) & (place < len(place) // 2) | (place == len(place) - 1)
@@ -116,12 +115,12 @@ class ProofCase:
 
     @property
     def followed(self) -> int:
-        """How many tokens of a teacher: fewer than there are."""
+        """The teacher's top-k: always fewer tokens than the vocabulary has."""
         return min(self.top_k, self.vocabulary // 2)
 
     def pairs(self) -> Documents:
-        """Pairs of answers in each row of a batch, for a preference objective. Of three rated ones the second is not
-        desirable."""
+        """Pairs of answers in each row of a batch, for a preference objective. The second of every three rated ones is
+        undesirable."""
         rng, rows, number = np.random.default_rng([self.seed, 1_000_033]), list[list[Piece]](), 0
         for row in range(self.rows):
             pieces = list[Piece]()
@@ -140,35 +139,35 @@ class ProofCase:
         return rows
 
     def compared_with(self) -> np.ndarray:
-        """Log-probabilities of these answers under a reference model, [pairs, 2]: another one than that of the case,
-        and near it, or a sigmoid of the difference would be flat. They are somewhat less likely there."""
+        """Random log-probabilities of these answers under another reference model, [pairs, 2]. It is close to the model
+        of the case, or a sigmoid of the difference would be flat; the answers are somewhat less likely there."""
         counts = [int(piece.trained.sum()) for row in self.pairs() for piece in row if piece.trained is not None]
         guessed = -np.log(self.vocabulary) * np.array(counts, np.float64).reshape(-1, 2)
         found: np.ndarray = guessed - np.random.default_rng([self.seed, 1_000_037]).normal(2, 1, guessed.shape)
         return found
 
     def targets(self, step: int) -> int:
-        """Trained target tokens of the global batch."""
+        """The number of trained targets of the global batch of `step`."""
         documents = [document for row in self.documents(step) for document in row]
         return sum(len(each.targets) if each.trained is None else int(each.trained.sum()) for each in documents)
 
     def prompt_tokens(self) -> list[np.ndarray]:
-        """Prompts to continue."""
+        """The prompts to continue."""
         rng = np.random.default_rng([self.seed, 1_000_003])
         return [rng.integers(0, self.vocabulary, length) for length in (5, 11, 2, 17, 3)[: self.prompts]]
 
     def save(self, path: Path) -> None:
-        """Write it for the other ranks."""
+        """Write the case for the other ranks."""
         path.write_bytes(TypeAdapter(ProofCase).dump_json(self))
 
     @staticmethod
     def load(path: Path) -> "ProofCase":
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         return TypeAdapter(ProofCase).validate_json(path.read_bytes())
 
 
 def lengths(parts: Sequence[float], row: int) -> list[int]:
-    """Document lengths: primes below each part of `row`, which fit in it together."""
+    """Document lengths: for each part of `row` the largest prime up to it, so that all fit in the row."""
     fixed = {0.0: 2, -1.0: 1, 1.0: row}
     return [fixed[part] if part in fixed else _prime_below(int(part * row)) for part in parts]
 
@@ -181,23 +180,23 @@ def _prime_below(number: int) -> int:
 
 
 def rows_for(layouts: Sequence[Layout]) -> int:
-    """Rows of a global batch that every one of `layouts` can deal out, to two micro batches or more."""
+    """Rows of a global batch that each of `layouts` can split into two micro batches or more."""
     per_pass = [layout.micro_batch_size * layout.data_ranks for layout in layouts]
-    wanted = [micro_batches_for(layout) for layout in layouts]  # of a pipeline
+    wanted = [micro_batches_for(layout) for layout in layouts]  # required by a pipeline
     least = max(len(_ROWS), *(max(2, fewest) * rows for rows, (fewest, _) in zip(per_pass, wanted, strict=True)))
     unit = math.lcm(*(rows * multiple for rows, (_, multiple) in zip(per_pass, wanted, strict=True)))
     return -(-least // unit) * unit
 
 
 def row_length_for(layouts: Sequence[Layout], length: int) -> int:
-    """The length of a row of `length` tokens or a few more that no layout pads: scales of fp8 see padding."""
+    """The smallest row length from `length` on that no layout pads: fp8 scales see padding."""
     while any(layout.padded(length) != length for layout in layouts):
         length = max(layout.padded(length) for layout in layouts)
     return length
 
 
 def row_numbers(layout: Layout, rows: int, data_rank: int) -> list[list[int]]:
-    """Which rows of the global batch each micro batch of this data rank holds."""
+    """The rows of the global batch in each micro batch of this data rank."""
     size = layout.micro_batch_size
     firsts = [(step * layout.data_ranks + data_rank) * size for step in range(layout.accumulation(rows))]
     return [list(range(first, first + size)) for first in firsts]
@@ -213,5 +212,5 @@ def micro_batches(documents: Documents, layout: Layout, data_rank: int, row_leng
 
 
 def tokens_of(row: Sequence[Piece]) -> int:
-    """Real tokens of a row."""
+    """The number of real tokens of a row."""
     return sum(len(document.tokens) for document in row)

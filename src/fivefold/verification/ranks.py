@@ -1,7 +1,7 @@
 """A proof on its ranks: rank 0 computes the reference, then each layout runs on as many ranks as it has.
 
-Where fivefold started the workers itself, smaller layouts run on the first of them, each in a process group of its own.
-In a world that was there before (torchrun), the layouts of its size run in that world.
+If fivefold started the workers itself, smaller layouts run on the first of them, each in a process group of its own. In
+a world that something else started (torchrun), the layouts of its size run in that world.
 """
 
 import shutil
@@ -54,17 +54,17 @@ from fivefold.verification.results import LayoutResult
 from fivefold.verification.scratch import SUBJECT, read_found, reference_file, report_on, write_found
 
 POLL_SECONDS = 0.05
-UNKNOWN = 8 * GIB  # of free memory, where nothing tells
-_INDENT = 15  # of what a line of progress says, behind its label
+UNKNOWN = 8 * GIB  # free memory assumed if the system does not report it
+_INDENT = 15  # of the text of a progress line, after its label
 Work = Callable[[World], None]
-# Called with the number of a layout, the layout, a name that is used once, and what to do in a world of its size.
+# Arguments: the number of a layout, the layout, a unique name, and the work to do in a world of its size.
 Runner = Callable[[int, Layout, str, Work], None]
 
 
 def inside(
     request: VerifyRequest, world: World, folder: Path, publish: Callable[[VerifyReport], object]
 ) -> VerifyReport:
-    """The layouts of this world's size run, the others do not. The scratch folder lies where all ranks see it."""
+    """Prove the layouts of this world's size; others do not run. `folder`, for scratch files, is seen by all ranks."""
     if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     scratch = plain.of_first(tempfile.mkdtemp(prefix=".verify-", dir=folder) if world.is_first else "")
@@ -76,15 +76,15 @@ def inside(
     report = report_on(request, own, world.size)
     if world.is_first:
         publish(report)
-    dist.barrier()  # whoever exits first with a failure has the others ended
+    dist.barrier()  # the first rank to exit with a failure would make the launcher end the others
     if world.is_first:
         shutil.rmtree(scratch)
     return report
 
 
 def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """The body of a worker that was started for a proof. A layout runs on the first ranks. One that breaks is a
-    finding, and the next one runs."""
+    """The body of a worker started for a proof. A layout runs on the first ranks. A layout that fails is a finding, and
+    the next one runs."""
     asked = VerifyRequest(**request["verify"])
 
     def run(number: int, layout: Layout, name: str, work: Work) -> None:
@@ -104,12 +104,12 @@ def on_worker(request: Mapping[str, Any], world: World) -> None:
 
 
 def in_world(asked: VerifyRequest, world: World) -> None:
-    """Prove the layouts of a joined world's size, in its own process group. A rank that breaks ends the world."""
+    """Prove the layouts of a joined world's size in its own process group. A failing rank ends the world."""
     prove(asked, world, lambda number, layout, name, work: work(world))
 
 
 def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
-    """Prove every layout; rank 0 leaves what was found in the scratch folder (`read_found`)."""
+    """Prove every layout; rank 0 writes the results to the scratch folder (`read_found`)."""
     hf_internals.no_progress_bars()
     kernels.choose(parse_config(asked.config).train.attention, torch.device(world.device))
     layouts = asked.parsed
@@ -130,8 +130,8 @@ def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
 
 
 def _saved(asked: VerifyRequest, layout: Layout) -> dict[str, Path]:
-    """layout -> the checkpoint that it wrote, of those with weights and optimizer state of the type that `layout` has:
-    a checkpoint is not converted."""
+    """Layout -> its checkpoint, for layouts with the same types of weights and optimizer state as `layout`: checkpoints
+    are not converted."""
     folders = {str(each): asked.folder / f"saved-{number}" for number, each in enumerate(asked.parsed.values())
                if _stored(each) == _stored(layout)}  # fmt: skip
     return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
@@ -143,13 +143,13 @@ def _stored(layout: Layout) -> tuple[torch.dtype, str]:
 
 
 def print_line(text: str) -> None:
-    """At once; on a terminal a long line goes on below its own text, and no word is broken."""
+    """Print a line immediately; on a terminal, wrap it between words and indent the continuation."""
     columns = shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns
     say(fill(text, width=columns, subsequent_indent=" " * _INDENT, break_long_words=False))
 
 
 def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
-    """What is proved; its model is in a folder. Raises `UserError`."""
+    """Make the subject of the proof, with its model in a folder. Raises `UserError`."""
     config = parse_config(asked.config)
     machine = room()
     model = make_folder(
@@ -178,9 +178,9 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
 
 
 def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World, say: Callable[[str], None]) -> None:
-    """On rank 0, while the others wait: the model, the documents and what one process computes."""
+    """Compute the model, the documents and the references on rank 0, while the others wait."""
     case, threads = make_subject(asked, layouts), torch.get_num_threads()
-    # The others wait. In a thin model threads that wait for each other cost more than they save.
+    # The others wait, so this rank may use all threads. In a thin model their synchronisation costs more than it saves.
     torch.set_num_threads(1 if case.thin else threads_per_worker(1))
     say(f"  model        {case.describe()}")
     for numerics, layout in {layout.numerics: layout for layout in layouts}.items():
@@ -195,7 +195,7 @@ def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World
 
 
 def _wait_for(path: Path) -> None:
-    """Rank 0 may compute for long; nobody waits for it in a collective."""
+    """Poll for a file. Rank 0 may compute for long, so no rank waits for it in a collective."""
     while not path.exists():
         time.sleep(POLL_SECONDS)
 
@@ -223,7 +223,7 @@ def _prove_one(
 def _load_all(
     asked: VerifyRequest, layout: Layout, number: int, name: str, saved: Mapping[str, Path], world: World
 ) -> None:
-    """Load what every layout has saved, and add that to what was found."""
+    """Load the checkpoint of every layout, and add the comparisons to the results."""
     proof = _open(asked, layout, world)
     proof.forget()
     proof.reload(saved)

@@ -1,7 +1,7 @@
-"""The model of a proof: the one that is asked about, cut where it is too large, in a Hugging Face folder.
+"""The model of a proof: the one asked about, or a cut version if it is too large, in a Hugging Face folder.
 
 A cut model keeps the class, every kind of layer, the numbers of heads and every switch of the config. Its weights are
-drawn so that nothing is zero: biases, and norm weights around one.
+random and nonzero, also the biases; norm weights are around one.
 """
 
 import copy
@@ -20,17 +20,17 @@ from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.experts import router_buffers
 from fivefold.models.fewer_layers import GLOBAL, OVERRIDES, fewer_layers, remade, text_of
 
-BYTES_PER_PARAMETER = 325  # of a proof: three runs of the reference and what is kept of them, a run of the layout
+BYTES_PER_PARAMETER = 325  # of a proof: three reference runs with their tensors, and a run of the layout
 HEAD_DIM, VOCABULARY, WINDOW = 8, 101, 11  # of a thin model
 WIDE = (
     "intermediate_size", "n_inner", "shared_intermediate_size", "dense_intermediate_size", "intermediate_size_mlp",
 )  # fmt: skip
-EXPERTS = 12  # at least, where there are as many: sorted as text, 10 would come before 2
+EXPERTS = 12  # at least, if the model has them: two-digit numbers reveal experts sorted as text, 10 before 2
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A Hugging Face folder with the model of a proof; `cuts`: what it lacks of the model asked about, for people."""
+    """A Hugging Face folder with the model of a proof. `cuts`: what it lacks of the model asked about, for people."""
 
     folder: Path
     name: str
@@ -49,11 +49,11 @@ def make_folder(
     layers: int = 2,
     block: int = 1,
 ) -> ModelFolder:
-    """The model to prove, with a layer of each kind (`thin`: and narrow).
+    """Make the model to prove, with a layer of each kind (`thin`: and narrow).
 
-    It is the folder of the run's own weights where nothing is cut; else `folder`, written here by `transformers`.
-    `memory` bytes are there for a proof; a vocabulary of less than `vocabulary` tokens and less than `layers` layers
-    cannot be cut to, and widths that are no multiples of `block`.
+    The folder is that of the run's own pretrained weights if nothing is cut; else `folder`, written by `transformers`.
+    `memory`: bytes available to a proof. Cuts leave at least `vocabulary` tokens and `layers` layers, if the model has
+    them, and widths that are multiples of `block`.
     Raises `UserError` for a model that cannot be read, or is too large even with a layer of each kind.
     """
     asked = load_model_config(config.model.name_or_path, config.model.overrides)
@@ -70,7 +70,8 @@ def make_folder(
 def _chosen(
     config: Any, *, thin: bool, memory: int, vocabulary: int, layers: int, block: int
 ) -> tuple[Any, tuple[str, ...]]:
-    """The config to prove and what it lacks of `config`: nothing, layers, or (`thin`) widths too."""
+    """The config to prove, and what it lacks of `config`: nothing, layers, or (`thin`) widths too. Raises `UserError`
+    if even that exceeds `memory`."""
     if not thin and _bytes(config) <= memory:
         return config, ()
     fewer = fewer_layers(config, layers)
@@ -93,8 +94,8 @@ def _bytes(config: Any) -> int:
 
 
 def narrow(config: Any, vocabulary: int, block: int = 1) -> Any | None:
-    """A copy with narrow heads, layers and a small prime vocabulary; None where the class does not take them. Widths
-    are multiples of `block`."""
+    """A copy with narrow heads and layers and a small vocabulary; None if the class does not accept them. Widths are
+    multiples of `block`."""
     try:
         small, asked = copy.deepcopy(config), copy.deepcopy(config)
         for each in (small.get_text_config(), asked.get_text_config()):
@@ -107,7 +108,7 @@ def narrow(config: Any, vocabulary: int, block: int = 1) -> Any | None:
             each |= {"head_dim": 2 * HEAD_DIM} if each.get("head_dim", 0) > 2 * HEAD_DIM else {}
         small = remade(config, values)
         build_meta(small)
-    except Exception:  # whatever the class says to sizes that it was not made for
+    except Exception:  # a class may raise anything for sizes that it was not made for
         return None
     return small
 
@@ -143,14 +144,14 @@ def _narrow(small: Any, config: Any, vocabulary: int, block: int) -> None:
 
 
 def _set(config: Any, name: str, value: int) -> None:
-    """Where the config has it, and no value above the one it has."""
+    """Lower an integer of the config to `value`; a missing or smaller one stays."""
     old = getattr(config, name, None)
     if isinstance(old, int) and not isinstance(old, bool) and old > value:
         setattr(config, name, value)
 
 
 def _shorten_factors(small: Any, config: Any) -> None:
-    """Rotary factors are one per pair of features of a head."""
+    """Shorten the rotary factors to the narrow heads: there is one per pair of features."""
     rope = getattr(small, "rope_parameters", None) or {}
     for key in ("short_factor", "long_factor"):
         if isinstance(rope.get(key), list):
@@ -159,7 +160,7 @@ def _shorten_factors(small: Any, config: Any) -> None:
 
 
 def _differences(config: Any, small: Any) -> tuple[str, ...]:
-    """What a cut config lacks, for people: `layers 2 of 32`."""
+    """The sizes in which a cut config differs, for people: `layers 2 of 32`."""
     words = {"num_hidden_layers": "layers", "hidden_size": "width", "intermediate_size": "MLP width", "head_dim":
              "head width", "sliding_window": "window", "vocab_size": "vocabulary"}  # fmt: skip
     found, texts = [], [each.get_text_config() for each in (small, config)]
@@ -181,7 +182,7 @@ def _prime_above(number: int) -> int:
 
 
 def fill(model: Any, seed: int) -> None:
-    """Draw every parameter; none is zero, and none is as an initialiser would leave it."""
+    """Draw every parameter and router buffer at random; none is zero or as an initialiser would leave it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

@@ -1,7 +1,7 @@
-"""One process, nothing of ours: the unmodified `transformers` model, each document its own sequence.
+"""The reference: the unmodified `transformers` model in one process, with each document as its own sequence.
 
-Its own attention, its own loss head, torch's cross entropy, clipping and AdamW. With bf16, weights are kept in fp32 and
-each document's gradient is added in fp32, which is what mixed precision means everywhere.
+It uses the model's attention and loss head, and torch's cross entropy, clipping and optimizers. With bf16, weights are
+kept in fp32 and each document's gradient is added in fp32, as is usual in mixed precision.
 """
 
 import copy
@@ -31,22 +31,21 @@ from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
-_IN_BLOCK = re.compile(r"\.\d+\.")  # of a list of layers
-CLIP = 0.5  # of a step's gradient norm: clipping bites; the inverse, in each second step: it does not
+_IN_BLOCK = re.compile(r"\.\d+\.")  # the index in a list of layers
+CLIP = 0.5  # of a step's gradient norm, so that clipping is active; its inverse in every second step, so that it is not
 
 
 class Reference:
-    """The model of a proof case in one process, and everything that it computes."""
+    """The model of a proof case in one process, and everything it computes."""
 
     def __init__(
         self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
         model: torch.nn.Module | None = None, routers: Sequence[str] = (), fp8: str = "none",
         fp8_linears: Sequence[str] = (), state_dtype: str = "fp32",
     ) -> None:  # fmt: skip
-        """`noise`: the embedding is off by one unit in the last place of `precision`. `model`: the unmodified one, of
-        which a copy is trained; None: that of the folder of the case. `routers`: whose load is counted and balanced.
-        `fp8`: the recipe by which `fp8_linears`, experts among them, multiply. `state_dtype`: in which the optimizer
-        keeps its state."""
+        """`noise`: perturb the embedding by one ulp of `precision`. `model`: the unmodified model, which is copied;
+        None: load it from the folder of the case. `routers`: those with counted and balanced load. `fp8`: the recipe of
+        `fp8_linears`, experts among them. `state_dtype`: the type of the optimizer state."""
         self.state_dtype = state_dtype
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
@@ -67,7 +66,7 @@ class Reference:
         self.tensors: dict[str, Tensor] = {}
         self.dtypes: dict[str, str] = {}
         self.token_dims: dict[str, int] = {}
-        self.limits: list[float] = []  # of the gradient norm, step by step
+        self.limits: list[float] = []  # max gradient norms, step by step
 
     def _load(self, model: torch.nn.Module | None, dtype: torch.dtype) -> Any:
         if model is None:
@@ -79,7 +78,7 @@ class Reference:
         return found
 
     def run(self, inputs: list[str]) -> "Reference":
-        """Everything, in order. `inputs`: modules whose input is kept as well."""
+        """Compute everything, in order. `inputs`: modules whose input is kept as well."""
         self._keep("weight", trained(self.master))
         if self.case.objective == "distill":
             self._distillation()
@@ -101,9 +100,9 @@ class Reference:
         return self
 
     def _preference(self) -> None:
-        """What the objective on pairs of answers is with the first weights, and its gradient."""
+        """Compute the objective on pairs of answers with the first weights, and its gradient."""
         self._sync()
-        self.balance.is_on = False  # the losses of routers are no part of it
+        self.balance.is_on = False  # without router losses
         with exactly(self.precision):
             sums, counts = preference_by_hand.log_probs(
                 self.case, lambda ids: self.model(input_ids=ids[None].to(self.device)).logits[0],
@@ -119,7 +118,7 @@ class Reference:
         self.master.zero_grad(set_to_none=True)
 
     def _distillation(self) -> None:
-        """What is asked of a teacher, of the model itself; the loss of following another, and its gradient."""
+        """Compute the top-k queries with the model as its own teacher; the loss against another, and its gradient."""
         self._sync()
         self.balance.is_on = False
         count, summed = self.case.targets(0), 0.0
@@ -138,14 +137,14 @@ class Reference:
         self.master.zero_grad(set_to_none=True)
 
     def _limit(self, step: int, norm: float) -> float:
-        """What the gradient norm of a step is clipped to."""
+        """The norm to which a step's gradient is clipped."""
         most = self.case.max_grad_norm
         if most is None:
             return norm * (CLIP if step % 2 == 0 else 1 / CLIP)
         return most or math.inf
 
     def before(self) -> "Reference":
-        """What is computed with the first weights only: the continuations of the prompts."""
+        """Compute the continuations of the prompts, which need the first weights."""
         self._sync()
         with exactly(self.precision), torch.no_grad():
             each = [self._continue(torch.from_numpy(ids).to(self.device)) for ids in self.case.prompt_tokens()]
@@ -155,7 +154,7 @@ class Reference:
         return self
 
     def _continue(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens, and by how much each was likelier than the next best (its logit)."""
+        """Continue greedily. Returns the tokens, and the margin of each logit over the next best."""
         prompt, margins = len(ids), []
         for _ in range(self.case.new_tokens):
             logits = self.model(input_ids=ids[None]).logits[0, -1]
@@ -170,7 +169,7 @@ class Reference:
                 self.tensors[f"{kind}/{name}"] = tensor.detach().cpu().clone()
 
     def _sync(self) -> None:
-        """Compute with the weights as they are now."""
+        """Copy the current master weights into the model that computes."""
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
@@ -179,7 +178,7 @@ class Reference:
                     self.model.get_buffer(name).copy_(self.master.get_buffer(name))
 
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
-        """Loss and gradients of a global batch, document by document. `inputs`: also watch what modules compute."""
+        """Compute loss and gradients of a global batch by document. `inputs`: also record all modules; None: do not."""
         self._sync()
         count, summed = self.case.targets(step), 0.0
         self.loads.begin()
@@ -200,7 +199,7 @@ class Reference:
         if seen:
             seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
-        if seen and self.drops:  # evaluation drops nothing
+        if seen and self.drops:  # logits are those of evaluation, which drops nothing
             with torch.no_grad():
                 for row, start, ids, _ in self._sequences(batch):
                     logits = self.model(input_ids=ids[None]).logits[0]
@@ -210,7 +209,7 @@ class Reference:
         return summed / count
 
     def _count_picks(self, batch: Documents) -> None:
-        """Count what the losses of the routers need of whole rows before their documents are computed one by one."""
+        """Count each row's picks per expert: router losses need whole rows before their documents are computed."""
         self.balance.begin([tokens_of(documents) for documents in batch])
         if self.balance.routers:
             with torch.no_grad():
@@ -218,7 +217,7 @@ class Reference:
                     self.model(input_ids=ids[None])
 
     def _training_sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """`_sequences`, with what routers need to know of each row set before its first document."""
+        """Yield `_sequences`, and set the row for the router losses and the capacity before its first document."""
         for row, start, ids, targets in self._sequences(batch):
             self.balance.row = row
             if self.drops and start == 0:
@@ -228,7 +227,7 @@ class Reference:
             self.drops.row(None)
 
     def _evaluated(self) -> Tensor:
-        """The loss of the first batch from its logits, in which no capacity drops anything."""
+        """The loss of the first batch from its logits, for which no capacity drops anything."""
         summed = torch.zeros((), dtype=torch.float64)
         for row, start, _, targets in self._sequences(self.case.documents(0)):
             logits = self.tensors["logits"][row, start : start + len(targets)].to(master_dtype(self.precision))
@@ -236,13 +235,13 @@ class Reference:
         return summed / self.case.targets(0)
 
     def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Of each document its row, where it starts there, its tokens and its targets, -100 for those not trained."""
+        """Yield each document's row, start in the row, tokens and targets, with -100 for untrained targets."""
         for row, documents in enumerate(batch):
             start = 0
             for document in documents:
                 ids, targets = (torch.from_numpy(each.astype("int64")) for each in (document.tokens, document.targets))
                 if document.trained is not None:
-                    targets[torch.from_numpy(~document.trained)] = -100  # what `cross_entropy` leaves out
+                    targets[torch.from_numpy(~document.trained)] = -100  # ignored by `cross_entropy`
                 yield row, start, ids.to(self.device), targets.to(self.device)
                 start += len(ids)
 
@@ -252,7 +251,7 @@ class Reference:
             return
         for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
             if mine.grad is not None:
-                gradient = mine.grad.to(self.compute_dtype).float()  # a router's is fp32
+                gradient = mine.grad.to(self.compute_dtype).float()  # a router's gradient is fp32
                 kept.grad = gradient if kept.grad is None else kept.grad + gradient
                 mine.grad = None
 
@@ -262,7 +261,7 @@ class Reference:
         before = {name: p.detach().clone() for name, p in trained(self.master).items()} if is_first else {}
         if step < 2:
             self._keep(("clipped", "second")[step], {name: p.grad for name, p in parameters.items()})
-        # torch's Muon iterates in bf16; ours in the type that the model computes in
+        # torch's Muon iterates in bf16; ours in the compute dtype
         keep_type = patch.object(Tensor, "bfloat16", Tensor.clone)
         with keep_type if self.precision != "bf16" else nullcontext():
             for optimizer in optimizers:
@@ -284,7 +283,7 @@ class Reference:
         self.master.zero_grad()
 
     def _keep_state(self, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
-        """Round what the optimizers keep after so many steps."""
+        """Round the optimizers' state after `steps` steps to the types in which it is kept."""
         dims = dims_of(self.master)
         for name, parameter in self.master.named_parameters():
             dtype = kept_in(self.state_dtype, parameter.shape, dims[name])
@@ -295,21 +294,21 @@ class Reference:
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """In fp64: what torch's own function adds up in fp32 on a CPU was 6e-4 too small for 15 million values."""
+    """The total norm in fp64: torch's own, summed in fp32 on a CPU, was 6e-4 too small for 15 million values."""
     norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 
 def trained(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What steps change, by name: the parameters, and what routers keep."""
+    """The tensors that steps change, by name: parameters and router buffers."""
     return {**dict(model.named_parameters()), **{name: model.get_buffer(name) for name in router_buffers(model)}}
 
 
 def torch_optimizers(
     model: torch.nn.Module, options: OptimizerSection, learning_rate: float
 ) -> list[torch.optim.Optimizer]:
-    """What updates a whole model in one process: the reference of the optimizer that `options` name."""
+    """The reference optimizers for `options` over a whole model in one process."""
     parameters: Mapping[str, Tensor] = dict(model.named_parameters())
     dims = dims_of(model)
     in_blocks = [p for n, p in parameters.items() if p.ndim == dims[n] == 2 and _IN_BLOCK.search(n)]
@@ -320,31 +319,31 @@ def torch_optimizers(
 
 
 def dims_of(model: torch.nn.Module) -> dict[str, int]:
-    """Dimensions of every parameter, of one expert where it has those of all."""
+    """The number of dimensions of every parameter; for stacked experts that of a single one."""
     experts = tuple(f"{name}." for name, module in model.named_modules() if hf_internals.is_experts(module))
     return {name: p.ndim - name.startswith(experts) for name, p in model.named_parameters()}
 
 
 class Watch:
-    """Puts what modules compute, document by document, where the packed rows have it."""
+    """Records module outputs by document, each at its place in the packed rows."""
 
     def __init__(self, reference: Reference, inputs: list[str]) -> None:
         self._reference = reference
         self._grids: dict[str, Tensor] = {}
         self._token_dims: dict[str, set[int]] = {}
-        self._row = self._start = self._length = 0  # of the document under way
+        self._row = self._start = self._length = 0  # of the current document
         self._seen: set[str] = set()
-        self._repeated: set[str] = set()  # run more than once in a pass (Gemma 3's rotary tables: in any order)
-        head = reference.model.get_output_embeddings()  # what it computes are the logits
+        self._repeated: set[str] = set()  # modules that run more than once in a pass (Gemma 3's rotary tables)
+        head = reference.model.get_output_embeddings()  # its outputs are recorded as `logits`
         names = [name for name, module in reference.model.named_modules() if name and module is not head]
         self._handles = watch(reference.model, names, inputs, self._note)
 
     def begin(self, row: int, start: int, length: int) -> None:
-        """The forward pass of the document there comes next."""
+        """Begin the forward pass of the document of `length` tokens at `start` of `row`."""
         self._row, self._start, self._length, self._seen = row, start, length, set()
 
     def finish(self) -> None:
-        """Leave the model as it was, and what was seen with the reference: of modules that run once, on tokens."""
+        """Remove the hooks, and give the reference the records of modules that run once per pass, on tokens."""
         for handle in self._handles:
             handle.remove()
         dims = {name: dims for name, dims in self._token_dims.items() if dims and name not in self._repeated}
@@ -354,7 +353,7 @@ class Watch:
         }
 
     def put(self, key: str, row: int, start: int, values: Tensor) -> None:
-        """`values` [n, F] of a document. Nothing is put where documents have other features than the first."""
+        """Store `values` [n, F] of a document, unless F differs from the first document's."""
         case, (length, features) = self._reference.case, values.shape
         if key not in self._grids:
             self._grids[key] = torch.zeros(case.rows, case.row_length, features, dtype=values.dtype)
@@ -384,12 +383,12 @@ class Watch:
 
 
 def _token_dim(dims: set[int]) -> int:
-    """Which of the dimensions that may count tokens does; 0, rows and tokens in one, only where no other may."""
+    """The token dimension among the candidates; 0, rows and tokens in one, only if there is no other."""
     return min(dims - {0}, default=0)
 
 
 def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
-    """What stands beside a module of experts and has a row of weights for each of them; and how many there are."""
+    """The routers, each with its number of experts: siblings of a module of experts with one row of weights each."""
     found = []
     for name, module in model.named_modules():
         if hf_internals.is_experts(module):
@@ -404,8 +403,8 @@ def _has_row_for_each(module: torch.nn.Module, experts: int) -> bool:
 
 
 class Drops:
-    """A capacity, one row, one token, one pick at a time, in the order of the text: while a row is on, the routers of
-    `model` give no weight to a pick whose expert has taken `factor` times its even share of the row already."""
+    """Applies a capacity pick by pick, in the order of the text. In an active row the routers of `model` zero the
+    weight of a pick whose expert already has `factor` times its even share of the row (rounded up)."""
 
     def __init__(self, model: torch.nn.Module, factor: float) -> None:
         self._factor = Fraction(str(factor))
@@ -415,7 +414,7 @@ class Drops:
             router.register_forward_hook(partial(self._after, number, experts))
 
     def row(self, tokens: int | None) -> None:
-        """A row of so many tokens begins; None: from now on nothing is dropped."""
+        """Begin a row of `tokens` tokens; None: drop nothing from now on."""
         self._tokens, self._taken = tokens, {}
 
     def _after(self, number: int, experts: int, _module: Any, _args: Any, out: Any) -> Any:
@@ -434,17 +433,17 @@ class Drops:
 
 
 class Loads:
-    """Counts the tokens that each of `routers` (names) sends to each expert in training, and moves their biases by it:
-    up by a fixed step where an expert has less than the mean, down where it has more (arXiv:2408.15664)."""
+    """Counts the tokens that each of `routers` (names) sends to each expert in training, and moves their biases: up by
+    a fixed step for an expert below the mean, down for one above it (arXiv:2408.15664)."""
 
     def __init__(self, model: torch.nn.Module, routers: Sequence[str]) -> None:
-        self.counts: dict[str, Tensor] = {}  # of the step under way: router -> [experts], fp64
+        self.counts: dict[str, Tensor] = {}  # in the current step: router -> [experts], fp64
         self._routers = routers
         for name in routers:
             model.get_submodule(name).register_forward_hook(partial(self._after, name))
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.counts = {}
 
     def move(self, model: torch.nn.Module, rate: float) -> None:
@@ -462,8 +461,8 @@ class Loads:
 
 
 class BalanceLosses:
-    """The losses of `routers` (names), written out for one row and one router; their sum over a global batch of R rows
-    and L routers is divided by R L. Of a row of T tokens, n_e picks of expert e, and p_te the probability of e:
+    """The losses of `routers` (names), here for one row and one router; their sum over a global batch of R rows and L
+    routers is divided by R L. A row has T tokens and n_e picks of expert e; p_te is the probability of e:
 
         load    E * sum_e n_e / T * sum_t p_te / T    (arXiv:2101.03961)
         z       sum_t logsumexp(logits_t)^2 / T       (arXiv:2202.08906)
@@ -473,24 +472,24 @@ class BalanceLosses:
     """
 
     def __init__(self, model: torch.nn.Module, routers: Sequence[str], *, load: float, z: float) -> None:
-        self.row = 0  # of the document under way
+        self.row = 0  # of the current document
         self.is_on = True
         self.routers = routers if load or z else ()
-        self.values = torch.zeros(2, dtype=torch.float64)  # of the step under way, without the coefficients: load, z
+        self.values = torch.zeros(2, dtype=torch.float64)  # of the current step, without the coefficients: load, z
         self._load, self._z = load, z
         self._lengths: Sequence[int] = ()
         self._picks: dict[tuple[str, int], Tensor] = {}  # router, row -> n_e
-        self._terms: list[Tensor] = []  # of the document under way: [load, z] of each router
+        self._terms: list[Tensor] = []  # of the current document: [load, z] of each router
         for name in self.routers:
             model.get_submodule(name).register_forward_hook(partial(self._after, name))
 
     def begin(self, lengths: Sequence[int]) -> None:
-        """A step begins, with rows of so many tokens."""
+        """Begin a step whose rows have `lengths` tokens."""
         self._lengths, self._picks, self._terms = lengths, {}, []
         self.values = torch.zeros(2, dtype=torch.float64)
 
     def of_document(self) -> Tensor | float:
-        """What the document just computed adds to the loss."""
+        """The contribution of the document just computed to the loss."""
         if not self._terms:
             return 0.0
         terms = torch.stack(self._terms).sum(0) / (len(self._lengths) * len(self.routers))
@@ -517,21 +516,21 @@ class BalanceLosses:
 
 
 def routers_in_fp32(model: torch.nn.Module) -> None:
-    """The routers of a 16-bit model compute in fp32, from 16-bit weights and hidden states: near a tie tokens would go
-    elsewhere otherwise."""
+    """Make the routers of a 16-bit model compute in fp32, from 16-bit weights and hidden states. Otherwise tokens near
+    a tie would go elsewhere."""
     for router, _ in routers(model):
         router.float().register_forward_pre_hook(lambda _, args: tuple(each.float() for each in args))
 
 
 def one_ulp(values: Tensor) -> Tensor:
-    """`values`, each a unit in the last place larger or smaller."""
+    """Make each of `values` one unit in the last place larger or smaller, at random."""
     signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(0)).to(values.device) * 2 - 1
     return values * (1 + signs.to(values.dtype) * torch.finfo(values.dtype).eps)
 
 
 @contextmanager
 def reassociated() -> Iterator[None]:
-    """Inside, every linear adds up its products in two halves: the same numbers in another order."""
+    """Make every linear sum its products in two halves inside the block: the same numbers in another order."""
     plain = F.linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

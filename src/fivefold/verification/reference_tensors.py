@@ -1,15 +1,15 @@
-"""What a run of a few steps leaves behind, by key, and how far another run's pieces are from it.
+"""The tensors of a run of a few steps, by key, and distances of another run's tensors from them.
 
-| key | what |
+| key | content |
 |---|---|
-| `weight/P` | parameter P, or a buffer that routers keep, before the first step |
-| `output/M` | output of module M over the packed rows [G, T, ...]; `M input` what a module was given |
+| `weight/P` | parameter P, or a router buffer, before the first step |
+| `output/M` | output of module M over the packed rows [G, T, ...]; `M input`: its input |
 | `backward/M` | gradient of the loss with respect to that output |
 | `logits` | [G, T, V] |
 | `evaluated` | the loss of the first batch without gradients, fp64 |
-| `gradient/P`, `clipped/P`, `update/P` | of the first step: gradient before and after clipping, change of the weight |
-| `second/P` | of the second step: gradient that the optimizer is given, which no clipping may have changed |
-| `load/M` | of the first step: tokens that router M sends to each expert [E] |
+| `gradient/P`, `clipped/P`, `update/P` | in the first step: gradient before and after clipping, change of the weight |
+| `second/P` | in the second step: the optimizer's gradient, which no clipping may have changed |
+| `load/M` | in the first step: tokens that router M sends to each expert [E] |
 | `exp_avg/P`, `exp_avg_sq/P`, `momentum_buffer/P` | optimizer state after the first step |
 | `last/P` | parameter P after the last step |
 | `losses`, `norms` | [steps], fp64 |
@@ -29,12 +29,12 @@ from torch import Tensor
 
 from fivefold.parallel.sharding import Region
 
-KS = (1, 5, 10, 50, 100, 0)  # of the comparisons of logits; 0: the whole vocabulary
+KS = (1, 5, 10, 50, 100, 0)  # top-k comparisons of logits; 0: the whole vocabulary
 
 
 def logit_distances(found: Tensor, expected: Tensor) -> dict[str, float]:
-    """Of logits [N, V]: mean absolute error over the likeliest k tokens of `expected`, the largest error, the part of
-    positions whose likeliest token differs, and whose set of the likeliest k does."""
+    """Distances of logits [N, V]: the mean absolute error over the top k tokens of `expected`, the largest error, and
+    the share of positions whose set of top k tokens differs."""
     found, expected = found.double(), expected.double()
     error = (found - expected).abs().nan_to_num(nan=float("inf"))
     distances = {"logits, largest error": float(error.max())}
@@ -51,7 +51,7 @@ def logit_distances(found: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 class ReferenceTensors:
-    """The tensors of a reference run, on disk: read region by region, and what `about` says of them (JSON)."""
+    """The tensors of a reference run on disk, read by region, and their metadata `about` (JSON)."""
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safe_open(path, framework="pt", device="cpu")
@@ -62,11 +62,11 @@ class ReferenceTensors:
         return key in self.keys
 
     def whole(self, key: str) -> Tensor:
-        """All of a tensor."""
+        """Read a whole tensor."""
         return torch.as_tensor(self._file.get_tensor(key))
 
     def read(self, key: str, region: Region) -> Tensor:
-        """A region of a tensor."""
+        """Read a region of a tensor."""
         return torch.as_tensor(self._file.get_slice(key)[region]) if region else self.whole(key)
 
     def norm(self, key: str) -> float:
@@ -74,19 +74,19 @@ class ReferenceTensors:
         return float(self.about["norms"][key])
 
     def values(self, key: str) -> int:
-        """How many numbers of a tensor a proof compares: all; of what modules compute, those of real tokens."""
+        """The number of values of a tensor that a proof compares: all, but for module outputs only real tokens."""
         return int(self.about["values"][key])
 
     def names(self, kind: str) -> list[str]:
-        """The names under `kind/`, in the order in which they were found."""
+        """The names under `kind/`, in the order of recording."""
         return [key.partition("/")[2] for key in self.about["norms"] if key.startswith(f"{kind}/")]
 
     def recorded(self) -> list[str]:
-        """Every key that is compared as a tensor; each gradient twice, before and after it is reduced."""
+        """Every key compared as a tensor; each gradient twice, before and after its reduction."""
         return [key for key in self.about["norms"] if "/" in key] + [f"raw/{name}" for name in self.names("gradient")]
 
     def numbers(self) -> list[str]:
-        """What is compared as numbers."""
+        """The keys compared as numbers."""
         steps = len(self.whole("losses"))
         return [key for key in self.about["floors"] if "/" not in key] + [
             f"{w} of {steps} steps" for w in ("losses", "norms")
@@ -94,7 +94,7 @@ class ReferenceTensors:
 
 
 def save_reference_tensors(tensors: dict[str, Tensor], path: Path, **about: Any) -> None:
-    """Write tensors and what is to be known of them."""
+    """Write tensors, their norms and their metadata."""
     norms = {key: float(tensor.double().nan_to_num().norm()) for key, tensor in tensors.items()}
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
     path.with_suffix(".json").write_text(json.dumps({"norms": norms, **about}))

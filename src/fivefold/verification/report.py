@@ -1,4 +1,4 @@
-"""What a proof found, for people and for programs: a table per layout, JSON, and an offline page (`page.py`)."""
+"""The report of a proof, for people and for programs: a table per layout, JSON, and an offline page (`page.py`)."""
 
 import json
 import re
@@ -20,14 +20,14 @@ HUGE = 1e308  # an infinite error: JSON has no infinities
 
 @dataclass(frozen=True)
 class LayoutRow(Row):
-    """A row of a proof, with the layout it belongs to."""
+    """A row of a proof with its layout."""
 
     layout: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(Report[LayoutRow]):
-    """`.rows` of all layouts one after the other; `.found` layout by layout."""
+    """The report of a proof. `.rows`: those of all layouts in sequence; `.found`: the results by layout."""
 
     found: tuple[LayoutResult, ...] = ()
     subject: str = ""
@@ -36,8 +36,8 @@ class VerifyReport(Report[LayoutRow]):
     def to_json(self) -> str:
         """`{"ok", "layouts": [{"layout", "ok", "rows": [{"what", "error", "tolerance", "ok", "where"}]}]}`.
 
-        Beside the rows: `not_run`, why a layout did not run, else null; `not_told`, what its precision is too coarse
-        for; `not_shown`, modules of which it does not say what part a rank computes."""
+        Each layout also has `not_run`, why it did not run, else null; `not_told`, comparisons for which its precision
+        is too coarse; `not_shown`, modules whose values on a rank could not be located."""
         layouts = [
             {
                 "layout": each.layout,
@@ -53,14 +53,14 @@ class VerifyReport(Report[LayoutRow]):
         return json.dumps({"ok": self.ok, "subject": self.subject, "layouts": layouts}, indent=1, ensure_ascii=False)
 
     def show(self, console: "Console") -> None:
-        """A table per layout, one line for each kind of comparison, and the verdict."""
+        """Print a table per layout, with one line for each kind of comparison, and the verdict."""
         for each in self.found:
             _show(each, console)
         console.print(shown(self.closing), highlight=False, markup=False)
 
 
 def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
-    """The report of what was found."""
+    """Make the report of the results `found`."""
     rows = tuple(LayoutRow(**asdict(row), layout=each.layout) for each in found for row in each.rows)
     names = ", ".join(each.layout for each in found)
     wrong = [f"\n{each.layout}: {each.why}" for each in found if not each.ok]
@@ -73,7 +73,7 @@ def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, 
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one kind together: how many, how many of them are wrong, and the one that matters most."""
+    """The rows of one kind: how many there are, how many are wrong, and the most important one."""
 
     what: str
     count: int
@@ -82,7 +82,7 @@ class Group:
 
 
 def groups(rows: Iterable[Row]) -> list[Group]:
-    """Rows by `what`, in the order in which each first comes; those of the top k tokens are one kind."""
+    """Group rows by `what`, in order of first appearance; rows for different top k are one kind."""
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(_TOP.sub(" top k", row.what), []).append(row)
@@ -90,7 +90,7 @@ def groups(rows: Iterable[Row]) -> list[Group]:
 
 
 def _worst(rows: Sequence[Row]) -> Row:
-    """The first row that is not ok; else that which comes nearest to its tolerance."""
+    """The first row that is not ok; else the one closest to its tolerance."""
     return next((row for row in rows if not row.ok), max(rows, key=lambda row: row.error / (row.tolerance or 1.0)))
 
 

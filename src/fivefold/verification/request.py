@@ -1,4 +1,4 @@
-"""What `fivefold verify` is asked for. No torch."""
+"""The request of `fivefold verify`. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ MORE = "docs/verify.md"
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
-    """What to prove, and how. `layouts`: the text of each by the name that it is called by; `thin`: on a narrow model;
-    `seq_length` None: short rows; `scratch`: an empty folder that all ranks see. Plain data: workers read it as JSON.
+    """The layouts to prove, and how. `layouts`: name -> text; `thin`: on a narrow model; `seq_length` None: short rows;
+    `scratch`: an empty folder that all ranks see. Plain data: workers read it as JSON.
     """
 
     config: str  # a run file

@@ -1,5 +1,5 @@
-"""The rows of a proof: what was compared, how far it is off, how far it may be, and where the worst of it is. No torch
-is loaded: who starts the workers reads their rows."""
+"""The rows of a proof: what was compared, its error, its tolerance, and where the worst error is. Loads no torch: the
+process that starts the workers reads their rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from fivefold.core.optimizers import state_words
 if TYPE_CHECKING:
     from torch import Tensor
 
-FACTOR = 10.0  # tolerances over the floor that was measured
+FACTOR = 10.0  # ratio of tolerances to measured floors
 LEAST = {"fp64": 1e-10, "fp32": 1e-6, "bf16": 1e-2}  # tolerances are never smaller
-SMALL = 1e-6  # a gradient this much smaller than the whole has no relative error (a key's bias: truly zero)
+SMALL = 1e-6  # the norm in a relative error is at least this part of the whole's (a key's bias has zero gradient)
 
-# What each kind of key is called.
+# Displayed names of the kinds of keys.
 WORDS = {
     "weight": "weight", "output": "output", "backward": "gradient of output", "raw": "gradient, raw",
     "gradient": "gradient, reduced", "load": "load of experts", "clipped": "gradient, clipped", "update": "update",
     **state_words(), "second": "gradient, second step", "last": "weight, last step",
     "preference": "preference", "teacher": "teacher", "objective": "gradient of the objective",
 }  # fmt: skip
-# Kinds without an allowance.
+# Kinds with tolerance 0.
 BITWISE = ("weight",)
-CONTROL = "control: a planted fault"  # its error is meant
-# What every proof looks at once, whatever its reference recorded.
+CONTROL = "control: a planted fault"  # its error is intended
+# Comparisons that every proof makes, whatever its reference recorded.
 ALWAYS = (
     "shards", "micro batches", "types", "rerun", CONTROL, "counts of a step", "gradients left after the step",
     "collectives", "replicas",
@@ -36,7 +36,7 @@ ALWAYS = (
 
 @dataclass
 class Distance:
-    """How far the found values of a key are from the expected ones, on one rank; of a rank's pieces, their sum."""
+    """Sums over one rank's values of a key, from which its distance from the expected values follows."""
 
     squares: float = 0.0  # of the differences
     expected: float = 0.0  # squares of the expected values
@@ -45,7 +45,7 @@ class Distance:
     elements: int = 0
 
     def add(self, found: "Tensor", expected: "Tensor") -> "Distance":
-        """Count a piece. A value that is not a number differs infinitely."""
+        """Add a piece. A NaN or infinity counts as an infinite difference."""
         found, expected = found.detach().cpu().double(), expected.cpu().double()
         difference = found - expected
         squares = float(difference.square().sum())
@@ -58,7 +58,7 @@ class Distance:
 
     @property
     def scale(self) -> float | None:
-        """How many times the expected values the found ones are, where that is all that is wrong with them."""
+        """The factor between found and expected values, if they differ by a factor alone; else None."""
         if not self.expected or self.squares == math.inf:
             return None
         factor = self.product / self.expected
@@ -68,8 +68,8 @@ class Distance:
 
 @dataclass(frozen=True)
 class Row:
-    """`error` and `tolerance` are relative to the norm of what is compared, unless `what` says otherwise. `where`: a
-    module, a parameter, a step; and the ranks it is wrong on, where that tells something."""
+    """One comparison. `error` and `tolerance` are relative to the norm of the compared tensor, unless `what` says
+    otherwise. `where`: a module, a parameter or a step; and the ranks that are wrong, if only some are."""
 
     what: str
     error: float
@@ -84,25 +84,25 @@ class Row:
 
     @property
     def difference(self) -> str:
-        """A comparison that fails, for people."""
+        """A text about a failed comparison, for people."""
         where = f" of {self.where}" if self.where else ""
         return f"first differs at {self.what}{where}: {number(self.error)} off, {number(self.tolerance)} allowed"
 
 
 def number(value: float) -> str:
-    """An error or a tolerance, short."""
+    """Format an error or a tolerance."""
     return "0" if value == 0 else f"{value:.1e}"
 
 
 @dataclass
 class LayoutResult:
-    """What one layout was found to do. `refused`: why it did not run."""
+    """The results of one layout. `refused`: why it did not run."""
 
     layout: str
     rows: list[Row] = field(default_factory=list)
     refused: str = ""
-    not_told: list[str] = field(default_factory=list)  # what a precision is too coarse for
-    not_shown: list[str] = field(default_factory=list)  # modules of which the layout does not say what a rank has
+    not_told: list[str] = field(default_factory=list)  # comparisons for which the precision is too coarse
+    not_shown: list[str] = field(default_factory=list)  # modules whose values on a rank could not be located
     losses: list[float] = field(default_factory=list)
     holds: dict[str, Any] = field(default_factory=dict)  # parameter -> shape and the regions of each rank
     seconds: float = 0.0
@@ -117,41 +117,41 @@ class LayoutResult:
 
     @property
     def ok(self) -> bool:
-        """All rows are within their tolerance."""
+        """True if the layout ran and all rows are within their tolerance."""
         return not self.refused and bool(self.rows) and all(row.ok for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        """PROVED, WRONG or NOT RUN."""
+        """The verdict: PROVED, WRONG or NOT RUN."""
         if self.refused or not self.rows:
             return "NOT RUN"
         return "PROVED" if self.ok else "WRONG"
 
     @property
     def first_wrong(self) -> Row | None:
-        """The first comparison that fails, in the order in which a step computes."""
+        """The first failed comparison, in the order in which a step computes."""
         return next((row for row in self.rows if not row.ok), None)
 
     @property
     def why(self) -> str:
-        """Why the layout is not proved, for people."""
+        """The reason why the layout is not proved, for people."""
         if self.first_wrong is None or self.refused:
             return f"not run: {self.refused or 'it left no result'}"
         return self.first_wrong.difference
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return asdict(self)
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "LayoutResult":
-        """What `to_json` gave."""
+        """Read the output of `to_json`."""
         return LayoutResult(**{**values, "rows": [Row(**row) for row in values["rows"]]})
 
 
 class Tolerances:
-    """How far each key may be off: ten times how far the reference is from itself when the same numbers are added up
-    in another order, or its inputs are a unit in the last place off; and never less than what a type can tell."""
+    """Tolerances by key: ten times the reference's distance from itself if sums are reassociated or inputs perturbed by
+    one ulp. A distance counts as at least the median of its kind; a tolerance is at least that in `LEAST`."""
 
     def __init__(self, precision: str, floors: Mapping[str, float]) -> None:
         self._least, self._floors = LEAST[precision], floors
@@ -170,7 +170,7 @@ class Tolerances:
 
 
 def kind_of(key: str) -> str:
-    """`output/model.norm` is an `output`; a key without a name is its own kind."""
+    """The kind of a key: `output` for `output/model.norm`; a key without a name is its own kind."""
     return key.partition("/")[0]
 
 
@@ -181,7 +181,7 @@ def relative(distance: Distance, norm: float, floor: float) -> float:
 
 
 def relative_number(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; infinite for what is not a number."""
+    """|found - expected| / |expected|; infinite if that is not finite."""
     error = abs(found - expected) / max(abs(expected), 1e-300)
     return error if math.isfinite(error) else math.inf
 
@@ -189,7 +189,7 @@ def relative_number(found: float, expected: float) -> float:
 def judge(
     key: str, per_rank: Sequence[Distance | None], norm: float, floor: float, tolerance: float, layout: Layout
 ) -> Row:
-    """The row of a key, from what each rank found."""
+    """Make the row of a key from the distances on each rank."""
     kind, _, name = key.partition("/")
     errors = [0.0 if each is None else relative(each, norm, floor) for each in per_rank]
     if kind in BITWISE:
@@ -204,7 +204,7 @@ def judge(
 
 
 def _times(scales: Sequence[float | None]) -> str:
-    """`: 0.5 times the reference's`, if all ranks are wrong by one factor."""
+    """A text such as `: 0.5 times the reference's`, if all wrong ranks are wrong by one factor; else ""."""
     known = [scale for scale in scales if scale is not None]
     if len(known) != len(scales) or not known or max(known) - min(known) > 1e-3:
         return ""
@@ -212,7 +212,7 @@ def _times(scales: Sequence[float | None]) -> str:
 
 
 def _ranks(bad: Sequence[int], seen: Sequence[int], layout: Layout) -> str:
-    """` (tp rank 1)`, where the ranks that are wrong have one coordinate in common that the others do not have."""
+    """A text such as ` (tp rank 1)` if one coordinate identifies the wrong ranks, else their numbers; "" for all."""
     if len(bad) == len(seen) or layout.world == 1:
         return ""
     places = {rank: layout.coordinates(rank) for rank in seen}

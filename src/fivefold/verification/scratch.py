@@ -1,4 +1,4 @@
-"""What lies in the scratch folder of a proof: what is proved, what one process computes, what was found. No torch."""
+"""The scratch folder of a proof: its subject, the references and the results. No torch."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SUBJECT = "subject.json"
 
 
 def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyReport:
-    """What was found of the layouts of `ran`. The others of `request` are not for a world of this size."""
+    """The report of the layouts of `ran`; the others of `request` are listed as not for a world of this size."""
     found = {
         name: LayoutResult(name, refused=f"it is for {layout.world} ranks, and this world has {size}")
         for name, layout in request.parsed.items()
@@ -28,8 +28,7 @@ def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyRe
 
 
 def reference_file(asked: VerifyRequest, layout: Layout) -> Path:
-    """Where the reference lies that computes in the types of `layout`; what is known of it, under the same name with
-    `.json`."""
+    """The file of the reference that computes in the types of `layout`; its metadata has the same name with `.json`."""
     return (
         asked.folder
         / f"reference-{layout.precision}-{layout.fp8}-{layout.fp8_high_layers}-{layout.state_dtype}.safetensors"
@@ -37,12 +36,12 @@ def reference_file(asked: VerifyRequest, layout: Layout) -> Path:
 
 
 def write_found(asked: VerifyRequest, number: int, found: LayoutResult) -> None:
-    """Leave what was found of the layout of this number."""
+    """Write the results of layout `number`."""
     (asked.folder / f"found-{number}.json").write_text(json.dumps(found.to_json()))
 
 
 def read_found(asked: VerifyRequest) -> dict[str, LayoutResult]:
-    """What was found of each layout, by name."""
+    """Read the results of each layout, by name."""
     every = {}
     for number, name in enumerate(asked.layouts):
         file = asked.folder / f"found-{number}.json"

@@ -1,7 +1,7 @@
-"""Optimizer state in bf16 or 8 bits in the reference: every number rounded by a search in a table.
+"""Optimizer state in bf16 or 8 bits in the reference: every number is rounded by a search in a table.
 
-It shares nothing with `training/optimizers/states.py` but which numbers make a block, and which type a parameter has.
-The random numbers are drawn with numpy.
+It shares only the block length and the choice of a parameter's type with `training/optimizers/states.py`. The random
+numbers are drawn with numpy.
 """
 
 import hashlib
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from fivefold.core.state_dtypes import StateDtype, block_length
 
-_WORDS = np.arange(0x7F80, dtype=np.uint32) << np.uint32(16)  # of bf16 below infinity, as the upper half of fp32
+_WORDS = np.arange(0x7F80, dtype=np.uint32) << np.uint32(16)  # all bf16 below infinity, as the upper half of fp32
 
 
 def kept(values: Tensor, name: str, kind: str, step: int, dtype: StateDtype) -> Tensor:
-    """What is left of a kind of state of the whole parameter `name` after `step` steps, in the type of `values`."""
+    """Round a kind of state of the whole parameter `name` after `step` steps; the result has the type of `values`."""
     if dtype == "fp32":
         return values
     rows = values.detach().cpu().reshape(-1, values.shape[-1])
     at_random = uniform(name, step, *rows.shape) if kind == "exp_avg_sq" else None
     if dtype == "bf16":
-        chance = None if at_random is None else 1 - at_random  # which end goes up is a matter of taste
+        chance = None if at_random is None else 1 - at_random  # to match `states.py`, where large numbers round up
         left = _rounded(rows.to(torch.float32).double(), numbers_of_bf16(), chance)
     else:
         left = _in_blocks(rows, at_random)
@@ -47,7 +47,7 @@ def _in_blocks(rows: Tensor, at_random: Tensor | None) -> Tensor:
 
 
 def _rounded(values: Tensor, table: Tensor, at_random: Tensor | None) -> Tensor:
-    """The nearest number of `table`, which is sorted; or one of the two around a number, by chance."""
+    """Round to the nearest number of the sorted `table`; with `at_random`, to one of the two neighbours by chance."""
     size = values if float(table[0]) < 0 else values.abs()
     above = torch.searchsorted(table, size.contiguous()).clamp(1, len(table) - 1)
     low, high = table[above - 1], table[above]
@@ -67,7 +67,7 @@ def numbers_of_bf16() -> Tensor:
 
 @lru_cache
 def tree(*, signed: bool) -> Tensor:
-    """The dynamic tree of 8 bits, fp64: of each of seven decades the middles between evenly spaced numbers."""
+    """The dynamic tree of 8 bits, fp64: the midpoints of evenly spaced numbers in each of seven decades, 0 and 1."""
     found = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
@@ -77,7 +77,7 @@ def tree(*, signed: bool) -> Tensor:
 
 
 def uniform(name: str, step: int, rows: int, width: int) -> Tensor:
-    """A number between 0 and 1 for each of a whole parameter, fp64 [rows, width]: a half over a whole 65,536th."""
+    """Random numbers in (0, 1) for a whole parameter, fp64 [rows, width]: (n + 0.5) / 65,536 for integers n."""
     golden = np.uint32(0x9E3779B9)
     key = np.uint32(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little"))
     with np.errstate(over="ignore"):
@@ -88,7 +88,7 @@ def uniform(name: str, step: int, rows: int, width: int) -> Tensor:
 
 
 def _hash(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """lowbias32 of unsigned numbers of 32 bits."""
+    """Hash 32-bit unsigned integers with lowbias32."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     mixed: npt.NDArray[np.uint32] = x ^ (x >> np.uint32(16))

@@ -1,5 +1,5 @@
 """Distillation written out: both softmaxes over the whole vocabulary, and autograd through their divergence. The
-reference of what `parallel/loss/runtime.py` computes of a teacher's likeliest tokens."""
+reference for `parallel/loss/runtime.py`, which uses only the teacher's top-k tokens."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,14 @@ from fivefold.verification.proof_case import ProofCase
 
 @dataclass(frozen=True)
 class Said:
-    """What a teacher says at the positions of a row: tokens and log-probabilities, [T, K] each."""
+    """A teacher's output at the positions of a row: tokens and log-probabilities, [T, K] each."""
 
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float64]
 
 
 def said(case: ProofCase, row: int) -> Said:
-    """Of a teacher that is another model than that of the case: any tokens, the likeliest first."""
+    """The random output of a teacher other than the model of the case, the likeliest tokens first."""
     rng = np.random.default_rng([case.seed, 1_000_039, row])
     shape = (case.row_length, case.vocabulary)
     logits = torch.from_numpy(rng.normal(0, 2, shape))
@@ -31,7 +31,7 @@ def said(case: ProofCase, row: int) -> Said:
 
 
 def followed(case: ProofCase, batch: MicroBatch, rows: list[int]) -> TeacherTargets:
-    """What it says of the targets of a micro batch with these rows."""
+    """That teacher's output at the targets of a micro batch with these rows."""
     shape = (*batch.labels.shape, case.followed)
     tokens, log_probs = np.zeros(shape, np.int32), np.zeros(shape)
     for b, row in enumerate(rows):
@@ -42,7 +42,7 @@ def followed(case: ProofCase, batch: MicroBatch, rows: list[int]) -> TeacherTarg
 
 
 def loss(case: ProofCase, logits: Tensor, targets: Tensor, row: int, start: int) -> Tensor:
-    """Summed over the targets [n] of a document, which begins at position `start` of its row. `logits`: [n, V]."""
+    """The loss summed over the targets [n] of a document that begins at `start` of its row. `logits`: [n, V]."""
     at, of_row = slice(start, start + len(targets)), said(case, row)
     tokens, log_probs = (torch.from_numpy(each[at]).to(logits.device) for each in (of_row.tokens, of_row.log_probs))
     wanted = torch.zeros_like(logits).scatter(-1, tokens, (log_probs / case.temperature).softmax(-1).to(logits))
@@ -53,5 +53,5 @@ def loss(case: ProofCase, logits: Tensor, targets: Tensor, row: int, start: int)
 
 
 def likeliest(case: ProofCase, logits: Tensor) -> Tensor:
-    """The log-probabilities of the tokens that a model itself finds likeliest, [..., V] -> [..., K]."""
+    """Log-probabilities of a model's own top-k tokens, [..., V] -> [..., K]."""
     return logits.log_softmax(-1).topk(case.followed).values

@@ -1,12 +1,12 @@
-"""Standing checks: what must hold at any step of any run, and what a loss curve does not show when it breaks.
+"""Standing checks: invariants of any step of any run whose violation a loss curve does not show.
 
-    replicas   what several ranks hold has the same bits on all of them
-    finite     weights and moments are numbers
-    moved      the optimizer's step changed what it had to change
-    rates      the learning rates are those of the schedule, and the optimizer counts the updates that the run counts
+    replicas   tensors replicated over ranks have the same bits on all of them
+    finite     weights and moments are finite
+    moved      the optimizer's step changed every parameter that it had to change
+    rates      the learning rates are those of the schedule, and the optimizer's count of updates is the run's
     ledger     the ranks read the rows of the step, each its own
 
-Every rank calls a check, together, and gets the same findings: none when all is well.
+All ranks call a check together and get the same findings: none if all is well.
 """
 
 from fivefold.training.checks.findings import Finding, fail_on

@@ -1,4 +1,4 @@
-"""What a check finds, on every rank alike, and the error that ends a run for it."""
+"""Findings of a check, the same on every rank, and the error that ends a run for them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on whom."""
+    """One violation. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on which ranks."""
 
     what: str
     where: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> None:
-    """Raise `RunFailed` for what was found at `step`; `passed`: the last step of this start that passed, if any."""
+    """Raise `RunFailed` for findings at `step`, if any. `passed`: the last step of this start that passed, if any."""
     if not findings:
         return
     first, *others = findings
@@ -46,10 +46,10 @@ def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> No
 
 
 def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, dict[int, Value]]:
-    """What any rank saw, told to every rank: key -> rank -> value, sorted by key. One sum when nobody saw anything."""
+    """Share what any rank saw: key -> rank -> value, sorted by key, on every rank. If empty, only one all-reduce."""
     if not all_reduce_sum(torch.tensor(len(mine), device=device)):
         return {}
-    found: list[dict[Any, Any]] = [  # of which JSON has made lists
+    found: list[dict[Any, Any]] = [  # JSON has turned the tuples into lists
         {tuple(key): value for key, value in each} for each in plain.everywhere(list(mine.items()))
     ]
     keys = sorted({key for each in found for key in each})
@@ -57,18 +57,18 @@ def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, 
 
 
 def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tensors of all ranks, equally long: [ranks, elements]."""
+    """All-gather tensors of equal length: [ranks, elements]."""
     gathered = mine.new_empty(dist.get_world_size(group), len(mine))
     dist.all_gather(list(gathered), mine, group=group)
     return gathered
 
 
 def listed(what: str, numbers: Iterable[int]) -> str:
-    """As "rank 0" or "ranks 0, 2", at most eight; nothing for none."""
+    """A text such as "rank 0" or "ranks 0, 2", with at most eight numbers; "" for none."""
     given = list(numbers)
     return f"{what}{'s' if len(given) > 1 else ''} {text.listed(given, 8)}" if given else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """As "ranks 0, 2"."""
+    """A text such as "ranks 0, 2"."""
     return listed("rank", ranks)

@@ -1,4 +1,4 @@
-"""The rows that the ranks read at a step, held against the order of the run."""
+"""Compare the rows that the ranks read at a step with the order of the run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from fivefold.training.checks.state import device_of
 def ledger(
     model: nn.Module, batch: Sequence[MicroBatch], rows: PackedRows, *, step: int, global_batch_size: int
 ) -> list[Finding]:
-    """What the ranks read at `step` (from 0) that was not theirs, by content: `batch` is what this rank trained on.
+    """Findings for rows that ranks read wrongly at `step` (from 0), by content. `batch`: the rows this rank trained on.
 
-    The first rank reads the global batch for itself, place by place of the order. Place `(a * R + d) * M + b` of a
-    batch belongs to all ranks of data rank d of R: row b of M of its micro batch a.
+    The first rank reads the global batch itself, in order. Place `(a * R + d) * M + b` of a batch belongs to all ranks
+    of data rank d of R: row b of M of its micro batch a.
     """
     layout, device = state_of(model).plan.layout, device_of(model)
     places = range(step * global_batch_size, (step + 1) * global_batch_size)
@@ -34,14 +34,14 @@ def ledger(
     dist.broadcast(wanted, 0)
     share = global_batch_size // layout.data_ranks
     read = [row_hash(each, b) for each in batch for b in range(len(each.input_ids))]
-    mine = torch.tensor([len(read), *(read + [0] * share)[:share]], device=device)  # one that reads too much says so
+    mine = torch.tensor([len(read), *(read + [0] * share)[:share]], device=device)  # the count shows excess rows
     return _misread(gather(mine).tolist(), wanted.tolist(), layout, first=places.start)
 
 
 def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: Layout, *, first: int) -> list[Finding]:
-    """`gathered`: of each rank the number of rows that it read, and their hashes; `wanted`: those of the batch."""
-    place_of = {each: first + at for at, each in reversed(list(enumerate(wanted)))}  # of equal rows the first
-    inner = layout.tp * layout.cp  # neighbours that read the same
+    """Findings from `gathered`, each rank's row count and row hashes, against `wanted`, the hashes of the batch."""
+    place_of = {each: first + at for at, each in reversed(list(enumerate(wanted)))}  # equal rows: the first one
+    inner = layout.tp * layout.cp  # consecutive ranks that read the same rows
     dealt = np.arange(len(wanted)).reshape(-1, layout.data_ranks, layout.micro_batch_size)
     own = [dealt[:, data_rank].flatten().tolist() for data_rank in range(layout.data_ranks)]
     found: dict[str, list[int]] = {}
@@ -56,7 +56,7 @@ def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: L
                 f"{known or 'what is no row of this step'} in place of {listed('row', [first + at for at in wrong])}"
             )
             found.setdefault(f"read {instead}", []).append(rank)
-    readers = gathered[: inner * layout.data_ranks : inner]  # of a pipeline, the first stage's
+    readers = gathered[: inner * layout.data_ranks : inner]  # in a pipeline, those of the first stage
     taken = Counter(each for _, *read in readers for each in read)
     uneven = (("more than once", taken - Counter(wanted)), ("by nobody", Counter(wanted) - taken))
     by_row = [(listed("row", sorted(place_of[each] for each in few if each in place_of)), how) for how, few in uneven]
@@ -67,7 +67,7 @@ def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: L
 
 
 def row_hash(batch: MicroBatch, b: int) -> int:
-    """A hash of row `b`, int64: its tokens, labels and positions, and where its documents end."""
+    """A hash of row `b`, int64, over its tokens, labels, positions and document boundaries."""
     length = batch.input_ids.shape[1]
     inside = (batch.cu_seqlens >= b * length) & (batch.cu_seqlens <= (b + 1) * length)
     hasher = xxh3_64((batch.cu_seqlens[inside] - b * length).tobytes())

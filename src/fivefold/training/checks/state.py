@@ -1,4 +1,4 @@
-"""Weights and optimizer state at rest: copies are equal to the last bit, and everything is a number."""
+"""Checks of weights and optimizer state: replicas are bit-identical, and everything is finite."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -13,17 +13,17 @@ from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import magnitudes
 from fivefold.training.checks.findings import Finding, gather, ranks_text, seen_anywhere
 
-# Elements hashed at a time: what bounds the memory for it, which a GPU has, and a core's cache. 2**20 take a CPU five
-# to twenty times as long.
+# Elements hashed at a time: bounded by memory on a GPU, by a core's cache on a CPU, where 2**20 take five to twenty
+# times as long.
 PIECE, PIECE_OF_CPU = 2**20, 2**15
-GOLDEN, MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64, all odd
+GOLDEN, MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, all odd
 
 
 def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
-    """Weights and optimizer state of which ranks hold copies that differ, if only in a bit.
+    """Findings for weights and optimizer state whose replicas differ in any bit.
 
-    Copies are over dp_replicate, over tp where a parameter is not split or key/value heads are shared, and over the
-    two pipeline ranks that hold a tied embedding.
+    Replicas exist over dp_replicate, over tp for unsharded parameters and shared key/value heads, and over the two
+    pipeline ranks that hold a tied embedding.
     """
     state, device = state_of(model), device_of(model)
     has_copies = state.plan.layout.dp_replicate > 1
@@ -51,9 +51,9 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
 
 
 def _copies(state: ParallelState, names: Sequence[str]) -> Iterator[tuple[str, dist.ProcessGroup, Tensor]]:
-    """Axis, this rank's group over it, and bool [ranks of the group, names]: who holds copies of this rank's part.
+    """Yield an axis, this rank's group over it, and bool [ranks of the group, names]: who replicates this rank's part.
 
-    Ranks that differ in both axes are compared through a third.
+    Ranks that differ in two axes are compared through a third rank.
     """
     specs, own = [state.placement.shards[name] for name in names], state.placement.coords.tp
     alike: dict[str, Callable[[int], list[bool]]] = {
@@ -68,7 +68,7 @@ def _copies(state: ParallelState, names: Sequence[str]) -> Iterator[tuple[str, d
 
 
 def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
-    """For each set of copies, the ranks that agree with each other against the others."""
+    """A text that lists, for each set of replicas, the groups of ranks that agree."""
     texts = []
     ordered = sorted((copies, value, rank) for rank, (copies, value) in by_rank.items())
     for _, of_copies in groupby(ordered, key=lambda each: each[0]):
@@ -78,7 +78,7 @@ def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
 
 
 def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
-    """Weights and moments that hold an infinity or no number."""
+    """Findings for weights and moments that hold an infinity or NaN."""
     tensors, device = _tensors(model, optimizer, list(state_of(model).placement.shards)), device_of(model)
     numbers = largest([tensor for *_, tensor in tensors], device).isfinite()
     mine = {(at,): True for at in (~numbers).nonzero().flatten().tolist()}
@@ -91,8 +91,8 @@ def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
 def _tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> list[tuple[str, str, Tensor | None]]:
-    """(kind, name, this rank's part) of the weights, then of each kind of state: the same list on every rank. A
-    parameter of another pipeline rank is None."""
+    """Triples (kind, name, this rank's part) of the weights, then of each kind of state: the same list on every rank.
+    The part is None for a parameter of another pipeline rank."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     weights = [("weight", name, local(p) if (p := parameters.get(name)) is not None else None) for name in names]
     states = [(name, optimizer.state.get(parameters[name]) or {} if name in parameters else {}) for name in names]
@@ -105,8 +105,8 @@ def _label(kind: str, name: str) -> str:
 
 
 def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """The largest magnitude in each tensor, fp64 [tensors]; NaN if it has one; -1 for no tensor, 0 for an empty one and
-    for codes of 8 bits, which are always numbers: their scales may not be."""
+    """The largest magnitude in each tensor, fp64 [tensors]; NaN if it has one; -1 for no tensor, 0 for an empty one. 0
+    also for 8-bit codes, which are always finite; their scales may not be."""
     found = torch.tensor([-1.0 if each is None else 0.0 for each in tensors], dtype=torch.float64, device=device)
     full = {
         at: each for at, each in enumerate(tensors) if each is not None and each.numel() and each.is_floating_point()
@@ -117,18 +117,18 @@ def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model lies."""
+    """The device of a model's parameters."""
     return next(model.parameters()).device
 
 
-# ---- a hash of the bits of tensors, computed where they lie: what tells copies apart, and before from after --------
+# ---- a hash of the bits of tensors, computed on their device: compares replicas, and before with after -------------
 
 
 def hashes(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """64 bits of each tensor, int64 [tensors], without waiting for the device; 0 for one that is not there or empty.
+    """A 64-bit hash of each tensor, int64 [tensors], without waiting for the device; 0 for None or an empty one.
 
-    The elements as integers times odd numbers, summed mod 2^64: a change of one element always shows, and so does
-    another order, but for one case in 2^32 or fewer.
+    The elements as integers times odd numbers, summed mod 2^64. A change of one element always changes the hash; a
+    change of order does, but for one case in 2^32 or fewer.
     """
     longest = max((_words(tensor.detach()).numel() for tensor in tensors if tensor is not None), default=0)
     factors = _odd_numbers(min(longest, PIECE_OF_CPU if device.type == "cpu" else PIECE), device)
@@ -144,13 +144,13 @@ def _hash(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as integers. Of fp64 halves, or a sign would be one bit; codes of 8 bits are integers."""
+    """The bits of a tensor as integers: fp64 as halves, or a sign would be one bit; 8-bit codes as they are."""
     types = {1: torch.uint8, 2: torch.int16}
     return tensor.reshape(-1).view(types.get(tensor.element_size(), torch.int32))
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """Without a pattern, int64 [count]: splitmix64 (Steele, Lea, Flood 2014), with arithmetic shifts."""
+    """Pseudorandom odd numbers, int64 [count]: splitmix64 (Steele, Lea, Flood 2014), with arithmetic shifts."""
     x = torch.arange(1, count + 1, device=device) * GOLDEN
     x = (x ^ (x >> 30)) * MIX
     x = (x ^ (x >> 27)) * MIX_AGAIN

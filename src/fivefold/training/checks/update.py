@@ -1,4 +1,4 @@
-"""What the optimizer's step must do: change the parameters, at the rate of the schedule, once for each step."""
+"""Checks of the optimizer's step: it changes the parameters, at the rate of the schedule, once for each step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,15 +19,15 @@ from fivefold.training.optimizers.states import restored_state
 
 @dataclass
 class Update:
-    """What this rank held as the optimizer began its step, by parameter; None when it never did."""
+    """Weights and gradients, per parameter, of this rank as the optimizer began its step; None if it never did."""
 
-    bits: Tensor | None = None  # of the weights, int64
+    bits: Tensor | None = None  # hashes of the weights, int64
     gradients: Tensor | None = None  # the largest magnitude after clipping; -1 without a gradient
 
 
 @contextmanager
 def observing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Update]:
-    """Note for `moved` what is there when the optimizer's step begins inside the block. Sends nothing."""
+    """Record for `moved` the weights and gradients when the optimizer's step begins inside the block. Local."""
     update, device = Update(), device_of(model)
 
     def note(*_: Any) -> None:
@@ -43,10 +43,10 @@ def observing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Up
 
 
 def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *, rule: UpdateRule) -> list[Finding]:
-    """Findings for parameters that did not change in the step inside `observing` although they had to.
+    """Findings for parameters that should have changed in the step inside `observing` and did not.
 
-    A parameter must change if (a) it has a gradient but the optimizer does not hold it, or (b) by the optimizer's
-    `rule` the update is larger than rounding. A skipped step changes nothing, and is not checked.
+    A parameter should change if (a) it has a gradient but no group of the optimizer holds it, or (b) by the optimizer's
+    `rule` the update exceeds rounding. A skipped step changes nothing, and is not checked.
     """
     parameters, state, mine = _parameters(model), state_of(model), dict[tuple[int, str], bool]()
     labels = [*state.placement.shards, "the optimizer"]
@@ -67,7 +67,7 @@ def moved(model: nn.Module, optimizer: torch.optim.Optimizer, update: Update, *,
 
 
 def _parameters(model: nn.Module) -> list[Tensor | None]:
-    """Every parameter of the whole model, in its order; None for those of other pipeline ranks."""
+    """Every parameter of the whole model, in order; None for those of other pipeline ranks."""
     named = dict(model.named_parameters())
     return [named.get(name) for name in state_of(model).placement.shards]
 
@@ -75,7 +75,7 @@ def _parameters(model: nn.Module) -> list[Tensor | None]:
 def _overdue(
     optimizer: torch.optim.Optimizer, rule: UpdateRule, parameter: Tensor, shape: tuple[int, ...], gradient: float
 ) -> str | None:
-    """Why this rank's part of a parameter, whose bits a step left as they were, should have changed."""
+    """The reason why this rank's unchanged part of a parameter should have changed; None if it need not."""
     group = next((each for each in optimizer.param_groups if any(p is parameter for p in each["params"])), None)
     if gradient < 0 or not local(parameter).numel() or (group and float(group["lr"]) == 0):
         return None
@@ -93,9 +93,9 @@ def _holders(state: ParallelState, name: str) -> set[int]:
 def rates(
     model: nn.Module, optimizer: torch.optim.Optimizer, expected: float, *, updates: int | None = None
 ) -> list[Finding]:
-    """Learning rates other than the first rank's `expected`; and the count of updates, if it is known.
+    """Findings for learning rates other than the first rank's `expected`, and for a wrong count of updates.
 
-    `updates`: steps of the run that were not skipped, resumed ones included: AdamW keeps a count of its own.
+    `updates`: steps of the run that were not skipped, resumed ones included; None: unknown. AdamW keeps its own count.
     """
     device = device_of(model)
     first = torch.tensor([expected], dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
-"""The optimizers: `NAME.py` holds all that is particular to the one of that name, as its `RULE`.
+"""The optimizers: `NAME.py` holds everything specific to the one of that name, as its `RULE`.
 
-Whatever else has to know of an optimizer asks the rule: what is built for a parallelized model, what one process
-computes, what a step must change. What can be known without torch, its keys in the run file, the kinds of its state and
-of what, is in `core/optimizers.py`; the collectives of its step are in the plan (`parallel/calls.py`).
+All other code asks the rule: what to build for a parallelized model, what one process computes, what a step must
+change. Facts that need no torch, its keys in the run file and its kinds of state, are in `core/optimizers.py`. The
+collectives of its step are in the plan (`parallel/calls.py`).
 """
 
 import importlib
@@ -18,13 +18,13 @@ from fivefold.config import OptimizerSection
 from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
 from fivefold.parallel.placement import Placement
 
-UNTOUCHED = "did not change at all"  # of a whole tensor: wrong only when it holds for all parts of it
+UNTOUCHED = "did not change at all"  # a finding only if it holds for all parts of a tensor
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a whole model, as optimizers tell them apart: matrices of the blocks, other matrices
-    (embeddings, the head, experts), and vectors (norms, biases), which do not decay."""
+    """The parameters of a whole model as optimizers group them: matrices of the blocks, other matrices (embeddings, the
+    head, experts), and vectors (norms, biases), which do not decay."""
 
     blocks: Sequence[Tensor]
     matrices: Sequence[Tensor]
@@ -33,9 +33,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Unmoved:
-    """This rank's part of a parameter, after a step that left its bits as they were.
+    """This rank's part of a parameter, unchanged by a step.
 
-    `group`, `state`: the optimizer's, of this parameter. `shape`: of the whole parameter. `gradient`: the largest
+    `group`, `state`: the optimizer's, for this parameter. `shape`: that of the whole parameter. `gradient`: the largest
     magnitude in this part of its gradient.
     """
 
@@ -47,20 +47,20 @@ class Unmoved:
 
 
 class UpdateRule(ABC):
-    """One optimizer: how parameters are updated, and what follows from it for everything else."""
+    """One optimizer: how it updates parameters, and everything else that depends on it."""
 
     facts: OptimizerFacts
 
     @abstractmethod
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-        """The optimizer over the parameters of a parallelized model, of which this rank has parts."""
+        """Build the optimizer over this rank's parts of the parameters of a parallelized model."""
 
     @abstractmethod
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
-        """What updates a whole model in one process, by code that is not this library's; each takes its step."""
+        """Reference optimizers for a whole model in one process, from code outside this library; all of them step."""
 
     def state(self, placement: Placement) -> dict[str, list[str]]:
-        """Kind of state -> the parameters that it is kept of."""
+        """Map each kind of state to the parameters that have it."""
         matrices = set(placement.block_matrices)
         trained = [name for name in placement.shards if placement.facts.parameters[name].is_trained]
         return {
@@ -69,7 +69,7 @@ class UpdateRule(ABC):
         }
 
     def overdue(self, part: Unmoved) -> str | None:
-        """Why a parameter should have changed; None where it need not."""
+        """The reason why a parameter should have changed; None if it need not."""
         return None
 
 
@@ -77,18 +77,18 @@ _RULES: dict[str, UpdateRule] = {}
 
 
 def rule_of(name: str) -> UpdateRule:
-    """The rule of an optimizer that `OPTIMIZERS` names."""
+    """The rule of an optimizer named in `OPTIMIZERS`."""
     if name not in _RULES:
         register(importlib.import_module(f"{__name__}.{name}").RULE)
     return _RULES[name]
 
 
 def register(rule: UpdateRule) -> None:
-    """Make a rule known under its name, in the run file too."""
+    """Register a rule under its name, for the run file too."""
     OPTIMIZERS[rule.facts.name] = rule.facts
     _RULES[rule.facts.name] = rule
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that `options` name, over every parameter of a parallelized `model`."""
+    """Build the optimizer named in `options` over the parameters of a parallelized `model`."""
     return rule_of(options.name).build(model, options)

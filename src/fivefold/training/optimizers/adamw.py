@@ -1,6 +1,6 @@
-"""AdamW, torch's own and fused: it updates each element by its own gradient, and so parts as it would the whole.
+"""AdamW: torch's own, fused. Its update is elementwise, so a shard is updated as the whole would be.
 
-Where its moments are kept in bf16 or 8 bits (`states.py`), the same kernel updates them piece by piece.
+If its moments are kept in bf16 or 8 bits (`states.py`), the same kernel updates them piece by piece.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,8 +23,8 @@ class _AdamW(UpdateRule):
     facts = OPTIMIZERS["adamw"]
 
     def build(self, model: nn.Module, options: OptimizerSection, but: Collection[str] = ()) -> torch.optim.AdamW:
-        """Over every trained parameter of `model` `but` those. Norms and biases (one dimension, seen whole, per expert)
-        do not decay."""
+        """AdamW over every trained parameter of `model` except those in `but`. Norms and biases (one dimension in the
+        whole parameter, per expert) do not decay."""
         placement = state_of(model).placement
         shards = placement.shards
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in set(but)}
@@ -48,7 +48,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class _AdamWOfKeptStates(torch.optim.AdamW):
-    """AdamW whose moments are kept in a smaller type. All but them is torch's."""
+    """AdamW with moments kept in a smaller type; everything else is torch's."""
 
     def __init__(self, kept: KeptStates, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,12 +85,12 @@ def _over(
     kind: Callable[..., torch.optim.AdamW] = torch.optim.AdamW, **more: Any,
 ) -> torch.optim.AdamW:  # fmt: skip
     groups = [{"params": decayed, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    filled = [group for group in groups if group["params"]] or groups[:1]  # of a rank where nothing is trained, none
+    filled = [group for group in groups if group["params"]] or groups[:1]  # an empty group if nothing is trained
     return kind(filled, lr=rate, betas=options.betas, eps=options.eps, **more)
 
 
 def _shows(part: Unmoved) -> bool:
-    """Whether the last update is larger somewhere than what two roundings of the weight can swallow."""
+    """True if the last update is larger somewhere than two roundings of the weight can swallow."""
     weight, rate, count = part.weight, float(part.group["lr"]), float(part.state["step"])
     beta1, beta2 = part.group["betas"]
     first, second = (local(part.state[kind]).to(weight.device).double() for kind in ("exp_avg", "exp_avg_sq"))

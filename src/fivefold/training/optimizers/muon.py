@@ -1,11 +1,11 @@
 """Muon over the matrices of the blocks, AdamW over everything else (embeddings, head, norms, biases).
 
 The momentum of a matrix is orthogonalised as a whole by five steps of a Newton-Schulz iteration (Jordan 2024,
-https://kellerjordan.github.io/posts/muon), and scaled so that the update has the size of AdamW's (0.2 times the root of
-the longer side: "Muon is Scalable for LLM Training", arXiv:2502.16982): one learning rate and one weight decay serve
-both. The matrix is the Hugging Face parameter, whatever the layout; momentum lies as the parameter lies, and is put
-together for the iteration on one rank (`parallel/matrices/runtime.py`). The formulas are those of `torch.optim.Muon`,
-which the tests compare with; its iteration is always in bf16, this one in the type the model computes in.
+https://kellerjordan.github.io/posts/muon). It is scaled so that the update has the size of AdamW's (0.2 times the root
+of the longer side: "Muon is Scalable for LLM Training", arXiv:2502.16982): one learning rate and one weight decay serve
+both. The matrix is the Hugging Face parameter, whatever the layout. Momentum is sharded like the parameter, and
+gathered for the iteration on one rank (`parallel/matrices/runtime.py`). The formulas are those of `torch.optim.Muon`,
+with which the tests compare; its iteration is always in bf16, this one in the model's compute dtype.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from fivefold.training.optimizers.states import KeptStates, rows_of
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero: singular values end between 0.7 and 1.2
 MOMENTUM = "momentum_buffer"  # its kind of state
-EPS = 1e-7  # the smallest norm that is divided by
+EPS = 1e-7  # lower bound of the norm in the division
 
 
 class _MuonRule(UpdateRule):
@@ -61,8 +61,8 @@ RULE = _MuonRule()
 class Muon(torch.optim.Optimizer):
     """Muon over the parameters `names` of `model` and `adamw` over the others, as one optimizer.
 
-    Every rank calls `step` together. State of a matrix: `momentum_buffer`, in its shape and type. Where it lies in host
-    memory, a matrix is a part of its own.
+    All ranks call `step` together. State of a matrix: `momentum_buffer`, in its shape. If states are offloaded to host
+    memory, they are moved matrix by matrix.
     """
 
     walks_its_states = True
@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float, momentum: float, ns_steps: int,
     ) -> None:  # fmt: skip
         parameters = dict(model.named_parameters())
-        self._matrices = {name: parameters[name] for name in names if name in parameters}  # of this pipeline rank
+        self._matrices = {name: parameters[name] for name in names if name in parameters}  # on this pipeline rank
         options = {"lr": learning_rate, "weight_decay": weight_decay, "momentum": momentum, "ns_steps": ns_steps}
         super().__init__([{"params": list(self._matrices.values())}], options)
         self._adamw, self._own = adamw, self.param_groups[0]
@@ -100,14 +100,14 @@ class Muon(torch.optim.Optimizer):
                 with self._states.there(parameter) as weight:
                     weight.mul_(1 - rate * decay)
                     weight.add_(update, alpha=-rate * 0.2 * max(self._shapes[name]) ** 0.5)
-        next(self._there, None)  # the last momentum goes back
+        next(self._there, None)  # moves the last momentum back
 
     def _advance(self, name: str) -> Tensor:
-        """This rank's part of what is orthogonalised: the momentum, looked at one step ahead (Nesterov)."""
+        """Update the momentum, and return this rank's part of the matrix to orthogonalise (Nesterov's look-ahead)."""
         parameter, momentum = self._matrices.get(name), self._own["momentum"]
         if parameter is None:  # another pipeline rank's
             return torch.empty(0, dtype=self._dtype, device=self._device)
-        next(self._there)  # its momentum is on the device
+        next(self._there)  # moves its momentum to the device
         if parameter.grad is None:
             return torch.zeros_like(local(parameter), dtype=self._dtype)
         state, kept = self.state[parameter], self.kept.of[parameter]
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
-    """`matrix` with its singular values brought near 1, in its own type."""
+    """Bring the singular values of `matrix` near 1, computing in its own dtype."""
     a, b, c = QUINTIC
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -136,10 +136,10 @@ def orthogonal(matrix: Tensor, *, steps: int) -> Tensor:
 
 
 def _shows(part: Unmoved) -> bool:
-    """Whether the update of a matrix shows in its largest element beside the weights of this rank.
+    """True if the update of a matrix exceeds the rounding of this rank's weights in its largest element.
 
-    The norm of what is orthogonal is at least 1/2 (its largest singular value ends near 1), so its root mean square is
-    at least 1/2 over the root of the number of elements.
+    The norm of an orthogonalised matrix is at least 1/2 (its largest singular value ends near 1), so its root mean
+    square is at least 1/2 over the root of the number of elements.
     """
     at_least = 0.2 * sqrt(max(part.shape)) * 0.5 / sqrt(prod(part.shape))
     smallest = 16 * torch.finfo(part.weight.dtype).eps * float(part.weight.abs().max())

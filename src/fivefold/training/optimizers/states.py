@@ -1,15 +1,15 @@
-"""Optimizer state in a smaller type: restored before an update, rounded and kept after it, both piece by piece.
+"""Optimizer state in a smaller type: restored before an update, rounded and stored after it, both piece by piece.
 
-The update itself is computed in the type of the weights from the restored state. How a kind of state is rounded:
+The update itself is computed in the type of the weights from the restored state. The rounding mode matters:
 
-- First moments and momentum go to the nearest number: a step changes them by a tenth, which every type can tell.
-- Second moments are rounded up or down at random, so that on average nothing is lost: with beta2 0.999 a step changes
-  them by a thousandth, and bf16, whose numbers are 0.4 to 0.8 % apart, would round it away for ever.
+- First moments and momentum are rounded to nearest: a step changes them by a tenth, which every type can represent.
+- Second moments are rounded stochastically, so that on average nothing is lost. With beta2 0.999 a step changes them by
+  a thousandth; bf16, whose numbers are 0.4 to 0.8 % apart, would round it away for ever.
 
-The random numbers are drawn by parameter, step and place in the whole parameter, so that every layout draws the same.
-8 bits: the values of the table and the blocks are those of Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization" (arXiv:2110.02861, `core/state_dtypes.py`), but for one: a second moment that is not zero is never
-rounded to zero, for it is divided by.
+The random numbers depend on parameter, step and position in the whole parameter, so every layout draws the same.
+8 bits: table and blocks are those of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+(arXiv:2110.02861, `core/state_dtypes.py`), with one exception: a nonzero second moment is never rounded to zero,
+because it is a divisor.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from fivefold.parallel.dtensor import local, zeros_by_block
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
 
-_GOLDEN, _MIX, _MIX_AGAIN = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  # as int32; of lowbias32 the last two
-_FRACTION = 2**16  # random numbers are whole below it: as many bits as bf16 leaves out of fp32
+_GOLDEN, _MIX, _MIX_AGAIN = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32  # as int32; the last two: lowbias32's
+_FRACTION = 2**16  # random integers are below it: as many bits as bf16 drops from fp32
 
 
 class KeptStates:
-    """How the optimizer of a parallelized model keeps its state, parameter by parameter.
+    """Storage of the optimizer state of a parallelized model, by parameter.
 
-    A kind of state is a tensor in the shape of its parameter: of its type, or of codes. The scales of codes, one for
-    each block of a row, lie beside it under the kind and `SCALE`.
+    A kind of state is a tensor in the shape of its parameter, of numbers or of 8-bit codes. The scales of codes, one
+    for each block of a row, have the kind plus `SCALE` as their key.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,13 +43,13 @@ class KeptStates:
 
 
 def restored_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter, as the numbers that it stands for; nothing of what it does not update."""
+    """The optimizer state of a parameter, restored to the type of the weights; empty if it is not updated."""
     state, states = optimizer.state.get(parameter), getattr(optimizer, "kept", None)
     return states.of[parameter].restored(parameter, state) if state and states else dict(state or {})
 
 
 class KeptState:
-    """The state of one parameter: its type, and where this rank's part lies in the whole."""
+    """The state of one parameter: its type, and the position of this rank's part in the whole."""
 
     def __init__(self, placement: Placement, name: str) -> None:
         spec = placement.shards[name]
@@ -61,7 +61,7 @@ class KeptState:
         self._regions, self._shape, self._local = placement.regions(name), spec.shape, placement.local_shape(name)
 
     def new(self, parameter: Tensor, kind: str) -> dict[str, Tensor]:
-        """The state before the first step, zero: tensors spread as the parameter is."""
+        """The state before the first step: zeros, sharded like the parameter."""
         if self.dtype != "8bit":
             dtype = torch.bfloat16 if self.dtype == "bf16" else None
             return {kind: torch.zeros_like(parameter, dtype=dtype, device=parameter.device)}
@@ -69,13 +69,13 @@ class KeptState:
         return {kind: zeros_by_block(parameter, 1, torch.uint8), kind + SCALE: scales}
 
     def pieces(self, parameter: Tensor) -> Iterator[slice]:
-        """Rows of this rank's part, as many at a time as may be restored together."""
+        """Slices of the rows of this rank's part, each small enough to be restored at once."""
         rows, width = rows_of(local(parameter)).shape
         at_once = max(1, AT_ONCE // max(1, width))
         return (slice(first, first + at_once) for first in range(0, rows, at_once))
 
     def read(self, state: Mapping[str, Any], kind: str, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Rows [rows, width] of a kind of state, in `dtype`; in place of the state itself where it has that type."""
+        """Rows [rows, width] of a kind of state in `dtype`: a view of the state if it has that type."""
         kept = rows_of(local(state[kind]))[rows]
         if self.dtype != "8bit":
             return kept.to(dtype)
@@ -84,7 +84,7 @@ class KeptState:
         return self._blocks(values).mul_(scales[:, :, None]).flatten(1)
 
     def write(self, state: Mapping[str, Any], kind: str, rows: slice, values: Tensor) -> None:
-        """Keep rows of a kind of state. `state` has the count of its updates in `step`, this one included."""
+        """Store rows of a kind of state. `state["step"]` counts the updates, this one included."""
         into = rows_of(local(state[kind]))[rows]
         if self.dtype == "fp32":
             if into.data_ptr() != values.data_ptr():
@@ -101,7 +101,7 @@ class KeptState:
         into.copy_(_nearest(parts) if at_random is None else _codes(parts, at_random))
 
     def restored(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Each kind of state in the type of the weights, this rank's part; and what is no tensor, as it is."""
+        """This rank's part of each kind of state, in the type of the weights; scalars and non-tensors as they are."""
         if self.dtype == "fp32":
             return dict(state)
         own = local(parameter)
@@ -115,11 +115,11 @@ class KeptState:
         return found
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        """Rows [rows, width] as [rows, blocks, block]."""
+        """View rows [rows, width] as [rows, blocks, block]."""
         return rows.view(len(rows), -1, self.block)
 
     def _random(self, step: Tensor, rows: slice, device: torch.device) -> Tensor:
-        """Whole numbers from 0 to 2^16 - 1 for these rows of this rank's part, int32 [rows, width]."""
+        """Random integers from 0 to 2^16 - 1 for these rows of this rank's part, int32 [rows, width]."""
         if self._places is None:
             self._places = _places(self._regions, self._local, self._shape, device)
         row, column = self._places
@@ -128,7 +128,7 @@ class KeptState:
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """A view as rows [rows, width]; a vector is one."""
+    """View a tensor as rows [rows, width]; a vector is one row."""
     return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
 
 
@@ -136,7 +136,7 @@ def _places(
     regions: Sequence[tuple[Sequence[slice], Sequence[slice]]], own: Sequence[int], whole: Sequence[int],
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Which row, and which column, of the whole parameter each of this rank's is: int32 [rows], [width]."""
+    """Row indices, and column indices times `_GOLDEN`, of this rank's part in the whole, int32 [rows] and [width]."""
     rows = torch.zeros(tuple(own[:-1]), dtype=torch.int32)
     columns = torch.zeros(own[-1], dtype=torch.int32)
     for of_whole, here in regions:
@@ -158,19 +158,19 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _rounded(values: Tensor, at_random: Tensor) -> Tensor:
-    """fp32 numbers that bf16 has: up with the probability of the bits that are left out, down else."""
+    """Round stochastically to fp32 numbers that bf16 has: up with the probability that the dropped bits give."""
     bits = torch.empty_like(values, dtype=torch.float32).copy_(values).view(torch.int32)
     return bits.add_(at_random).bitwise_and_(-_FRACTION).view(torch.float32)
 
 
 def _nearest(parts: Tensor) -> Tensor:
-    """The codes of numbers from -1 to 1."""
+    """The codes nearest to numbers from -1 to 1."""
     table = _table(False, parts.dtype, parts.device)
     return torch.bucketize(parts, (table[1:] + table[:-1]) / 2, out_int32=True)
 
 
 def _codes(parts: Tensor, at_random: Tensor) -> Tensor:
-    """The codes of numbers from 0 to 1, rounded at random; of a number that is not 0 at least 1."""
+    """The codes of numbers from 0 to 1, rounded stochastically; at least 1 for a nonzero number."""
     table = _table(True, parts.dtype, parts.device)
     below = torch.bucketize(parts, table[1:-1], out_int32=True, right=True)
     low, high = table[below], table[below + 1]
@@ -182,8 +182,8 @@ def _codes(parts: Tensor, at_random: Tensor) -> Tensor:
 def _table(is_unsigned: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The 256 numbers of the dynamic tree, in order (arXiv:2110.02861, section 1.2 and appendix C).
 
-    Seven decades; in each, twice as many numbers as in the one below it, in the middle of equal parts of 0.1 to 1.
-    Beside these 0 and 1.
+    Seven decades: each has twice as many numbers as the one below it, at the middles of equal parts of 0.1 to 1. Plus 0
+    and 1.
     """
     found = [0.0, 1.0]
     for decade in range(7):
@@ -194,7 +194,7 @@ def _table(is_unsigned: bool, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def begin(state: dict[str, Any], kept: KeptState, parameter: Tensor, kinds: Sequence[str]) -> None:
-    """Begin the state of a parameter: `kinds`, zero, and a count of updates in fp32, where the parameter lies."""
+    """Create the state of a parameter, if it has none: `kinds`, zero, and a count of updates in fp32, on its device."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for kind in kinds:
