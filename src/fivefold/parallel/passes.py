@@ -1,7 +1,7 @@
-"""Micro batches through a parallelized model: to its loss, its gradients or its logits. Training, evaluation and
+"""Run micro batches through a parallelized model: to its loss, its gradients or its logits. Training, evaluation and
 generation call this.
 
-Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and nothing is sent.
+Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and sends nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ from fivefold.parallel.tensor import runtime as tensor
 
 
 class LossInputs:
-    """One micro batch on this rank's device. Not a tensor container that FSDP knows, so it is passed on untouched.
+    """One micro batch on this rank's device. FSDP passes it on untouched, because it knows no such tensor container.
 
     `input_ids`, `labels` (already shifted, -100 without a target), `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on
-    the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32
-    scalar that the summed loss is multiplied by. `row_tokens`: int64 [B], tokens of each row that are no padding (None:
-    all). `weights`: fp64 [B, T], what the cross entropy of each target is multiplied by (None: 1). `answers`: int64
-    [B, T], the number of the answer that a target belongs to, of `of_answers`; -1 for none. `judge`: from the summed
-    log-probabilities of the answers, fp64 [of_answers], to the weights of their targets, fp64 [of_answers]; None: the
-    sums are what is asked for (`answer_log_probs`). `soft`: what a teacher says of every position. `top_k`: how many
-    tokens are asked for, of the first `vocabulary` (`top_log_probs`).
+    the CPU, cumulative document bounds over B*T tokens, or None when every row is one document. `scale`: fp32 scalar,
+    the factor of the summed loss. `row_tokens`: int64 [B], tokens of each row without padding (None: all). `weights`:
+    fp64 [B, T], the factor of each target's cross entropy (None: 1). `answers`: int64 [B, T], the number of the answer
+    that a target belongs to, below `of_answers`; -1 for none. `judge`: maps the summed log-probabilities of the
+    answers, fp64 [of_answers], to the weights of their targets, fp64 [of_answers]; None: the sums are the result
+    (`answer_log_probs`). `soft`: a teacher's distribution at every position. `top_k`: how many of the likeliest tokens
+    are the result, of the first `vocabulary` (`top_log_probs`).
     """
 
     __slots__ = (
@@ -69,8 +69,8 @@ class LossInputs:
 
 
 def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
-    """Forward and backward of the micro batches of a step. Returns the sum of their losses, fp64: 0 on the ranks of a
-    pipeline that do not compute it."""
+    """Run forward and backward of the micro batches of a step. Returns the sum of their losses, fp64: 0 on the ranks of
+    a pipeline that do not compute it."""
     state = state_of(model)
     with state.guard.library():
         state.fp8_scales.begin_passes()
@@ -78,7 +78,7 @@ def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
 
 
 def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
-    """`backward`, with gradients reduced. `rows`: of the global batch, for what balances experts."""
+    """Run `backward` and reduce the gradients. `rows`: of the global batch, for the balance of experts."""
     state = state_of(model)
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
@@ -89,7 +89,7 @@ def gradients(model: Any, batch: Sequence[LossInputs], *, rows: int) -> Tensor:
 
 
 def loss(model: Any, inputs: LossInputs) -> Tensor:
-    """The summed loss of a micro batch, forward only: 0 on the ranks of a pipeline that do not compute it."""
+    """Compute the summed loss of a micro batch, forward only: 0 on pipeline ranks that do not have it."""
     state = state_of(model)
     with state.guard.library():
         state.fp8_scales.begin_passes()
@@ -100,7 +100,7 @@ def loss(model: Any, inputs: LossInputs) -> Tensor:
 
 
 def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
-    """The summed log-probability of the trained targets of each of `inputs.of_answers` answers, fp64, without gradient:
+    """Sum the log-probabilities of the trained targets of each of `inputs.of_answers` answers, fp64, without gradient:
     the same on all ranks that share the rows."""
     state = state_of(model)
     with torch.no_grad(), state.guard.library():
@@ -113,8 +113,8 @@ def answer_log_probs(model: Any, inputs: LossInputs) -> Tensor:
 
 
 def top_log_probs(model: Any, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Of every position the `inputs.top_k` likeliest next tokens, int64 [B, T, K], and their log-probabilities, fp64,
-    without gradient: the same on all ranks that share the rows."""
+    """Find the `inputs.top_k` likeliest next tokens of every position, int64 [B, T, K], and their log-probabilities,
+    fp64, without gradient: the same on all ranks that share the rows."""
     state = state_of(model)
     with torch.no_grad(), state.guard.library():
         state.fp8_scales.begin_passes()
@@ -127,7 +127,7 @@ def top_log_probs(model: Any, inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: int = 0, **options: Any) -> Tensor:
-    """Logits [B, T or `logits_to_keep`, V] of the model's own forward, on every rank. `options` go to it."""
+    """Compute logits [B, T or `logits_to_keep`, V] by the model's own forward, on every rank. `options` go to it."""
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
@@ -140,7 +140,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     rows, length = ids_BT.shape
     vocabulary = state.placement.shards[state.plan.head_weight].shape[0]
     shape = (rows, logits_to_keep or length, vocabulary)
-    dtype = data.master_dtype(state.plan.layout.precision)  # holds what any forward gives
+    dtype = data.master_dtype(state.plan.layout.precision)  # holds the logits of any forward
     return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, dtype, ids_BT.device)
 
 
@@ -148,9 +148,9 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
 
 
 def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
-    """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the summed cross entropy of
-    this rank's tokens, times `inputs.scale`, equal on all tp ranks; with `inputs.answers` and no judge of them, their
-    log-probabilities; with `inputs.top_k`, the likeliest tokens."""
+    """Run a stage on a micro batch: hidden states [B, T, D] in and out. The last stage returns the summed cross entropy
+    of this rank's tokens, times `inputs.scale`, equal on all tp ranks. With `inputs.answers` and no judge it returns
+    their log-probabilities; with `inputs.top_k`, the likeliest tokens."""
     staged = state_of(model).pipeline.staged
     with staged.running(stage, hidden) as given_out:
         out = _last_hidden(model, inputs)
@@ -158,7 +158,7 @@ def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None,
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
-    """A stage on `inputs` of the model's base: hidden states in and out; of the last stage, the logits."""
+    """Run a stage on `inputs` of the model's base: hidden states in and out; the last stage returns logits."""
     state = state_of(model)
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
@@ -170,7 +170,7 @@ def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_kee
 
 
 def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
-    """What the base model gives for a micro batch."""
+    """Run the base model on a micro batch."""
     state = state_of(model)
     state.balance.begin_micro_batch(inputs.row_tokens)
     base = model.get_submodule(state.plan.anatomy.base)
@@ -181,7 +181,7 @@ def _last_hidden(model: Any, inputs: LossInputs) -> Tensor:
 
 
 def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | None) -> Tensor:
-    """From the last hidden states to the loss."""
+    """Compute the loss from the last hidden states."""
     state = state_of(model)
     anatomy, labels, hidden = state.plan.anatomy, state.context.cut(inputs.labels), state.tensor.enter(hidden)
     sizes = chunk_sizes(labels.numel(), state.plan.vocabulary, hidden.shape[-1], loss_chunks)
@@ -208,8 +208,8 @@ def _loss_of(model: Any, hidden: Tensor, inputs: LossInputs, loss_chunks: int | 
 
 
 def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Sums over the targets of each answer, fp64 [number]; `groups` hold the rest of its tokens. In a fixed order,
-    which `index_add` on a GPU has not: copies of a parameter must get the same gradient on every rank."""
+    """Sum over the targets of each answer, fp64 [number]; `groups` hold the rest of its tokens. The order is fixed,
+    unlike that of `index_add` on a GPU: copies of a parameter must get the same gradient on every rank."""
     is_of = answers_BT.reshape(1, -1) == torch.arange(number, device=found_N.device).unsqueeze(-1)
     sums = torch.where(is_of, found_N.double(), 0.0).sum(-1)
     for group in groups:
@@ -218,12 +218,12 @@ def _of_answers(found_N: Tensor, answers_BT: Tensor, number: int, groups: Sequen
 
 
 def _of_targets(weights_A: Tensor, answers_BT: Tensor) -> Tensor:
-    """Of each target the weight of its answer [B, T], 0 without one."""
+    """Weight of the answer of each target [B, T], 0 without one."""
     return torch.where(answers_BT >= 0, weights_A[answers_BT.clamp(min=0)], 0.0)
 
 
 def _of_whole_rows(found_N: Tensor, context: ContextParallel, ids_BT: Tensor) -> Tensor:
-    """[B, T, ...] of what each rank of cp found for its own tokens, [N, ...]."""
+    """Assemble [B, T, ...] from the results of each cp rank for its own tokens, [N, ...]."""
     here = context.cut(torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT))[0]
     whole = found_N.new_zeros(*ids_BT.shape, *found_N.shape[1:])
     whole[:, here] = found_N.view(len(ids_BT), -1, *found_N.shape[1:])
