@@ -73,8 +73,8 @@ class Passing:
     `later_at_loss`: the same, once there are gradients; 0 if no backward, or no loss, comes after the first one.
     `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
     the backward of a layer needs besides, with everything that recompute makes again. `loss`: one chunk of the loss
-    with its gradients; 0 if another rank has it. `fetched`: what arrives from host memory while the next layer runs
-    backward.
+    with its gradients; 0 if another rank has it. `fetched`: what arrives from host memory while the layer after it
+    runs backward.
     """
 
     saved: Bytes
