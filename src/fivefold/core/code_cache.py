@@ -65,7 +65,7 @@ def _changed_by_others(folder: Path) -> str:
         if found.st_uid not in (os.getuid(), 0) and (part == itself or not _is_unmapped(found.st_uid)):
             return f"{part} is another user's"
         is_sticky = found.st_mode & stat.S_ISVTX and part != itself  # only owners can remove its files
-        if stat.S_ISLNK(found.st_mode) or is_sticky:  # the mode of a link says nothing
+        if stat.S_ISLNK(found.st_mode) or is_sticky:  # a link's own mode is meaningless
             continue
         if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)):
             return f"{part} can be written by others"

@@ -32,7 +32,7 @@ Operand = Literal["input", "weight", "gradient"]
 
 @dataclass(frozen=True)
 class Cast:
-    """How an operand [M, K] is cast. `region`: how much of M and of K has one scale; None is all of it."""
+    """Cast of an operand [M, K]. `region`: how much of M and of K has one scale; None is all of it."""
 
     form: Format
     region: tuple[int | None, int | None]
@@ -44,7 +44,7 @@ Pair = tuple[Cast, Cast]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the two operands of each product are cast; None: the product is multiplied in the compute dtype. `history`:
+    """Casts of the two operands of each product; None: the product is multiplied in the compute dtype. `history`:
     the number of earlier steps whose largest values set the scale; 0: the tensor itself sets it."""
 
     output: Pair
@@ -69,7 +69,7 @@ class Recipe:
 
     @property
     def block(self) -> int:
-        """How many numbers along K share a scale; 1 if the scale spans all of K."""
+        """Numbers along K that share a scale; 1 if the scale spans all of K."""
         return self.output[0].region[1] or 1
 
 

@@ -1,4 +1,4 @@
-"""How a model is spread over devices and executed: the `Layout` noun, its text form and its arithmetic.
+"""Distribution of a model over devices, and its execution: the `Layout` noun, its text form and its arithmetic.
 
 One identity for the planner, the runtime, the verifier and the checkpoint. No torch here.
 
@@ -42,12 +42,12 @@ COMPUTE = get_args(Compute)
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """How a field of `Layout` is written in the run file and in the text form. Everything else derives from this.
+    """Notation of a `Layout` field in the run file and in the text form. Everything else derives from this.
 
     `section`, `key`: its place in the run file. `file_default`: its default there, if different. `choices`: its values;
     none: any number, or a text that is checked elsewhere. `words`: options of the text form that are one bare word, and
     their values. `prefix`, `pattern`, `shown`: for an option with a value after its name, such as `zero1`; `shown` is
-    that value in error messages. `is_last`: it stands at the end of the text.
+    that value in error messages. `is_last`: it comes at the end of the text.
     """
 
     help: str

@@ -219,7 +219,7 @@ def of_experts(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
         yield Violation("tp", what, f"use tp {features} or less", tuple(range(1, features + 1)))
 
 
-# ---- what a proof needs ----------------------------------------------------------------------------------------------
+# ---- sizes of a proof ------------------------------------------------------------------------------------------------
 
 
 def micro_batches_for(layout: Layout) -> tuple[int, int]:

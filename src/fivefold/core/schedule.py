@@ -162,7 +162,7 @@ class SchedulePlan:
         return _walked(self)
 
     def needs(self, slot: Slot) -> list[Slot]:
-        """Slots that end before this one starts. I stands for a B too."""
+        """Slots that must end before this one starts. I also represents B."""
         stage, mb = slot.stage, slot.micro_batch
         if slot.kind == "F":
             return [Slot(stage - 1, "F", mb)] if stage else []
@@ -172,7 +172,7 @@ class SchedulePlan:
         return [Slot(stage, "F", mb), *after]
 
     def sent(self, slot: Slot) -> Slot | None:
-        """Slot of another rank whose result this one waits for, if any. I stands for a B too."""
+        """Slot of another rank whose result this one waits for, if any. I also represents B."""
         rank = self.rank_of(slot.stage)
         return next((need for need in self.needs(slot) if self.rank_of(need.stage) != rank), None)
 
@@ -205,7 +205,7 @@ def _walked(plan: SchedulePlan) -> Walked:
     return tuple(found)
 
 
-# ---- how layers are cut into stages ----------------------------------------------------------------------------------
+# ---- layers into stages ----------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)

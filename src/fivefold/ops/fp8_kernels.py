@@ -87,7 +87,7 @@ def _asked(kernel: Kernel) -> str:
 
 @torch.library.custom_op("fivefold::laid_out", mutates_args=())
 def laid_out(x: Tensor, beside: Tensor) -> Tensor:
-    """Copy `x`, row after row. To a compiler the copy depends on `beside`, so that backward makes it. Otherwise forward
+    """Copy `x`, row after row. To a compiler the copy depends on `beside`, so backward makes it. Otherwise forward
     would make it, and a graph would save it in addition to its source."""
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -160,7 +160,7 @@ def _width(size: int) -> int:
     return int(max(16, 1 << (size - 1).bit_length()))
 
 
-# ---- tried on the GPU ------------------------------------------------------------------------------------------------
+# ---- trial on the GPU ------------------------------------------------------------------------------------------------
 
 
 def differs(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: bool) -> str:

@@ -91,7 +91,7 @@ class OneByOne:
         raise NotImplementedError
 
 
-# ---- weight gradients that are computed later ------------------------------------------------------------------------
+# ---- deferred weight gradients ---------------------------------------------------------------------------------------
 
 
 class WeightGradStore:
@@ -168,12 +168,12 @@ class GroupedAdapter:
     scale: float
 
 
-# ---- the seam --------------------------------------------------------------------------------------------------------
+# ---- multiplication by role ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Linears:
-    """How the linears of one model multiply. `store`: for a schedule that splits backward. `products`: role -> factory
+    """Multiplication of a model's linears. `store`: for a schedule that splits backward. `products`: role -> factory
     of the products of linears that share their input, from these linears and the fields of `Dense` (`expert`: from the
     fields of `Grouped`). Other roles, and modules without products, multiply in the compute dtype. `are_outside`: no
     graph holds these products."""

@@ -28,7 +28,7 @@ READ_MORE = "docs/python.md"
 
 
 class Guard:
-    """Who runs the model: `is_library` for the library itself; `is_called` during a user's call of all of it.
+    """Calls of the model: `is_library` inside the library's passes; `is_called` during a user's call of all of it.
     `parameters`: those of the model by name, if other tensors replace them in a forward."""
 
     def __init__(self) -> None:
@@ -231,11 +231,11 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {**kwargs, "cu_seqlens": cu_seqlens.to(torch.int32)}
 
 
-# ---- parameters and gradients that are only a part -------------------------------------------------------------------
+# ---- parts of parameters and gradients -------------------------------------------------------------------------------
 
 
 class Part(DTensor):
-    """A parameter, a gradient, or a tensor computed from one, of which this rank holds a part.
+    """A rank's part of a parameter, of a gradient, or of a tensor computed from one.
 
     Computing with it is fine. A number read from it (`item`, `float`, `if`) would be of this rank's part, so it would
     differ between ranks. Its mesh knows all parts, so that reductions are those of the whole. `.to_local()` is an

@@ -298,8 +298,8 @@ def _passing(plan: ParallelPlan, shape: StepShape) -> tuple[dict[str, int], Pass
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of a layer in one micro batch: those that forward `saved`, those `kept` of them until backward, and the
-    other `working` memory of its backward."""
+    """Bytes of a layer in one micro batch: `saved` by forward, `kept` of these until backward, and the `working` memory
+    of its backward besides."""
 
     saved: int
     kept: int

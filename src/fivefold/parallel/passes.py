@@ -65,7 +65,7 @@ class LossInputs:
         self.row_tokens = row_tokens
 
 
-# ---- of a step, of a micro batch -------------------------------------------------------------------------------------
+# ---- steps and micro batches -----------------------------------------------------------------------------------------
 
 
 def backward(model: Any, batch: Sequence[LossInputs]) -> Tensor:
@@ -144,7 +144,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, dtype, ids_BT.device)
 
 
-# ---- of a stage ------------------------------------------------------------------------------------------------------
+# ---- stages ----------------------------------------------------------------------------------------------------------
 
 
 def run_stage(model: Any, inputs: LossInputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:

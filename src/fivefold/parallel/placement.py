@@ -1,4 +1,4 @@
-"""Which part of every parameter each rank of a layout holds, and the role of a rank. No torch.
+"""Placement of every parameter's parts on the ranks of a layout, and the role of a rank. No torch.
 
 Initialisation, checkpoints, the optimizer, reports and proofs read this description and no other. It costs the same for
 a world of 16,384 ranks as for one of two.

@@ -83,7 +83,7 @@ class ParallelPlan:
 
     @property
     def watches_routers(self) -> bool:
-        """True if all routers give the logits that losses and counts are computed from."""
+        """True if all routers return the logits that losses and counts need."""
         return bool(self.facts.experts) and all(each.has_logits for each in self.facts.experts)
 
     @cached_property
@@ -113,7 +113,7 @@ class ParallelPlan:
         own = {name: shape for name, shape in self.facts.attends.items() if is_within(name, self.placement.layers)}
         return {name: on_tp_rank(shape, self.layout.tp) for name, shape in own.items()}
 
-    # ---- who holds what ----------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def summed_bytes(self, itemsize: int, names: Iterable[str]) -> dict[str, int]:
         """Axis -> bytes of this rank's trained gradients of `names` that are summed over it once a step."""

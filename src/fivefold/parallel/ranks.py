@@ -244,7 +244,7 @@ def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
     return tuple(found)
 
 
-# ---- what a ring sends -----------------------------------------------------------------------------------------------
+# ---- traffic of a ring -----------------------------------------------------------------------------------------------
 
 
 Hop = tuple[tuple[int, int], tuple[int, int]]  # from `ring_keys`, from `ring_gradients`

@@ -32,7 +32,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How tensor (or expert) parallelism cuts one parameter.
+    """Cut of one parameter by tensor (or expert) parallelism.
 
     The parameter has `parts` parts. Part p goes to rank p of the axis `over` (`RankGrid.shard_index`). A part is the
     product of its blocks along each split dimension, and all of every other dimension. Several parts may be equal: with
@@ -141,7 +141,7 @@ def _clipped(located: Iterable[tuple[slice, slice]], first: int, last: int) -> I
             yield slice(low + shift, high + shift), slice(low - first, high - first)
 
 
-# ---- tensors with one number for each block of a row -----------------------------------------------------------------
+# ---- tensors with one number per block of a row ----------------------------------------------------------------------
 
 
 def numbers_each(shape: Sequence[int], of: Sequence[int], *, is_scale: bool) -> int:

@@ -166,7 +166,7 @@ class Balance:
     # ---- at a router -------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, experts: Experts) -> None:
-        """Hook a router that gives logits, weights and indices."""
+        """Hook a router that returns logits, weights and indices."""
         router = model.get_submodule(experts.router)
         hook = self._after(experts.router, has_bias=hasattr(router, BIAS))
         # Not compiled: it knows its router by name, so it would be compiled anew for every layer.
@@ -261,7 +261,7 @@ def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def balance_of(plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, device: torch.device) -> Balance:
-    """Make the balance of a plan, with every router if all of them give logits. No module is changed yet."""
+    """Make the balance of a plan, with every router if all of them return logits. No module is changed yet."""
     modules = plan.facts.experts if plan.watches_routers else ()
     return Balance(modules, plan.layout.etp, tensor, context, device)
 

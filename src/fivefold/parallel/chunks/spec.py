@@ -23,7 +23,7 @@ class ChunkPlan:
 
     @cached_property
     def mlps(self) -> tuple[str, ...]:
-        """MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
+        """MLPs of this rank's layers that run in pieces: those of linears alone, given hidden states alone.
         Experts are excluded, and so is everything beside them."""
         return _dense_mlps(self._plan.facts, self._plan.placement.layers) if self._plan.layout.mlp_chunks > 1 else ()
 

@@ -48,7 +48,7 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
 from fivefold.parallel.tensor.mappings import mapping
 
-# ---- the fold --------------------------------------------------------------------------------------------------------
+# ---- context parallelism of a model ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -244,7 +244,7 @@ def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
     total_2BLGD[:, :, : part_2BlGD.shape[2]] += part_2BlGD
 
 
-# ---- placing it in a model -------------------------------------------------------------------------------------------
+# ---- context parallelism in a model ----------------------------------------------------------------------------------
 
 
 def context_parallel(plan: ParallelPlan, mesh: Mesh, combine: offdiagonal.Combine) -> ContextParallel:

@@ -38,7 +38,7 @@ from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor.mappings import exchange, gather, mapping
 from fivefold.parallel.tensor.runtime import TensorParallel
 
-# ---- placing them in a model -----------------------------------------------------------------------------------------
+# ---- experts in a model ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

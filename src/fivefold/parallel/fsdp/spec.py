@@ -185,7 +185,7 @@ def calls(step: Step) -> Iterator[Call]:
             yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _factor(labels_N: Tensor, weights_N: Tensor | None, scale: Tensor | None) ->
     return factor if scale is None else factor * scale
 
 
-# ---- softmaxes over a vocabulary that is split -----------------------------------------------------------------------
+# ---- softmaxes over a split vocabulary -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,14 +249,14 @@ def _held(tokens_NK: Tensor, shares_NK: Tensor, columns: int, fold: TensorParall
     return torch.where(mine_NK, at_NK, 0), torch.where(mine_NK, shares_NK, 0.0)
 
 
-# ---- what is computed of logits --------------------------------------------------------------------------------------
+# ---- functions of logits ---------------------------------------------------------------------------------------------
 
 _Held = list[tuple[Tensor, Tensor]]  # columns and shares, [N, K] each
 
 
 class Kernels:
     """Functions run operator by operator. One fp32 (fp64) buffer of [N, V] is updated in place: exponentials, softmax,
-    gradient. It is that of the logits themselves if they may be overwritten."""
+    gradient. The logits themselves serve as the buffer if they may be overwritten."""
 
     def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
         """Maximum logit, and the targets' logits weighted by their shares: fp32 (fp64) [N] each."""

@@ -61,7 +61,7 @@ def calls(step: Step) -> Iterator[Call]:
         yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fivefold.parallel.pipeline.spec import Stages, Stub
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.tensor.runtime import TensorParallel
 
-# ---- what stands in for a module of another stage --------------------------------------------------------------------
+# ---- stand-ins for modules of other stages ---------------------------------------------------------------------------
 
 
 class StageStub(nn.Module):

@@ -35,7 +35,7 @@ class RecomputePlan:
         return weight.removesuffix(".weight") in self.linears
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 Saves = Literal["output", "sum", "nothing"]
 

@@ -50,7 +50,7 @@ from fivefold.parallel.tensor.spec import (
     WholeVocabulary,
 )
 
-# ---- placing them in a model ---------------------------------------------------------------------------------------
+# ---- tensor parallelism in a model ---------------------------------------------------------------------------------
 
 
 @dataclass

@@ -43,8 +43,8 @@ def calls(step: Step) -> Iterator[Call]:
 
 def _enter(step: Step, site: str, *, is_in_block: bool = True, again: bool = False) -> Iterator[Call]:
     """Calls into a column: an all-gather of tokens (nothing with `+nosp`); backward sums the gradients. `again`:
-    backward gathers the tokens once more, in parallel to the products that give the gradient of the input. That
-    gradient is summed in parallel to the products that give the gradients of weights."""
+    backward gathers the tokens once more, overlapping the matmuls of the input gradient. The sum of that gradient
+    overlaps the matmuls of the weight gradients."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     if step.plan.splits_sequence:
         yield from step.forwards("tp", "all_gather", size, site, layer=layer, is_last=not is_in_block)
@@ -76,7 +76,7 @@ def _across(step: Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
