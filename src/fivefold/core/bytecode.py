@@ -12,7 +12,7 @@ from pathlib import Path
 from fivefold.core.code_cache import code_folder
 from fivefold.core.errors import UserError
 
-PACKAGES = ("torch", "transformers")  # they are large, and installed like the others
+PACKAGES = ("torch", "transformers")  # large, and installed like the others
 _PREFIX, _NONE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
 

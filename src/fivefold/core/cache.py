@@ -75,7 +75,7 @@ def entry(folder: Path, *, read: Callable[[Path], Found], build: Callable[[Path,
 
     def read_it() -> Found:
         if not folder.exists():
-            raise ValueError  # without a word: nothing is damaged
+            raise ValueError  # without a message: nothing is damaged
         return read(folder)
 
     with suppress(OSError, ValueError, UserError):

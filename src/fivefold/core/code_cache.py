@@ -60,7 +60,7 @@ def _changed_by_others(folder: Path) -> str:
     for part in _on_the_way_to(folder):
         try:
             found = part.lstat()
-        except FileNotFoundError:  # this user will make it
+        except FileNotFoundError:  # this user will create it
             continue
         if found.st_uid not in (os.getuid(), 0) and (part == itself or not _is_unmapped(found.st_uid)):
             return f"{part} is another user's"

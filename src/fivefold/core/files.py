@@ -25,7 +25,7 @@ def expanded(name: str) -> Path:
     """Path as the user wrote it, with `~` expanded. Raises `UserError` if the home folder is not known."""
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # no such user, or one without an entry in the list of users and without HOME
+    except RuntimeError:  # no such user, or one without HOME and a passwd entry
         raise UserError(f"{name}: the home folder that ~ stands for is not known", fix="write the path out") from None
 
 

@@ -29,7 +29,7 @@ class Start:
     time: str
     about: Mapping[str, Any]
     last: int | None = None
-    ended: str = ""  # when
+    ended: str = ""  # time
     how: str = ""
 
     @property

@@ -88,7 +88,7 @@ def of_cp_method(layout: Layout) -> Iterator[Violation]:
 
 
 def of_pipeline(layout: Layout) -> Iterator[Violation]:
-    """A schedule needs its number of stages a rank, and a split names every stage."""
+    """A schedule needs its number of stages per rank, and a split names every stage."""
     text, virtual = layout.pp_split, layout.pp_virtual
     if layout.pp == 1:
         if virtual > 1:
@@ -122,7 +122,7 @@ def of_fp8(layout: Layout) -> Iterator[Violation]:
 
 
 def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
-    """MLP chunks exclude fp8 scales over all tokens of an MLP, and recompute policies that save parts of it."""
+    """`mlp_chunks` excludes fp8 (scales over all tokens) and recompute policies that save parts of an MLP."""
     if layout.mlp_chunks == 1:
         return
     if layout.fp8 != "none":

@@ -1,4 +1,4 @@
-"""Facts about each optimizer without torch: its keys in the run file, and its state of a parameter. No torch.
+"""Facts about each optimizer: its keys in the run file, and its state per parameter. No torch.
 
 `training/optimizers/NAME.py` holds the update itself.
 """
@@ -27,7 +27,7 @@ class OptimizerFacts:
         return self.of_matrices is None or (kind in self.of_matrices) == is_matrix
 
 
-DIVIDED_BY = frozenset({"exp_avg_sq"})  # never negative; an update is divided by their root
+DIVIDED_BY = frozenset({"exp_avg_sq"})  # never negative; an update is divided by its root
 SCALE = "_scale"  # suffix of a kind of state: its block scales in 8 bits
 _ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
 

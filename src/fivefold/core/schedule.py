@@ -197,7 +197,7 @@ def _walked(plan: SchedulePlan) -> Walked:
                     break
                 needs = tuple((places[need], plan.rank_of(need.stage) != rank) for need in needed)
                 places[slot] = len(found)
-                if slot.kind == "B":  # stands for both
+                if slot.kind == "B":  # is both I and W
                     places[Slot(slot.stage, "I", slot.micro_batch)] = places[slot]
                 found.append((rank, slot, needs))
                 at[rank] += 1

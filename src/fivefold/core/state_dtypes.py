@@ -14,8 +14,8 @@ from typing import Literal, cast
 
 StateDtype = Literal["fp32", "bf16", "8bit"]
 
-AT_ONCE = 2**22  # numbers of a parameter whose state an update restores at a time
-# Bytes that this takes for each of them besides the stored state: moments and their rounding. Measured on a CPU.
+AT_ONCE = 2**22  # numbers of a parameter whose state an update converts at a time
+# Bytes per converted number besides the stored state: moments and their rounding. Measured on a CPU.
 RESTORED: Mapping[str, int] = {"fp32": 0, "bf16": 16, "8bit": 42}
 
 LONGEST, SHORTEST, PIECES = 256, 16, 8  # block lengths in numbers; pieces of a width between whose blocks tp may cut

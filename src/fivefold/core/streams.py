@@ -1,4 +1,4 @@
-"""Standard output and error that cannot show what is written: closed, full, or of few letters. No torch."""
+"""Standard output and error that cannot show what is written: closed, full, or in a small encoding. No torch."""
 
 import io
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
-CLOSED_PIPE = 141  # what a shell reports for a program that the other end of its pipe has left (128 + SIGPIPE)
+CLOSED_PIPE = 141  # what a shell reports for a program with a closed pipe (128 + SIGPIPE)
 
 
 def make_usable() -> None:
@@ -49,7 +49,7 @@ def is_unwritable(error: BaseException) -> bool:
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     try:
-        print(flush=True)  # what could not be written is forgotten
+        print(flush=True)  # drops the text that could not be written
     except (OSError, ValueError):
         return True
     return False

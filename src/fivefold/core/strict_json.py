@@ -16,7 +16,7 @@ def content(path: Path, most: int) -> bytes:
         raise ValueError("not a regular file")
     found = bytearray()
     with path.open("rb") as file:
-        while part := file.read(PART_BYTES):  # a read of `most` would take as much memory at once
+        while part := file.read(PART_BYTES):  # one read of `most` would allocate that much memory
             found += part
             if len(found) > most:
                 raise ValueError(f"more than {most:,} bytes")

@@ -59,7 +59,7 @@ def with_memory(more: int) -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # ValueError: the limit that there was is lower
+    with suppress(OSError, ValueError):  # ValueError: the previous limit is lower
         most = int(os.pread(_sizes(os.getpid()), 32, 0).split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:

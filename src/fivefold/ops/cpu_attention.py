@@ -149,7 +149,7 @@ def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
     library = _library()
     assert isinstance(library, ctypes.CDLL), library
     types = [tensor.dtype for tensor in tensors]
-    types.remove(torch.float32)  # the log-sum-exp
+    types.remove(torch.float32)  # that of the log-sum-exp
     assert len(set(types)) == 1, f"{name} takes one type, not {types}"
     held = [tensor if _is_taken(tensor) else tensor.contiguous() for tensor in tensors]
     passed = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in held]

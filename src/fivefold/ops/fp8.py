@@ -61,7 +61,7 @@ def cast_to_fp8(x_MK: Tensor, cast: Cast, scale: Tensor) -> Tensor:
     """Round `x_MK * scale` to the nearest fp8 numbers, ties to even. Too large values become the largest; NaN stays."""
     dtype = DTYPES[cast.form]
     most = torch.finfo(dtype).max
-    scaled = torch.mul(x_MK, scale).clamp_(-most, most)  # in the type of the scale, which is the wider one
+    scaled = torch.mul(x_MK, scale).clamp_(-most, most)  # in the dtype of the scale, which is the wider one
     return (_rounded_once(scaled, dtype) if scaled.dtype == torch.float64 else scaled).to(dtype)
 
 

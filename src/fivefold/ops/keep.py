@@ -115,7 +115,7 @@ class _Block:
         return _Packed(pack(own), unpack)
 
 
-_block: _Block | None = None  # whose forward is running; autograd's thread and the main one take turns
+_block: _Block | None = None  # in its forward; the main thread and autograd's take turns
 
 
 @contextmanager

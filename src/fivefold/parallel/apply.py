@@ -140,7 +140,7 @@ def parallelize(
 
 
 class LiveParts:
-    """The live parts of a parallelized model, which its features need besides the plan. Making them changes no
+    """The live parts of a parallelized model, which its features need besides the plan. Creating them changes no
     module."""
 
     def __init__(
@@ -204,7 +204,7 @@ class LiveParts:
         return gathers
 
     def state(self, gathers: Mapping[str, Gather]) -> ParallelState:
-        """The state of the model, whose parameters stay from here on."""
+        """State of the model. Its parameter objects are final from here on."""
         return ParallelState(
             self._plan,
             self._mesh,

@@ -11,7 +11,7 @@ from fivefold.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Computed:
-    """The linears of one role, of the whole model. `weights`: those that a token meets; a matmul is 6 FLOPs for each of
+    """The linears of one role, of the whole model. `weights`: those used per token; a matmul takes 6 FLOPs for each of
     them, forward and backward. `why`: the reason if the dtype is not the layout's `fp8`."""
 
     what: str

@@ -22,7 +22,7 @@ class Call:
     """One place of a step that communicates: `times` equal collectives, of `bytes` each.
 
     `phase`: forward; backward, including recompute; or once a step, after all of them. `layer`: the one that sends, or
-    the module outside of layers, or "". `overlaps`: it can run in parallel to compute.
+    the module outside of layers, or "". `overlaps`: it can overlap compute.
     """
 
     axis: str
@@ -85,7 +85,7 @@ def chunk_sizes(tokens: int, vocabulary: int, hidden: int, loss_chunks: int | No
     """Tokens of each chunk, for `tokens` of one micro batch.
 
     `loss_chunks` None: chunks whose fp32 logits stay in cache (`CACHE_BYTES`), but at least 4 * hidden tokens each,
-    because every chunk adds up a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
+    because every chunk accumulates a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
     """
     row = 4 * vocabulary
     most = max(1, min(max(CACHE_BYTES // row, 4 * hidden), MOST_BYTES // row))
@@ -122,7 +122,7 @@ def by_group(declared: Iterable[Collective], grid: RankGrid) -> tuple[Collective
 
 
 def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[Collective]]) -> list[str]:
-    """Names of the collectives that ran otherwise than declared, given both for every rank: kind, count and bytes.
+    """Names of the collectives that ran differently than declared, given both for every rank: kind, count, bytes.
 
     Bytes of all-to-alls are compared in their sum over ranks, because one rank's part depends on where tokens go.
     """

@@ -83,7 +83,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
                 fix="pass input_ids, or a layout with +nosp",
                 more=READ_MORE,
             )
-        if not is_in_backward():  # backward runs a model again that is checkpointed as a whole
+        if not is_in_backward():  # backward reruns a model that is checkpointed as a whole
             put_in_order(model)
             check_parameters(model)
         guard.is_called = True
@@ -121,7 +121,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             reshard(model)
 
     for name in dict.fromkeys(("", base, *parts)):
-        # Prepended: refused before FSDP's own hooks begin a backward that would be left half done.
+        # Prepended: refuse before FSDP's own hooks begin a backward that would be left half done.
         model.get_submodule(name).register_forward_hook(after, prepend=True)
     for name, module in model.named_modules():
         if name:

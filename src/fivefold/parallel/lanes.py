@@ -1,4 +1,4 @@
-"""Copies between the device and host memory, in parallel to compute kernels. On a CPU a copy is done when it is
+"""Copies between the device and host memory, overlapping compute kernels. On a CPU a copy is done when it is
 requested."""
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ Pairs = Sequence[tuple[Tensor, Tensor]]  # (target, source)
 
 @dataclass
 class Copies:
-    """Copies in flight. They hold their sources and targets until the compute stream has met them: the allocator may
-    reuse device memory as soon as the compute stream is done with it, and knows nothing of other streams."""
+    """Copies in flight. They hold their sources and targets until the compute stream has waited for them: the allocator
+    may reuse device memory as soon as the compute stream is done with it, and knows nothing of other streams."""
 
     pairs: Pairs
     event: torch.cuda.Event | None = None

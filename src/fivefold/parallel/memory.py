@@ -72,9 +72,9 @@ class Passing:
     `saved`: what forward passes leave for backward. `at_loss`: the same, when the last stage has run forward. `later`,
     `later_at_loss`: the same, once there are gradients; 0 if no backward, or no loss, comes after the first one.
     `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
-    the backward of a layer needs besides, with everything that recompute makes again. `loss`: one chunk of the loss
-    with its gradients; 0 if another rank has it. `fetched`: what arrives from host memory while the layer after it
-    runs backward.
+    the backward of a layer needs besides, with everything that is recomputed. `loss`: one chunk of the loss with its
+    gradients; 0 if another rank has it. `fetched`: what arrives from host memory while the layer after it runs
+    backward.
     """
 
     saved: Bytes
@@ -198,7 +198,7 @@ def _resting(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> 
 def in_update(
     state: Mapping[str, int], largest: int, shape: StepShape, *, away: Collection[str], state_dtype: str
 ) -> dict[str, int]:
-    """Add to `state` the memory of an update on the device: a piece of the state that is converted to the type of the
+    """Add to `state` the memory of an update on the device: a piece of the state that is converted to the dtype of the
     weights, and the parts in transit of the kinds that are `away`, in host memory. `largest`: bytes of the largest
     parameter, which is a part of its own."""
     more = RESTORED[state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
@@ -223,7 +223,7 @@ def resting_bytes(
     backward the next one without its experts (a layer that a rank has whole is copied in its turn). The embedding is
     not gathered then, because backward does not read it. ZeRO-1 and 2 have gathered all units.
 
-    Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type of the
+    Gradients wait for their reduction in the compute dtype, and are then copied into one buffer in the dtype of the
     reduction. While a layer's activations exist, only its last matrix has a gradient, and the buffer of the experts
     before it is free again. ZeRO-1 keeps the sum of all micro batches. In the update nothing of a pass is left;
     `state[UPDATE]` is what `in_update` adds. `root_waits`: two stages of the rank add to the model's own unit; between
@@ -323,8 +323,8 @@ def layer_choices(plan: ParallelPlan, shape: StepShape) -> dict[str, dict[Mode, 
 
 
 def mode_choices(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> dict[Mode, Choice]:
-    """A layer under each mode of recompute, in one micro batch. Its work is measured in bytes of memory traffic: one
-    byte stands for `FLOPS_PER_BYTE` of a matmul or of attention."""
+    """A layer under each mode of recompute, in one micro batch. Its work is measured in bytes of memory traffic:
+    `FLOPS_PER_BYTE` FLOPs of a matmul or of attention count as one byte."""
     of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
     features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
     flops = shape.rows * shape.tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
@@ -365,7 +365,7 @@ def _gathers_again(plan: ParallelPlan, layer: str, shape: StepShape) -> bool:
 
 
 def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> float:
-    """Numbers of a token that selective recompute saves in a layer: outputs of its linears and of attention, with one
+    """Elements per token that selective recompute saves in a layer: outputs of its linears and of attention, with one
     fp32 statistic of each query, and rows of experts. The last linear's output is saved only in fp8, because those
     linears save their own products."""
     tp, splits, partition = plan.layout.tp, plan.splits_sequence, plan.facts.partition
@@ -374,7 +374,7 @@ def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepSha
         each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes) for each in cost.attention
     )
     found = exchanged_numbers(plan, cost)
-    if found:  # queries, too, are saved before and after their exchange
+    if found:  # queries, too, are saved before and after the exchange
         found += sum(each.query * each.key_size for each in cost.attention) / tp
     for matmul in cost.matmuls:
         name, sizes = f"{layer}.{matmul.name}", (matmul.outputs, matmul.inputs)
@@ -393,8 +393,8 @@ def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepSha
 
 
 def _dear_rows(plan: ParallelPlan, name: str, matmul: Matmul, shape: StepShape) -> float:
-    """Numbers of a token that it saves for the expert matrices `name`. The first ones make features. The second ones
-    make rows as wide as hidden states; rows that are sent are saved when they arrive, and when they come back."""
+    """Elements per token saved for the expert matrices `name`. The first ones make features. The second ones make rows
+    as wide as hidden states; rows that are sent are saved when they arrive, and when they come back."""
     layout = plan.layout
     features = next((each.features for each in plan.facts.experts if is_within(name, [each.name])), None)
     if features is not None and name.endswith(features.first):
@@ -404,7 +404,7 @@ def _dear_rows(plan: ParallelPlan, name: str, matmul: Matmul, shape: StepShape) 
 
 
 def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
-    """Numbers of a token that fp8 linears of `layer` save beyond those of the compute dtype; negative if fewer.
+    """Elements per token that fp8 linears of `layer` save beyond those of the compute dtype; negative if fewer.
 
     If an input is cast for weight gradients, backward does not read the input itself. A compiled layer recomputes it,
     element by element, from what the preceding norm or activation saves, and casts it again by the same scale.
@@ -437,7 +437,7 @@ def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
 
 
 def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> float:
-    """Numbers of a token that an MLP in pieces does not save: the outputs of its first linears, and the activation's
+    """Elements per token that an MLP in pieces does not save: the outputs of its first linears, and the activation's
     results from these; compiled, the latter only as the input of its last linear."""
     own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.feature(ChunkPlan).linears]
     if not own:
@@ -448,8 +448,8 @@ def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> f
 
 
 def exchanged_numbers(plan: ParallelPlan, cost: LayerCost) -> float:
-    """Numbers of a token that Ulysses saves besides: keys and values once more, and the output of attention before it
-    goes back to the ranks of its tokens."""
+    """Elements per token that Ulysses saves in addition: keys and values once more, and the output of attention before
+    it goes back to the ranks of its tokens."""
     if plan.cp_method.ulysses == 1:
         return 0.0
     heads = sum(each.query * each.value_size + each.kv * (each.key_size + each.value_size) for each in cost.attention)
@@ -466,14 +466,14 @@ def edge_bytes(plan: ParallelPlan, shape: StepShape) -> tuple[int, int, int]:
 
 
 def _of_head(plan: ParallelPlan, shape: StepShape) -> int:
-    """Numbers of the gradient of the head; 0 if it is frozen."""
+    """Elements in the gradient of the head; 0 if it is frozen."""
     return plan.vocabulary * shape.hidden * plan.facts.parameters[plan.head_weight].is_trained
 
 
 def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
-    """Numbers of a token that the backward of a layer has at once besides what forward saved: gradients of the widest
-    tensor and of its inputs, and of the hidden states; for experts, of all their rows. An MLP in pieces has that of a
-    piece, and everything that its forward makes again.
+    """Elements per token that the backward of a layer has at once besides saved ones: gradients of the widest tensor
+    and of its inputs, and of the hidden states; for experts, of all their rows. An MLP in pieces has that of a piece,
+    and everything that its forward recomputes.
 
     A compiled layer in one graph has the gradients of gate, up and their product at once, and that of its output. If
     its graph ends at attention over cp, it frees the product before gate and up have gradients."""
@@ -495,7 +495,7 @@ def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> fl
 
 
 def attention_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
-    """Numbers of a token that the backward of attention has at once if keys and values come from other ranks. These are
+    """Elements per token that the backward of attention has at once if keys and values come from other ranks. These are
     its own gradients in fp32; the received keys and values, of one rank in a ring or of all, with their gradients in
     fp32; and those gradients in transit, sent and received. In a ring the next ones are arriving."""
     ring = plan.cp_method.ring

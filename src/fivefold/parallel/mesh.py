@@ -81,7 +81,7 @@ def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist
     timeout = timeout_of_world(device_type)
     if can_split_world():
         made = dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=axis)
-        return made if isinstance(made, dist.ProcessGroup) else None  # a number on ranks that are in none of them
+        return made if isinstance(made, dist.ProcessGroup) else None  # an int on ranks outside of all groups
     mine = None
     for ranks in groups:
         group = dist.new_group(ranks, timeout=timeout, group_desc=axis)

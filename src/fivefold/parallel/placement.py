@@ -183,14 +183,14 @@ class Placement:
         )
 
     def rests_in(self, name: str, master_bytes: int) -> float:
-        """Bytes per number of a stored parameter: of the compute type in a frozen model, or 9 / 16 in NF4, else
+        """Bytes per number of a stored parameter: of the compute dtype in a frozen model, or 9 / 16 in NF4, else
         `master_bytes`."""
         if self.facts.parameters[name].in_nf4:
             return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
         return self.layout.compute_bytes if self.rests_as_computed(name) else master_bytes
 
     def rests_as_computed(self, name: str) -> bool:
-        """True if a parameter is stored in its compute type: one that is frozen for an adapter."""
+        """True if a parameter is stored in its compute dtype: one that is frozen for an adapter."""
         return self.has_adapter and not self.facts.parameters[name].is_trained
 
     def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:

@@ -21,12 +21,12 @@ def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
     return tuple(edit for of_feature in EDITS for edit in of_feature(plan))
 
 
-# In this order forwards and hooks lie around each other: later ones lie outside.
+# Forwards and hooks nest in this order: later ones lie outside.
 EDITS = (
     tensor.edits,  # first: others ask for the sizes after the cut
     linears.edits,
     chunks.edits,
-    context.edits,  # before `rows`, which counts whole rows
+    context.edits,  # before `rows`, whose hooks then see whole rows
     balance.edits,
     experts.edits,
     rows.edits,

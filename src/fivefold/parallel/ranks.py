@@ -20,7 +20,7 @@ from fivefold.core.layout import Layout
 Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
 Tokens = tuple[Blocks, ...]  # of every rank of a ring
 Over = Literal["tp", "ep"]  # the ranks that get the blocks of a parameter
-APART = ("tp_kv", "pp_ends")  # axes with a group of their own even where it spans the world
+APART = ("tp_kv", "pp_ends")  # axes with a group of their own even if it spans the world
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ does the rest: sends and receives, other types, other reductions, other groups.
 
 Ranks decide alike, because a decision depends only on what they have in common: the kind, the type and the reduction.
 
-Sums are over all ranks in their order, in fp32 and rounded once for bf16: the same bits on each rank.
+Sums run over all ranks in order; bf16 is summed in fp32 and rounded once. So every rank gets the same bits.
 
 An asynchronous collective is posted when it is called, up to `_SLOTS` chunks of it. The rest follows when its process
 waits for any collective. Until then its `is_completed()` is false.

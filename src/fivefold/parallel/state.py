@@ -53,7 +53,7 @@ class ParallelState:
     compiled: Compiled | None = None  # None if blocks are not compiled
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)
-    copies: Copies | None = None  # None if FSDP makes them, or if parameters are stored in the compute type
+    copies: Copies | None = None  # None if FSDP makes them, or if parameters are stored in the compute dtype
 
     @property
     def placement(self) -> Placement:

@@ -9,7 +9,7 @@ tokens, and P_e the mean probability of e (https://arxiv.org/abs/2101.03961):
     z of a row, a layer         mean of logsumexp(logits)^2
 
 Gradients enter at the router, in addition to those of the cross entropy, which alone is the training loss. Padding is
-not counted. Picks beyond a capacity (`capacity.py`) are dropped here as well: they get expert E, which is none.
+not counted. Picks beyond a capacity (`capacity.py`) are dropped here as well: they get expert E, which does not exist.
 
 Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per token.
 """
@@ -128,7 +128,7 @@ class Balance:
     def end_step(self) -> BalanceResult:
         """End the step, and return what the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
-        self._scale = 0.0  # until the next step begins, nobody watches
+        self._scale = 0.0  # routers are not watched between steps
         if not self.modules:
             return BalanceResult(0.0, 0.0, ())
         elsewhere = [
@@ -169,7 +169,7 @@ class Balance:
         """Hook a router that returns logits, weights and indices."""
         router = model.get_submodule(experts.router)
         hook = self._after(experts.router, has_bias=hasattr(router, BIAS))
-        # Not compiled: it knows its router by name, so it would be compiled anew for every layer.
+        # Not compiled: it knows its router by name, so it would be recompiled for every layer.
         router.register_forward_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
     def _after(self, name: str, *, has_bias: bool) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 `Ring` or `AllGatherKV` brings keys and values of other ranks' tokens to the queries of a rank, and returns their
 gradients. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) gives each rank all tokens of some heads instead.
 
-Keys and values travel as the model made them: each key/value head once, in the type that the model computes in.
+Keys and values travel as the model made them: each key/value head once, in the compute dtype.
 
 Legend: B rows, L tokens of a rank, n ranks, T = n L, h heads, G key/value heads, D head size; "kv" is keys and values,
 [2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has.
@@ -22,7 +22,7 @@ from fivefold.parallel.ranks import Tokens, narrowed, ring_gradients, ring_keys
 from fivefold.parallel.tensor.mappings import exchange, mapping
 from fivefold.torch_internals import collectives
 
-Pending = Callable[[], Tensor]  # waits for a tensor that is on its way
+Pending = Callable[[], Tensor]  # waits for a tensor in transit
 
 
 class Exchange(Protocol):
@@ -36,7 +36,7 @@ class Exchange(Protocol):
         on one part, the next is in transit."""
 
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
-        """Send the gradient of part `step` (from 0) to the owner of its keys, in the type `wire`. The result, once
+        """Send the gradient of part `step` (from 0) to the owner of its keys, in the dtype `wire`. The result, once
         waited for, is what other ranks sent for this rank's kv."""
 
 
@@ -93,7 +93,7 @@ class AllGatherKV:
     """All-gather of the keys and values of all tokens, in the row's order, as in Llama 3 (arXiv:2407.21783).
 
     One all-to-all sends the gradients to the ranks that own the keys, which add them up in fp32. A reduce-scatter would
-    add them up in the type in which they are sent.
+    add them up in the dtype in which they are sent.
     """
 
     group: dist.ProcessGroup

@@ -260,7 +260,7 @@ def context_parallel(plan: ParallelPlan, mesh: Mesh, combine: offdiagonal.Combin
 def builders(model: nn.Module, fold: ContextParallel) -> Builders:
     """Builders that hook the base, the head and the attention modules of `model`."""
 
-    def cut_rows(edit: spec.CutRows) -> None:  # before anything counts tokens
+    def cut_rows(edit: spec.CutRows) -> None:  # prepended: before anything counts tokens
         model.get_submodule(edit.path).register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)
 
     def whole_rows(edit: spec.WholeRows) -> None:

@@ -1,9 +1,9 @@
 """Capacity of experts: the most tokens of a packed row that an expert takes; picks beyond it are dropped.
 
 With a factor c, K picks per token, E experts and a row of n real tokens, an expert takes the first ceil(c * K * n / E)
-tokens that pick it, by position. Padding stands after the real tokens and takes no capacity. The capacity is per row,
-so every layout drops the same picks. Ranks with parts of a row (sequence or context parallelism) gather the picks of
-each expert in each of their blocks, and count on from the blocks before their own.
+tokens that pick it, by position. Padding follows the real tokens and takes no capacity. The capacity is per row, so
+every layout drops the same picks. Ranks with parts of a row (sequence or context parallelism) gather the picks of each
+expert in each of their blocks, and count on from the blocks before their own.
 
 Legend: B rows, T tokens of a row (those of this rank), L of the whole row, E experts, K experts per token.
 """

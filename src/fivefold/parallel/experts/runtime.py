@@ -125,7 +125,7 @@ def expert_parallel(
     """Make the expert parallelism of a plan. No module is changed yet.
 
     `group`: the ranks that experts are distributed to. `drops`: tells if routers may drop picks now. `linears`: how
-    experts multiply. `kernels`: for the rest of what is computed on their rows.
+    experts multiply. `kernels`: for the other operations on their rows.
     """
     cut, parts = plan.placement.grid.shard_index(plan.placement.rank, "ep").part, plan.layout.etp
     return ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)

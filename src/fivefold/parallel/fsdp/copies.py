@@ -1,9 +1,9 @@
 """Stand-ins for parameters in compute, if nothing is to be gathered: in one process, or on tensor ranks alone.
 
-Parameters are stored in fp32, the optimizer's type; their stand-ins are copies in the compute type. Those of tensor
-ranks are stored as DTensors; if the type is the same, this rank's tensor stands in. They are in place from a forward
+Parameters are stored in fp32, the optimizer's dtype; their stand-ins are copies in the compute dtype. Those of tensor
+ranks are stored as DTensors; if the dtype is the same, this rank's tensor stands in. They are in place from a forward
 until its backward is done. The semantics and the times are FSDP's: inputs of layers are cast, every gradient reaches
-its copy in the compute type, and is added to the parameter's own in fp32. This saves FSDP's hooks at every unit, which
+its copy in the compute dtype, and is added to the parameter's own in fp32. This saves FSDP's hooks at every unit, which
 take a quarter of a step with a model of 1M parameters.
 """
 
@@ -26,7 +26,7 @@ from fivefold.torch_internals import (
 
 
 class Copies:
-    """Copies of `names` in `dtype`: made once, they stay in memory. A parameter of this type is not copied.
+    """Copies of `names` in `dtype`: made once, they stay in memory. A parameter of this dtype is not copied.
 
     `is_held`: they stay in place until `put_back` is called, as ZeRO-1 and 2 keep gathered parameters.
     """

@@ -30,7 +30,7 @@ class Gather:
     the host; None: on the device."""
 
     shard: Tensor  # of this rank [rows of the shard, ..]
-    rows: int  # number that FSDP pads it to
+    rows: int  # padded by FSDP
     scale: Tensor | None = None  # [1, 1], for a weight in fp8
 
     def __init__(self, dtype: torch.dtype, device: torch.device, cast: Cast | None, memory: HostMemory | None) -> None:

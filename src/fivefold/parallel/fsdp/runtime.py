@@ -32,7 +32,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.torch_internals import fsdp_forget
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-# Default precision of a model that came in such a type.
+# Default precision of a model stored in such a dtype.
 PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()} | {torch.float16: "bf16"}
 
 
@@ -57,7 +57,7 @@ def builders(
 
 
 def rest_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store frozen parameters in the type that they compute in, or as bytes of NF4."""
+    """Store frozen parameters in their compute dtype, or as bytes of NF4."""
     resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -76,7 +76,7 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[mesh.layout.precision],
         reduce_dtype=reduce_dtype,
-        cast_forward_inputs=unit.over != "ep",  # the router's weights stay in its type
+        cast_forward_inputs=unit.over != "ep",  # the router's weights keep their dtype
     )
     fsdp, drop = mesh.fsdp_mesh(unit.over), not keeps_gathered(mesh.layout, unit.name)
     sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)

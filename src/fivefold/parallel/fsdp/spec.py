@@ -55,8 +55,8 @@ class FsdpPlan:
 
     @cached_property
     def is_used(self) -> bool:
-        """True if FSDP has something to do. On tensor ranks alone, and in one process, that is if experts are sharded,
-        or if parameters compute in another type or place than they are stored in, and are not copied as a whole
+        """True if FSDP has something to do. On tensor ranks alone, and in one process, only if experts are sharded, or
+        if parameters compute in another dtype or place than they are stored in and are not copied as a whole
         (`copies.py`)."""
         layout = self._plan.layout
         is_shared = layout.world > layout.tp or self._placement.grid.fsdp_shards("ep") > 1
@@ -67,7 +67,7 @@ class FsdpPlan:
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """Parameters that compute in copies of another type, without FSDP: those that are not stored in it."""
+        """Parameters that compute in copies of another dtype, without FSDP: those that are not stored in it."""
         if self.is_used or not self._plan.in_copies:
             return ()
         return tuple(name for name in self._placement.shards if not self._placement.rests_as_computed(name))
@@ -190,7 +190,7 @@ def calls(step: Step) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class RestFrozen(Edit):
-    """Store frozen parameters in their compute type, or in four bits."""
+    """Store frozen parameters in their compute dtype, or in four bits."""
 
     kind = "rest"
 
@@ -228,7 +228,7 @@ class StandIn(Edit):
 
 @dataclass(frozen=True)
 class CastInputs(Edit):
-    """Cast the inputs of a layer to the type that it computes in."""
+    """Cast the inputs of a layer to its compute dtype."""
 
     kind, needs_memory = "pre-hook", True
 

@@ -1,7 +1,7 @@
 """Blocks under `torch.compile`: one compiled function for all equal blocks, and a warning when Dynamo gives one up.
 
-Dynamo compiles a function anew whenever something that it guards on has changed. After a number of versions it runs
-the rest uncompiled, and only its log says so: a run would go on at half of its speed and nobody would know.
+Dynamo recompiles a function whenever one of its guards fails. After a number of versions it runs the rest uncompiled,
+and only its log says so: a run would go on at half its speed unnoticed.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from fivefold.torch_internals import compiled_versions, heard_from_dynamo
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
 # A graph waits for a collective where its result is first read, so that other kernels overlap it. In backward these are
-# the products behind a gather or a sum over tp.
+# the matmuls after a gather or a sum over tp.
 LATE_WAITS: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits"],

@@ -29,8 +29,8 @@ class GraphPlan:
     def gathers_again(self, layer: str, entry: TPInput, shape: StepShape) -> bool:
         """True if backward gathers the input of a column/row pair of a compiled layer again, so that forward saves only
         this rank's tokens of it (as in Megatron, arXiv:2205.05198). False for recomputed layers, and for inputs that
-        only frozen modules read. False for layers of several graphs: products may stand outside of the graph that
-        gathers, so the input is saved."""
+        only frozen modules read. False for layers of several graphs: matmuls may lie outside of the graph that gathers,
+        so the input is saved."""
         is_read = any(module in self._with_trained for module in entry.modules)
         is_one = shape.compiled and shape.gathers_again and self.is_one_graph(layer)
         return self._plan.splits_sequence and is_read and is_one and not shape.recompute.wraps(layer)
@@ -45,7 +45,7 @@ class GraphPlan:
 @dataclass(frozen=True)
 class Outside(Edit):
     """Run a row outside of graphs. A graph saves its tensors when all of it has run; a second forward stops at the last
-    saved tensor, which is the input of this row. So its product and its collective come once."""
+    saved tensor, which is the input of this row. So its matmul and its collective run once."""
 
     kind = "forward"
 

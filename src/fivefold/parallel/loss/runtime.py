@@ -221,7 +221,7 @@ def _cross_entropy(
     sum with these factors (shape and dtype of the logits, and their memory if `overwrite`).
 
     Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the
-    targets' logits, each of which exactly one rank holds.
+    targets' logits. Exactly one rank holds each target's logit.
     """
     precise, heat = _accumulator(logits.dtype), asked.temperature
     own = [_held(tokens_NK, shares_NK.to(precise), logits.shape[-1], fold) for tokens_NK, shares_NK in asked.targets]

@@ -42,7 +42,7 @@ class Pass:
     before: "Pass | None"
     saved: list["weakref.ref[Saved]"] = field(default_factory=list)
     copies: Copies = field(default_factory=lambda: Copies(()))
-    has_begun: bool = False  # its backward
+    has_begun: bool = False  # its backward has
 
     def away(self) -> list[Saved]:
         """Saved memory without values on the device; backward asks for the last first."""

@@ -22,7 +22,7 @@ from fivefold.core.files import take_space
 from fivefold.core.units import human_bytes
 
 HOST = "host"  # of `offload_to`: not a folder
-SEGMENT = 32 * 2**20  # bytes allocated at once, if fewer are needed
+SEGMENT = 32 * 2**20  # bytes of a segment, at least
 _FINE = 64  # sizes between two powers of two: a block is at most a sixty-fourth larger than what is asked for
 
 

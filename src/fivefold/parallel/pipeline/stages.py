@@ -86,7 +86,7 @@ class _Zeros(StageStub):
         self.weight: Tensor = torch.empty(0, dtype=dtype, device="meta") if weight is None else weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Follow the model's device, but keep the compute type."""
+        """Follow the model's device, but keep the compute dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not isinstance(self.weight, nn.Parameter):
             self.weight = fn(self.weight).to(self._dtype)

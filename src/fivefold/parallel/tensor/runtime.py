@@ -195,8 +195,8 @@ def _place_entry(
     """Gather the hidden states for a module of an entry, such as `q_proj`, `k_proj` and `v_proj`. The first one
     gathers; the others get the same tensor. `entries`: the tensors that are ready for the others.
 
-    Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and compile
-    every layer anew.
+    Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and
+    recompile every layer.
     """
     first, *others = edit.entry.modules
     shared = entries.setdefault(edit.entry, [])
