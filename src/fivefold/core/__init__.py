@@ -1,1 +1,1 @@
-"""What every other package may import and what imports none of them: nouns, arithmetic, files, text. No torch."""
+"""Base layer that imports no other package of fivefold: data types, arithmetic, files, text. No torch."""

@@ -1,7 +1,7 @@
-"""The bytecode of Python packages, kept in the cache where it is kept nowhere else.
+"""Cache the bytecode of Python packages if it is kept nowhere else.
 
-uv installs packages without it, images of containers set PYTHONDONTWRITEBYTECODE, and site-packages may be read-only:
-then every process compiles torch, transformers and sympy anew, 3.7 of the 5.8 CPU seconds that their import takes.
+uv installs packages without bytecode, container images set PYTHONDONTWRITEBYTECODE, and site-packages may be read-only.
+Then every process recompiles torch, transformers and sympy: 3.7 of the 5.8 CPU seconds that their import takes.
 """
 
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 from fivefold.core.code_cache import code_folder
 from fivefold.core.errors import UserError
 
-PACKAGES = ("torch", "transformers")  # they are large, and installed like the others
+PACKAGES = ("torch", "transformers")  # large, and installed like the others
 _PREFIX, _NONE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
 
 def keep() -> None:
-    """From here on keep bytecode in the cache, in this process and in those that it starts, if it is kept nowhere else.
+    """Cache bytecode from now on, in this process and its children, unless Python already keeps it elsewhere.
 
-    A prefix that the user has set stays.
+    A prefix set by the user stays.
     """
     if sys.pycache_prefix is not None or not any(map(_has_none, PACKAGES)):
         return
@@ -33,7 +33,7 @@ def keep() -> None:
 
 
 def _has_none(package: str) -> bool:
-    """Whether a package has no bytecode, and will have none."""
+    """True if a package has no bytecode and cannot get any."""
     spec = find_spec(package)
     if spec is None or spec.cached is None or Path(spec.cached).exists():
         return False

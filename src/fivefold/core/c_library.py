@@ -1,4 +1,4 @@
-"""C compiled on this machine: which compiler, and shared libraries that are compiled once and kept. No torch here."""
+"""Compile C on this machine: find a compiler, build shared libraries once and cache them. No torch here."""
 
 import os
 import shutil
@@ -15,25 +15,25 @@ from fivefold.core.integrity import file_checksum
 from fivefold.core.interrupts import sigterm_raises
 
 INSTALL = "install gcc (Debian, Ubuntu: apt install gcc)"
-LONGEST = 120.0  # seconds of one compiler: it takes 1 to 3, on a machine that others keep busy ten times that
+LONGEST = 120.0  # seconds of one compilation: usually 1 to 3, ten times that on a busy machine
 _COMPILERS = ("cc", "gcc", "clang")
-_CHECKSUM = "checksum"  # of a library, beside it
+_CHECKSUM = "checksum"  # file next to a library
 Loaded = TypeVar("Loaded")
 
 
 class UnusableCompiler(RunFailed):
-    """Other options would come to the same."""
+    """The compiler itself fails: other compiler options would not help."""
 
 
 def compiler() -> str | None:
-    """A C compiler of this machine."""
+    """Path of a C compiler on this machine; None if there is none."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = ()) -> None:
-    """Compile C sources to the shared library `out`, in whose folder the compiler's temporary files are.
+    """Compile C sources to the shared library `out`; the compiler's temporary files go to its folder.
 
-    Raises `RunFailed` with the compiler's first error, `UnusableCompiler` where it does not start or end.
+    Raises `RunFailed` with the compiler's first error, `UnusableCompiler` if it does not start or finish.
     """
     command = [compiler() or "cc", "-shared", "-fPIC", *sources, "-o", str(out), *options]
     try:
@@ -43,7 +43,7 @@ def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = 
         ) as started:  # fmt: skip
             try:
                 _, said = started.communicate(timeout=LONGEST)
-            except BaseException:  # with what it has started, which holds its output open
+            except BaseException:  # the whole group: its children hold the output open
                 os.killpg(started.pid, signal.SIGKILL)
                 raise
     except subprocess.TimeoutExpired:
@@ -61,11 +61,10 @@ def compile_library(sources: Sequence[str], out: Path, options: Iterable[str] = 
 def kept_library(
     kind: str, name: str, key: Sequence[object], *, build: Callable[[Path], object], load: Callable[[Path], Loaded]
 ) -> Loaded:
-    """What `load(library)` gives, of the library `name` which `build(library)` compiles if there is none for the same
-    compiler and `key` in the user's folder for code of a kind ("kernels"), or if it is damaged.
+    """Load the library `name` with `load(library)` from the user's folder for code of a kind ("kernels").
 
-    Raises `UnusableCompiler` where there is no compiler, what `build` and `load` raise, and `UserError` where it cannot
-    be kept.
+    `build(library)` compiles it first if there is none for this compiler and `key`, or if it is damaged. Raises
+    `UnusableCompiler` if there is no compiler, `UserError` if it cannot be kept, and what `build` and `load` raise.
     """
     if compiler() is None:
         raise UnusableCompiler("there is no C compiler", fix=INSTALL)
@@ -79,7 +78,7 @@ def kept_library(
             raise ValueError(f"{library} is damaged")
         return load(library)
 
-    with sigterm_raises():  # the compiler would go on
+    with sigterm_raises():  # otherwise the compiler would go on
         return entry(
             code_folder(kind) / key_of(compiler(), *key),
             read=lambda folder: load_whole(folder / name),

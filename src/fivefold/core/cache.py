@@ -1,7 +1,7 @@
-"""The content-addressed cache: what was built once from the same bytes and options is never built again.
+"""The content-addressed cache: an entry is built once for the same bytes and options.
 
-An entry is a folder named by the hash of everything that went into it. It is written beside its final place and renamed
-there, under a file lock, so that a reader sees the whole entry or none and concurrent processes build it once.
+An entry is a folder named by the hash of its inputs. It is written next to its final place and renamed under a file
+lock, so that readers see the whole entry or none, and concurrent processes build it once.
 """
 
 import fcntl
@@ -33,17 +33,17 @@ _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within o
 
 
 def say_aloud(text: str) -> None:
-    """To the screen, beside whatever standard output is for."""
+    """Print to standard error, which leaves standard output to the command."""
     say(text, stream=sys.stderr)
 
 
 def cache_root(override: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
-    """`override`, else `$FIVEFOLD_CACHE`, else `$XDG_CACHE_HOME/fivefold`, else `~/.cache/fivefold`. Raises `UserError`
-    where that is not UTF-8, or there is no home folder."""
+    """Return `override`, else `$FIVEFOLD_CACHE`, else `$XDG_CACHE_HOME/fivefold`, else `~/.cache/fivefold`. Raises
+    `UserError` if the path is not UTF-8, or there is no home folder."""
     found = _named_root(environ) if override is None else override
     try:
         str(found).encode()
-    except UnicodeEncodeError:  # the library of tokenizers opens no such file
+    except UnicodeEncodeError:  # the tokenizers library cannot open such a path
         raise UserError(f"the name of the cache folder, {str(found)!a}, is not UTF-8", fix=INSTEAD) from None
     return found
 
@@ -55,28 +55,27 @@ def _named_root(environ: Mapping[str, str]) -> Path:
         return Path(xdg) / "fivefold"
     try:
         return Path.home() / ".cache" / "fivefold"
-    except RuntimeError:  # a container that runs as a number without a name
+    except RuntimeError:  # a container whose user id has no name
         raise UserError(
             "this user has no home folder, where the cache would be", fix=f"set HOME, or {INSTEAD}"
         ) from None
 
 
 def key_of(*parts: object) -> str:
-    """A name for the JSON-like `parts` (str, int, float, bool, None, lists and dicts of them)."""
+    """Hash the JSON-like `parts` (str, int, float, bool, None, lists and dicts of them) to a name."""
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def entry(folder: Path, *, read: Callable[[Path], Found], build: Callable[[Path, str], object]) -> Found:
-    """What `read(folder)` gives, of a folder that is built first if it is not there or `read` raises `OSError`,
-    `ValueError` or `UserError`: `build(empty folder, damage)`, where `damage` is what `read` said, "" for no folder.
+    """Return `read(folder)`; first build the folder if it is missing or `read` raises OSError, ValueError or UserError.
 
-    Of several processes that ask at once one builds and the others wait.
-    Raises UserError if the cache cannot be written.
+    `build(empty folder, damage)`: `damage` is the message of that error, "" for a missing folder. If several processes
+    call this at once, one builds and the others wait. Raises UserError if the cache cannot be written.
     """
 
     def read_it() -> Found:
         if not folder.exists():
-            raise ValueError  # without a word: nothing is damaged
+            raise ValueError  # without a message: nothing is damaged
         return read(folder)
 
     with suppress(OSError, ValueError, UserError):
@@ -91,17 +90,17 @@ def entry(folder: Path, *, read: Callable[[Path], Found], build: Callable[[Path,
 
 
 def file_digest(path: Path, root: Path) -> str:
-    """Hash of the contents of `path`. A big file's digest is remembered by its place, size and time stamp."""
+    """Hash the contents of `path`. The digest of a large file is cached by path, size and time stamp."""
     stat = path.stat()
     if stat.st_size < _REMEMBER_DIGEST_FROM or time.time() - stat.st_mtime < _SETTLED_SECONDS:
         return _hash_file(path)
     note = root / "digests" / key_of(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
     with suppress(OSError, ValueError):
         digest, checksum = note.read_text(encoding="ascii").split()
-        if checksum == key_of(note.name, digest):  # a damaged one could name the tokens of another file
+        if checksum == key_of(note.name, digest):  # a damaged note could name the tokens of another file
             return digest
     digest = _hash_file(path)
-    with suppress(UserError):  # of a cache that is read-only or full, what is there can be used all the same
+    with suppress(UserError):  # a read-only or full cache can still be read
         write_atomically(note, f"{digest} {key_of(note.name, digest)}")
     return digest
 
@@ -120,7 +119,7 @@ def _hash_file(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """While no other process is here with the same `folder`. Raises UserError where the cache cannot be locked."""
+    """Hold the lock of `folder` against other processes. Raises UserError if the cache cannot be locked."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f"{folder.name}.lock").open("w")
@@ -129,14 +128,14 @@ def locked(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:  # of a filesystem that knows no locks
+        except OSError as error:  # a filesystem without locks
             raise cannot_write(f"to the cache folder {folder.parent}", error, instead=INSTEAD) from error
         yield
 
 
 def _build_beside(folder: Path, build: Callable[[Path], object]) -> None:
     prefix = f".{folder.name}."
-    for left_behind in folder.parent.glob(f"{prefix}*"):  # the lock is ours: a builder that died left these
+    for left_behind in folder.parent.glob(f"{prefix}*"):  # we hold the lock, so a dead builder left these
         shutil.rmtree(left_behind, ignore_errors=True)
     with writing(folder.parent, instead=INSTEAD):
         beside = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
@@ -145,7 +144,7 @@ def _build_beside(folder: Path, build: Callable[[Path], object]) -> None:
         beside.chmod(0o755)
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
-        else:  # what a person or a repair of the disk has put there
+        else:  # put there by a person or a disk repair
             folder.unlink(missing_ok=True)
         beside.rename(folder)
     except OSError as error:

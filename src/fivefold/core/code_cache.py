@@ -1,7 +1,7 @@
-"""Where code that this process runs is kept: bytecode of packages, and libraries that were compiled here.
+"""Folders for code that this process runs: bytecode of packages, and libraries compiled here.
 
-What another user could put there would run as this one. So it is a folder of the cache only where neither it nor a
-folder above it can be changed by others; else a folder of the user's own among the temporary ones.
+Code that another user puts there would run as this user. So the cache is used only if others can change neither the
+folder nor a parent of it; otherwise a folder of the user's own among the temporary ones.
 """
 
 import grp
@@ -17,15 +17,14 @@ from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 
 _NO_PROGRAMS = getattr(os, "ST_NOEXEC", 0)
-_UNMAPPED = 65534  # whom a container sees as the owner of what belongs to users that it does not know
+_UNMAPPED = 65534  # the owner that a container shows for files of users it does not know
 
 
 def code_folder(kind: str) -> Path:
-    """A folder for code of one kind ("kernels") that only this user and root can change, on a disk that programs may
-    run from: the cache's if it is such a one, else one in a temporary folder.
+    """Folder for code of one kind ("kernels"), writable only by this user and root, on a disk that runs programs.
 
-    Raises `UserError` where there is none. Example: `/tmp/fivefold-1000/kernels`, for user 1000 of a cache that a team
-    shares.
+    The cache's folder if it qualifies, else one in a temporary folder. Raises `UserError` if there is none.
+    Example: `/tmp/fivefold-1000/kernels`, for user 1000 of a cache that a team shares.
     """
     temporary = (Path(each) / f"fivefold-{os.getuid()}" for each in (tempfile.gettempdir(), "/tmp", "/var/tmp"))
     refused = list[str]()
@@ -44,11 +43,11 @@ def code_folder(kind: str) -> Path:
 
 
 def _lacks(folder: Path) -> str:
-    """Why code is not kept in `folder`, which is made where others cannot interfere; "" where it is."""
+    """Return why `folder` cannot hold code, "" if it can. Creates the folder where others cannot interfere."""
     if why := _changed_by_others(folder):
         return why
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if why := _changed_by_others(folder):  # it may be that another user was first
+    if why := _changed_by_others(folder):  # another user may have been first
         return why
     if os.statvfs(folder).f_flag & _NO_PROGRAMS:
         return f"programs cannot run from {folder}"
@@ -56,17 +55,17 @@ def _lacks(folder: Path) -> str:
 
 
 def _changed_by_others(folder: Path) -> str:
-    """What on the way to `folder` another user can change; "" for nothing."""
+    """Name the first path on the way to `folder` that another user can change; "" if there is none."""
     itself = Path(os.path.realpath(folder))
     for part in _on_the_way_to(folder):
         try:
             found = part.lstat()
-        except FileNotFoundError:  # this user will make it
+        except FileNotFoundError:  # this user will create it
             continue
         if found.st_uid not in (os.getuid(), 0) and (part == itself or not _is_unmapped(found.st_uid)):
             return f"{part} is another user's"
-        is_sticky = found.st_mode & stat.S_ISVTX and part != itself  # its files can be removed by their owners alone
-        if stat.S_ISLNK(found.st_mode) or is_sticky:  # the mode of a link says nothing
+        is_sticky = found.st_mode & stat.S_ISVTX and part != itself  # only owners can remove its files
+        if stat.S_ISLNK(found.st_mode) or is_sticky:  # a link's own mode is meaningless
             continue
         if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)):
             return f"{part} can be written by others"
@@ -74,7 +73,7 @@ def _changed_by_others(folder: Path) -> str:
 
 
 def _on_the_way_to(folder: Path) -> Iterator[Path]:
-    """`folder`, all that it is in, and all that the links among these lead to."""
+    """Yield `folder` and its parents, and the same for the target of each link among them."""
     left, seen = [Path(os.path.abspath(folder)), Path(os.path.realpath(folder))], set[Path]()
     while left:
         at = left.pop(0)
@@ -88,7 +87,7 @@ def _on_the_way_to(folder: Path) -> Iterator[Path]:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether nobody but this user and root is in a group: that of root, or of the user's name, as Linux makes it."""
+    """True if only this user and root are in a group: root's, or the one of the user's name that Linux makes."""
     try:
         user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
     except KeyError:
@@ -98,7 +97,7 @@ def _is_own_group(group: int) -> bool:
 
 @cache
 def _is_unmapped(user: int) -> bool:
-    """Whether `user` stands for all users whom this container does not know, the machine's root among them."""
+    """True if `user` stands for all users unknown to this container, including the machine's root."""
     try:
         known = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What Linux says of this machine's CPU."""
+"""The CPU of this machine, as Linux describes it."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ _FILE = Path("/proc/cpuinfo")
 
 
 def cpuinfo() -> str:
-    """`/proc/cpuinfo`; "" where there is none."""
+    """Contents of `/proc/cpuinfo`; "" if it does not exist."""
     return _FILE.read_text(encoding="utf-8", errors="replace") if _FILE.exists() else ""

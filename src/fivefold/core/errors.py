@@ -1,4 +1,4 @@
-"""What goes wrong, in the words of the person at the keyboard.
+"""Errors in the words of the person at the keyboard.
 
 Every error a user can cause is a `UserError`: what is wrong and where, the likely fix, where to read more.
 The command line prints those three lines and exits with `exit_code`; a traceback appears only under `--debug`.
@@ -18,12 +18,12 @@ class UserError(Exception):
         self.what, self.fix, self.more = what, fix, more
 
     def to_json(self) -> dict[str, str | None]:
-        """Plain data that `from_json` makes an equal error of, in another process."""
+        """Plain data from which `from_json` rebuilds an equal error in another process."""
         return {"type": type(self).__name__, "what": self.what, "fix": self.fix, "more": self.more}
 
     @staticmethod
     def from_json(told: Mapping[str, Any]) -> "UserError":
-        """The error that `to_json` described; a `UserError` where its type is not known here."""
+        """Rebuild the error from `to_json`; a plain `UserError` if its type is not known here."""
         kind = next((each for each in _kinds(UserError) if each.__name__ == told["type"]), UserError)
         return kind(told["what"], fix=told["fix"], more=told["more"])
 
@@ -38,13 +38,13 @@ class RunFailed(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, without the pages that may follow; its type where it says nothing."""
+    """First line of another library's error message; the error's type if the message is empty."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return next(iter(said.strip().splitlines()), type(error).__name__)
 
 
 def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
-    """`kind` and every type made from it."""
+    """`kind` and all its subclasses."""
     yield kind
     for each in kind.__subclasses__():
         yield from _kinds(each)

@@ -1,7 +1,7 @@
-"""What is written to a disk, one system call at a time, and errors of writing in words. No torch.
+"""Durable file writing, one system call at a time, and write errors in words. No torch.
 
-What returns from here is on the disk: files and the folders that name them are synchronised (fsync). A small file is
-replaced whole, so that a kill or a full disk leaves the old one. The tests stop a process before each call of `os`.
+Files, and the folders that name them, are on disk (fsync) when a call returns. A small file is replaced whole, so that
+a kill or a full disk leaves the old one. The tests stop a process before each call of `os`.
 """
 
 import errno
@@ -15,24 +15,24 @@ from fivefold.core.errors import UserError
 
 AT_ONCE = 8 * 2**20  # bytes of one write
 
-# What a person can do about a path that cannot be written; any other error may be a bug.
+# Errors that a person can fix; any other may be a bug.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 _MISNAMED = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def expanded(name: str) -> Path:
-    """A path as the user wrote it, with `~` as the home folder. Raises `UserError` where that is not known."""
+    """Path as the user wrote it, with `~` expanded. Raises `UserError` if the home folder is not known."""
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # no such user, or one without an entry in the list of users and without HOME
+    except RuntimeError:  # no such user, or one without HOME and a passwd entry
         raise UserError(f"{name}: the home folder that ~ stands for is not known", fix="write the path out") from None
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write `content` to `path`: there is the old file or the new one, never half of it. Raises `OSError`."""
+    """Write `content` to `path` atomically: there is the old file or the new one. Raises `OSError`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.unlink(missing_ok=True)  # of a killed process: in a container every start has the same number
+    beside.unlink(missing_ok=True)  # left by a killed process: every start of a container has the same pid
     try:
         write(beside, [content])
         os.replace(beside, path)
@@ -43,10 +43,10 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def put(path: Path, content: bytes, *, instead: str) -> None:
-    """Write a file that a user has named, whole or not at all; its folder is made where it is missing. A device or a
-    pipe is written to, and a link followed: neither is replaced by a file. `instead`: how to name another place. Raises
-    `UserError` where it cannot be written.
-    """
+    """Write a file that a user has named, whole or not at all, and create its folder if it is missing.
+
+    Devices and pipes are written to, and links followed: neither is replaced by a file. `instead`: how to name another
+    place. Raises `UserError` if it cannot be written."""
     with writing(path, instead=instead):
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def put(path: Path, content: bytes, *, instead: str) -> None:
 
 
 def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
-    """Write a new file; its size in bytes. The folder's entry is the caller's to synchronise. Raises `OSError`."""
+    """Write a new file and return its size in bytes. The caller syncs the folder. Raises `OSError`."""
     descriptor, size = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), 0
     try:
         for part in parts:
@@ -70,15 +70,15 @@ def write(path: Path, parts: Iterable[bytes | memoryview]) -> int:
 
 
 def write_all(descriptor: int, content: bytes | memoryview) -> None:
-    """Write all of `content`: one system call may write less than it was given. Raises `OSError`."""
+    """Write all of `content`: one system call may write only a part. Raises `OSError`."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left[:AT_ONCE]) :]
 
 
 def take_space(descriptor: int, start: int, size: int) -> None:
-    """So many bytes of an open file from `start` on are on the disk: a full disk is an error here, not a signal when a
-    page that is mapped is written. Raises `OSError`."""
+    """Allocate `size` bytes of an open file from `start` on. A full disk is then an error here, not a signal when a
+    mapped page is written. Raises `OSError`."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, start, size)
     else:
@@ -86,7 +86,7 @@ def take_space(descriptor: int, start: int, size: int) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, whose parent exists; one that is there already is fine."""
+    """Create a folder whose parent exists; an existing folder is fine."""
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -95,13 +95,13 @@ def make_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a folder within its parent folder: there is the old name or the new one, never both or half."""
+    """Rename a folder within its parent folder: there is the old name or the new one, never both."""
     os.rename(old, new)
     sync_folder(new.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all it holds; links in it are removed, not followed. One that is not there is fine."""
+    """Remove a folder and its contents, without following links. A missing folder is fine."""
     if not path.is_dir():
         return
     for entry in os.scandir(path):
@@ -113,7 +113,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Flush the names in a folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -122,8 +122,8 @@ def sync_folder(path: Path) -> None:
 
 
 def check_place(path: Path, *, instead: str) -> None:
-    """Raise the `UserError` of `writing` where a file cannot be written, before work is done for it. A folder that is
-    missing may still be made."""
+    """Raise the `UserError` of `writing` if a file cannot be written, before any work for it. A missing folder is fine:
+    it can be created."""
     for each in (path, *path.parents):
         if each.is_symlink() and not each.exists():
             raise UserError(
@@ -144,7 +144,7 @@ def check_place(path: Path, *, instead: str) -> None:
 
 @contextmanager
 def writing(path: Path, *, instead: str) -> Iterator[None]:
-    """Turn what goes wrong while `path` is written into a `UserError`. `instead`: how to name another place for it."""
+    """Turn an `OSError` while `path` is written into a `UserError`. `instead`: how to name another place for it."""
     try:
         yield
     except OSError as error:
@@ -152,7 +152,7 @@ def writing(path: Path, *, instead: str) -> Iterator[None]:
 
 
 def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> UserError:
-    """The error of the user for an error of the system."""
+    """Return the `UserError` for a system error in writing `path`."""
     why = f"{error.strerror or error}"
     place = f"; {error.filename} is in its way" if error.errno in _MISNAMED and _elsewhere(error, path) else ""
     if is_full(error):
@@ -165,7 +165,7 @@ def cannot_write(path: Path | str, error: OSError, *, instead: str = "") -> User
 
 
 def of_system(error: Exception) -> OSError | None:
-    """The error of the system behind an exception of a library in Rust or C++, which tells of it in its text alone."""
+    """Find the system error behind an exception of a Rust or C++ library, which reports it only as text."""
     if isinstance(error, OSError):
         return error
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -174,12 +174,12 @@ def of_system(error: Exception) -> OSError | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that there is no room."""
+    """True if there is no room: the disk or quota is full, or the file too large."""
     return error.errno in _FULL
 
 
 def is_users(error: OSError) -> bool:
-    """Whether it says that a place is full, read-only, forbidden or misnamed: nothing that a program can mend."""
+    """True if a path is full, read-only, forbidden or misnamed: the program cannot fix that."""
     return error.errno in (*_FULL, *_REFUSED, *_MISNAMED)
 
 

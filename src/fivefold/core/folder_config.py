@@ -1,4 +1,4 @@
-"""The config.json of a model folder that someone else made, as a bounded JSON object. No torch."""
+"""Read the config.json of someone else's model folder as a bounded JSON object. No torch."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,16 +12,16 @@ from fivefold.core.errors import UserError
 from fivefold.core.legality import LAYERS
 
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
-MOST_HEAD_DIM = 2**16  # of which a table of rotary angles is made; the widest heads have some hundred
+MOST_HEAD_DIM = 2**16  # sizes a table of rotary angles; the widest heads have a few hundred
 MOST_NUMBER = 2**53
 _MORE = "docs/models.md"
-# Keys of other heads than that of a language model.
+# Keys of heads other than the language model's.
 _NO_DROPOUT = ("classifier_", "summary_")
-_THRESHOLDS = [("phimoe", "router_jitter_noise")]  # also says which experts count: 0 would be another model
+_THRESHOLDS = [("phimoe", "router_jitter_noise")]  # also selects experts: 0 would change the model
 
 
 def read_folder_config(path: Path) -> dict[str, Any]:
-    """The config.json of the folder `path`, or the file `path`. Raises `UserError` for what is no model's config."""
+    """Read config.json from the folder `path`, or the file `path`. Raises `UserError` if it is no model's config."""
     check_not_gguf(path)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -42,7 +42,7 @@ def read_folder_config(path: Path) -> dict[str, Any]:
 
 
 def is_gguf(path: Path) -> bool:
-    """True for a file of llama.cpp by its first bytes, whatever its name: that word, and a number in binary."""
+    """True for a llama.cpp file of any name, by its first bytes: `GGUF` and a binary number."""
     head = b""
     if path.is_file():
         with suppress(OSError), path.open("rb") as file:
@@ -51,7 +51,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_not_gguf(path: Path) -> None:
-    """Raise `UserError` for a GGUF file, and for a folder that has one in place of a config.json."""
+    """Raise `UserError` for a GGUF file, and for a folder that has one but no config.json."""
     is_in_place = not (path / "config.json").is_file() and any(path.glob("*.gguf"))
     if path.suffix == ".gguf" or is_in_place or is_gguf(path):
         raise UserError(
@@ -62,9 +62,9 @@ def check_not_gguf(path: Path) -> None:
 
 
 def check_counts(values: Mapping[str, Any], name: str) -> None:
-    """Raise `UserError` for numbers that no model has, before anything is built by them."""
+    """Raise `UserError` for numbers out of any model's range, before anything is built from them."""
     for key, number in _numbers(values):
-        if isinstance(number, float):  # infinities are written by transformers
+        if isinstance(number, float):  # transformers writes infinities
             if isnan(number):
                 raise UserError(f"{name}: {key} is NaN, which is not a number", more=_MORE)
             continue
@@ -89,7 +89,7 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def check_no_code(values: Mapping[str, Any], name: str) -> None:
-    """Raise `UserError` for a config.json that wants code of its folder run."""
+    """Raise `UserError` for a config.json that asks to run code from its folder."""
     if "auto_map" in values:
         raise UserError(
             f"{name} brings its own model code (auto_map in config.json), and no code from a model folder is executed",
@@ -99,7 +99,7 @@ def check_no_code(values: Mapping[str, Any], name: str) -> None:
 
 
 def check_no_dropout(values: Mapping[str, Any], name: str) -> None:
-    """Raise `UserError` for a config.json that asks for random numbers in training, where it is that of one model."""
+    """Raise `UserError` if the config.json of a single model asks for random numbers in training."""
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     has_parts = any(isinstance(value, dict) and "model_type" in value for value in text.values())
     if not has_parts and (keys := dict(noise(text))):
@@ -107,7 +107,7 @@ def check_no_dropout(values: Mapping[str, Any], name: str) -> None:
 
 
 def no_dropout(name: str, keys: Mapping[str, Any]) -> UserError:
-    """What is said of a model with dropout or jitter; `keys`: of its config, with their values."""
+    """Error for a model with dropout or jitter; `keys`: those of its config, with their values."""
     found = ", ".join(f"{key} {value}" for key, value in keys.items())
     return UserError(
         f"dropout is not supported: {name} has {found or 'a module that drops'}",
@@ -117,7 +117,7 @@ def no_dropout(name: str, keys: Mapping[str, Any]) -> UserError:
 
 
 def noise(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys of a config, at every depth, that ask for random numbers, and what they ask for."""
+    """Yield the config keys, at every depth, that ask for random numbers, with their values."""
     sections = [("", values)]
     while sections:
         inside, section = sections.pop()

@@ -13,8 +13,8 @@ rounded ("cast"). The recipes differ in regions and in formats:
 | `blockwise` | 1 x 128 | 128 x 128 | e4m3 | DeepSeek-V3, arXiv:2412.19437 |
 | `mxfp8` | 1 x 32 | 1 x 32 | e4m3; scales are powers of 2 | OCP Microscaling, arXiv:2310.10537 |
 
-Ranks that hold parts of a region must agree on its largest value, for it to be cast as one process would cast it. So a
-row of activations that tp splits costs a collective, and a strip of 128 features never does.
+Ranks that share a region must agree on its largest value, to cast it as one process would. So a row of activations
+split over tp costs a collective, and a strip of 128 features never does.
 
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """
@@ -32,7 +32,7 @@ Operand = Literal["input", "weight", "gradient"]
 
 @dataclass(frozen=True)
 class Cast:
-    """How an operand [M, K] is cast. `region`: how much of M and of K has one scale; None is all of it."""
+    """Cast of an operand [M, K]. `region`: how much of M and of K has one scale; None is all of it."""
 
     form: Format
     region: tuple[int | None, int | None]
@@ -44,8 +44,8 @@ Pair = tuple[Cast, Cast]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the two operands of each product are cast; None: the product is multiplied in the compute dtype. `history`:
-    a scale follows from the largest values of so many steps before; 0: from the tensor itself."""
+    """Casts of the two operands of each product; None: the product is multiplied in the compute dtype. `history`:
+    the number of earlier steps whose largest values set the scale; 0: the tensor itself sets it."""
 
     output: Pair
     input_grad: Pair
@@ -54,29 +54,29 @@ class Recipe:
 
     @property
     def casts_once(self) -> bool:
-        """Whether each operand is cast once and serves both of its products (`tensorwise`). Forward then leaves the
-        cast input for backward, and not the input."""
+        """True if each operand is cast once for both of its products (`tensorwise`). Forward then saves the cast input
+        for backward instead of the input."""
         (x, w), (g, w_again), (g_again, x_again) = self.output, self.input_grad, self.weight_grad or (None, None)
         is_whole = all(cast.region == (None, None) for cast in (x, w, g))
         return is_whole and (x, w, g) == (x_again, w_again, g_again)
 
     def cast_for(self, product: Product) -> tuple[Operand, ...]:
-        """The operands that are cast when a product is computed; the others are not, or have been cast before: weights
-        that are cast once, by FSDP before it gathers them."""
+        """Operands that are cast when a product is computed. The others are not cast, or were cast before: FSDP casts
+        weights that are cast once, before it gathers them."""
         if getattr(self, product) is None or (self.casts_once and product == "weight_grad"):
             return ()
         return OPERANDS[product][: 1 if self.casts_once else 2]
 
     @property
     def block(self) -> int:
-        """Numbers of the summed dimension that have one scale; 1 where it is all of them."""
+        """Numbers along K that share a scale; 1 if the scale spans all of K."""
         return self.output[0].region[1] or 1
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Where PyTorch multiplies fp8: on NVIDIA GPUs of compute capability `first` to `last`, from this version of CUDA.
-    K must be a multiple of `summed`, and N of 16."""
+    """Hardware on which PyTorch multiplies fp8: NVIDIA GPUs of compute capability `first` to `last`, from this version
+    of CUDA. K must be a multiple of `summed`, and N of 16."""
 
     first: tuple[int, int]
     last: tuple[int, int] | None
@@ -84,7 +84,7 @@ class Kernel:
     summed: int
 
 
-# Numbers of the summed dimension that have one scale (`Recipe.block`) -> its kernel, as PyTorch's source asks for it.
+# Numbers along K that share a scale (`Recipe.block`) -> its kernel, with the conditions in PyTorch's source.
 KERNELS: Mapping[int, Kernel] = {
     1: Kernel((8, 9), None, (12, 0), 16),
     32: Kernel((10, 0), None, (12, 8), 32),
@@ -92,7 +92,7 @@ KERNELS: Mapping[int, Kernel] = {
 }
 # The same for a grouped matmul of experts, whose rows are 2-D and whose weights are 3-D.
 GROUPED_KERNELS: Mapping[int, Kernel] = {1: Kernel((9, 0), (10, 9), (12, 0), 16)}
-ALIGNED = 16  # what a kernel needs N to be a multiple of
+ALIGNED = 16  # N must be a multiple of this
 
 # Product -> the dimensions M, N, K of its operands [M, K] and [N, K].
 DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
@@ -103,14 +103,14 @@ DIMS: Mapping[Product, tuple[Dim, Dim, Dim]] = {
 
 KINDS: tuple[Operand, ...] = get_args(Operand)
 
-# Product -> its operands, the second one turned over.
+# Product -> its operands: the first times the transpose of the second.
 OPERANDS: Mapping[Product, tuple[Operand, Operand]] = {
     "output": ("input", "weight"),
     "input_grad": ("gradient", "weight"),
     "weight_grad": ("gradient", "input"),
 }
 
-# What a linear is to tp -> the axis over which each of its dimensions is split, where it is.
+# Role of a linear under tp -> the mesh axis that splits each of its dimensions, if any.
 SPLIT_OVER: Mapping[Literal["column", "row", "dense"], Mapping[Dim, str]] = {
     "column": {"outputs": "tp", "tokens": "cp"},
     "row": {"inputs": "tp", "tokens": "cp"},
@@ -133,8 +133,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def by_row(recipe: Recipe) -> Recipe:
-    """The recipe of experts: activations and gradients that it casts as whole tensors are cast row by row, and scales
-    are powers of 2, so that 16 bits hold what a cast number stands for."""
+    """Adapt a recipe to experts: cast activations and gradients row by row where it casts whole tensors. Scales are
+    powers of 2, so that 16 bits hold a cast number's value."""
 
     def rows(pair: Pair) -> Pair:
         region = (1, pair[0].region[1])
@@ -144,16 +144,16 @@ def by_row(recipe: Recipe) -> Recipe:
 
 
 def shared_dims(cast: Cast, free: Dim, summed: Dim) -> tuple[Dim, ...]:
-    """The dimensions of an operand that its regions span: ranks that split one of them agree on largest values."""
+    """Dimensions that the regions of an operand span: ranks that split one must agree on largest values."""
     return tuple(dim for dim, size in zip((free, summed), cast.region, strict=True) if size is None)
 
 
 def agreements(recipe: Recipe, tokens: int, inputs: int, outputs: Sequence[int]) -> Iterator[tuple[Product, Dim, int]]:
-    """Of linears that are given the same input: (product, dimension, how many largest values) for every collective
-    that ranks which split the dimension need. `outputs`: features of each linear.
+    """Collectives of linears that share an input: (product, dimension, number of largest values) for each.
 
-    What is cast at one moment travels together. Example, q, k and v by `rowwise` of 16 tokens and 8 inputs: for the
-    gradient of the input, 3 x 16 largest values of gradients and 3 x 8 of weights go in one collective.
+    The ranks that split the dimension take part. `outputs`: features of each linear. Values cast at the same time
+    travel together. Example, q, k and v by `rowwise` of 16 tokens and 8 inputs: for the gradient of the input, 3 x 16
+    largest values of gradients and 3 x 8 of weights go in one collective.
     """
     for product, (m, n, k) in DIMS.items():
         numbers = Counter[Dim]()

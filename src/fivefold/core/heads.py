@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 def kv_copies(kv: int, tp: int) -> int:
-    """How many tp ranks share each of `kv` key/value heads: 2 heads over tp8 are shared by 4 ranks each."""
+    """Number of tp ranks that share each of `kv` key/value heads: 2 heads over tp8 are shared by 4 ranks each."""
     return max(1, tp // kv)
 
 
@@ -15,9 +15,9 @@ def legal_degrees(query: int, kv: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CPMethod:
-    """How the `cp` = `ring` x `ulysses` ranks attend.
+    """The attention method of `cp` = `ring` x `ulysses` ranks.
 
-    `ulysses` neighbours exchange heads for tokens: each has some heads of all their tokens. Between these groups keys
+    `ulysses` neighbours exchange heads for tokens: each gets some heads of all their tokens. Between these groups, keys
     and values go round a ring of `ring` ranks; with `gathers` they are all-gathered instead. Example: `2x4` of cp8 is
     rings of 2 over groups of 4.
     """
@@ -28,7 +28,7 @@ class CPMethod:
 
 
 def context_method(text: str, cp: int, query: int, kv: int) -> CPMethod:
-    """The method that `cp_method` names. `query`, `kv`: heads of one tensor parallel rank.
+    """Resolve `cp_method`. `query`, `kv`: heads of one tensor parallel rank.
 
     `auto` sends the least, counted in heads of a rank's tokens:
 

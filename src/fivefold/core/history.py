@@ -1,9 +1,9 @@
-"""`history.jsonl` of a run folder: when and where each of its starts trained, with what, and what happened on the way.
+"""`history.jsonl` of a run folder: when and where each start trained, with what, and what happened on the way.
 
 One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
-machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, told by
-the launcher), `skipped`, and `note`. It is for people and for `fivefold report`. A run reads one thing of it: the day
-of its first start, which a chat template may write. No torch.
+machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, as
+the launcher reports), `skipped`, and `note`. It is for people and for `fivefold report`. The run itself reads only the
+day of its first start, for chat templates. No torch.
 """
 
 import platform
@@ -18,18 +18,18 @@ from fivefold.core.json_lines import JsonLines, read
 from fivefold.core.version import versions
 
 NAME = "history.jsonl"
-SECTIONS = ("versions", "machine", "schedule", "data")  # of the record of a start: tables
+SECTIONS = ("versions", "machine", "schedule", "data")  # tables in the record of a start
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: after `step` steps, until `last` (None: not known). `about`: what its record says."""
+    """One start of a run: after `step` steps, until `last` (None: not known). `about`: the fields of its record."""
 
     step: int
     time: str
     about: Mapping[str, Any]
     last: int | None = None
-    ended: str = ""  # when
+    ended: str = ""  # time
     how: str = ""
 
     @property
@@ -58,9 +58,9 @@ class History:
     damaged: Sequence[str] = field(default=())
 
     def spans(self) -> Iterator[tuple[Start, int, int | None]]:
-        """Each start with the steps that are left of it: after `first`, up to `last` (None: the newest).
+        """Yield each start with its remaining steps: after `first`, up to `last` (None: the newest).
 
-        Where a later start went on from an earlier step, what came after that step was done again.
+        If a later start resumed from an earlier step, the steps after it were done again.
         """
         for number, start in enumerate(self.starts):
             later = [each.step for each in self.starts[number + 1 :]]
@@ -69,7 +69,7 @@ class History:
                 yield start, start.step, last
 
     def is_left(self, event: Event) -> bool:
-        """Whether the step of `event` is still part of the run, not done again since."""
+        """True if the step of `event` was not done again by a later start."""
         return all(event.step <= each.step for each in self.starts[event.number + 1 :])
 
 
@@ -97,14 +97,14 @@ def load(run: Path) -> History:
 
 
 def first_day(run: Path) -> date | None:
-    """The day on which the run in this folder first started; None where it has not, or does not say."""
+    """Day on which the run in this folder first started; None if it has not, or the day is missing."""
     starts = load(run).starts
     began = _moment(starts[0].time) if starts else None
     return began.date() if began else None
 
 
 class Log:
-    """Appends to the history of a run. `say` is told when that cannot be written; nothing is raised."""
+    """Writer of a run's history. Calls `say` when it cannot be written; raises nothing."""
 
     def __init__(self, run: Path, say: Callable[[str], None]) -> None:
         self._lines = JsonLines(run / NAME, last_step=None, say=say)
@@ -118,7 +118,7 @@ class Log:
 
 
 def surroundings() -> dict[str, Any]:
-    """Where this process runs, for the record of a start: versions and machine."""
+    """Versions and machine of this process, for the record of a start."""
     return {
         "versions": versions(),
         "machine": {"host": socket.gethostname(), "system": platform.platform(terse=True)},
@@ -126,7 +126,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What another start of the same run does otherwise, in words: layout, ranks, versions, schedule."""
+    """Differences of another start of the same run, in words: layout, ranks, versions, schedule."""
     found = []
     if before.get("layout") != now.get("layout"):
         found.append(f"layout {before.get('layout')} → {now.get('layout')}")
@@ -141,7 +141,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def now() -> str:
-    """This moment, with its distance from UTC: `2026-01-31T12:34:56+01:00`."""
+    """Current time with its offset from UTC: `2026-01-31T12:34:56+01:00`."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what counts as a name on it, and why something named there cannot be had. No torch."""
+"""The Hugging Face hub: what counts as a name on it, and why a name cannot be fetched. No torch."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from fivefold.core.errors import UserError
 
 MODEL = "model.name_or_path"
-_SECONDS = 10  # until a hub that does not answer counts as unreachable
+_SECONDS = 10  # timeout of the first request to the hub
 
 
 def is_hub_id(name: str) -> bool:
@@ -16,16 +16,16 @@ def is_hub_id(name: str) -> bool:
 
 
 def snapshot(name: str, files: Sequence[str], *, key: str) -> Path:
-    """The folder of a hub id with its `files` (patterns): fetched where they have changed, else this machine's copy.
+    """Return the folder of a hub id with its `files` (patterns): fetched if they changed, else this machine's copy.
 
-    `key` of the run file names it. Raises `UserError` saying why there is none; a hub that cannot be reached is asked
-    once, for a few seconds.
+    `key`: the key of the run file that names it. Raises `UserError` with the reason if there is none. An unreachable
+    hub is asked once, for a few seconds.
     """
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        HfApi().model_info(name, timeout=_SECONDS)  # what follows would wait for ever, or ask again for minutes
-    except Exception as error:  # of huggingface_hub, or of its HTTP client
+        HfApi().model_info(name, timeout=_SECONDS)  # snapshot_download would wait forever, or retry for minutes
+    except Exception as error:  # from huggingface_hub or its HTTP client
         try:
             return Path(snapshot_download(name, allow_patterns=[*files], local_files_only=True))
         except Exception:
@@ -37,7 +37,7 @@ def snapshot(name: str, files: Sequence[str], *, key: str) -> Path:
 
 
 def config_file(name: str) -> Path:
-    """The config.json of a model that is a hub id; see `snapshot`."""
+    """Fetch the config.json of a model on the hub; see `snapshot`."""
     file = snapshot(name, ["config.json"], key=MODEL) / "config.json"
     if not file.is_file():
         raise UserError(f"{MODEL} {name}: the repository holds no config.json", fix="name another model")
@@ -45,13 +45,13 @@ def config_file(name: str) -> Path:
 
 
 def _not_fetched(key: str, name: str, error: BaseException) -> UserError:
-    """What to say when `name`, which `key` of the run file names, could not be had from the hub."""
+    """Error for a `name` that could not be fetched from the hub; `key`: that of the run file."""
     what, fix = _reason(name, list(_chain(error)))
     return UserError(f"{key} {name}: {what}", fix=fix)
 
 
 def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
-    """What is wrong, and what to do about it. The most telling of the errors counts, however deep it lies."""
+    """The problem and its fix. The most specific error counts, however deep it lies."""
     from huggingface_hub import errors as hub
 
     local = f"name a local folder (hf download {name} --local-dir DIR fills one where there is a network)"
@@ -77,7 +77,7 @@ def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from, down to the first."""
+    """Yield an error and its causes, down to the first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

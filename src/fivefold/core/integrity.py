@@ -1,7 +1,7 @@
-"""Checksums of what lies in the cache, and of token stores: damage is found when they are opened, not trained on.
+"""Checksums of the cache and of token stores: damage is found on opening, before it is trained on.
 
-xxh3 reads some GB/s. A file of 64 MiB or more that was found whole in the last day, and has not been written to since,
-is not read again: workers take the launcher's word for it, and a start takes no longer for a larger corpus.
+xxh3 reads some GB/s. A file of 64 MiB or more is not read again if it was verified in the last day and not written to
+since: workers trust the launcher's check, and a start takes no longer for a larger corpus.
 """
 
 import json
@@ -24,7 +24,7 @@ _TRUSTED_SECONDS = 86400.0
 
 
 class DamagedError(ValueError):
-    """A file is not what was written; says which, and where in it."""
+    """A file differs from what was written; the message says which, and where in it."""
 
 
 def signed(tree: Mapping[str, Any], *, indent: int | None = 2) -> str:
@@ -33,7 +33,7 @@ def signed(tree: Mapping[str, Any], *, indent: int | None = 2) -> str:
 
 
 def read_signed(path: Path) -> dict[str, Any]:
-    """What was given to `signed`. Raises DamagedError."""
+    """Read back JSON from `signed`, without its checksum. Raises DamagedError."""
     try:
         tree = dict(json.loads(strict_json.content(path, strict_json.MOST_BYTES)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -46,7 +46,7 @@ def read_signed(path: Path) -> dict[str, Any]:
 
 
 def file_checksum(path: Path) -> str:
-    """Of a whole file."""
+    """xxh3 checksum of a whole file."""
     state = xxh3_128()
     for chunk in _chunks(path):
         state.update(chunk)
@@ -54,7 +54,7 @@ def file_checksum(path: Path) -> str:
 
 
 def check_file(path: Path, checksum: str, root: Path) -> None:
-    """Raises DamagedError unless `path` has this checksum; `root` is the cache's folder."""
+    """Raise DamagedError unless `path` has this checksum; `root` is the cache's folder."""
     try:
         if is_trusted(path, root):
             return
@@ -66,12 +66,12 @@ def check_file(path: Path, checksum: str, root: Path) -> None:
 
 
 def chunk_checksums(path: Path) -> NDArray[np.uint64]:
-    """uint64 [chunks], of each `CHUNK` bytes of the file."""
+    """Checksums of each `CHUNK` bytes of the file, uint64 [chunks]."""
     return np.array([xxh3_64_intdigest(chunk) for chunk in _chunks(path)], np.uint64)
 
 
 def check_chunks(path: Path, checksums: NDArray[np.uint64]) -> Iterator[tuple[int, bytes]]:
-    """The first byte and the contents of each chunk. Raises DamagedError at one that is not what was written."""
+    """Yield the offset and the contents of each chunk. Raises DamagedError at the first damaged one."""
     for number, chunk in enumerate(_chunks(path)):
         start = number * CHUNK
         if number >= len(checksums) or xxh3_64_intdigest(chunk) != int(checksums[number]):
@@ -82,7 +82,7 @@ def check_chunks(path: Path, checksums: NDArray[np.uint64]) -> Iterator[tuple[in
 
 
 def is_trusted(path: Path, root: Path) -> bool:
-    """Whether a large file was found whole lately and has not been touched since."""
+    """True if a large file was verified in the last day and has not been touched since."""
     if path.stat().st_size < _TRUSTED_FROM:
         return False
     note = _note(path, root)
@@ -90,16 +90,16 @@ def is_trusted(path: Path, root: Path) -> bool:
 
 
 def trust(path: Path, root: Path) -> None:
-    """Remember that a large file was found whole."""
+    """Record that a large file was verified."""
     if path.stat().st_size >= _TRUSTED_FROM:
         note = _note(path, root)
-        with suppress(OSError):  # a cache that is read-only or full: it is read again next time
+        with suppress(OSError):  # a read-only or full cache: the file is read again next time
             note.parent.mkdir(parents=True, exist_ok=True)
             note.touch()
 
 
 def _note(path: Path, root: Path) -> Path:
-    """Named by everything that changes when the file is written to, the time of its inode's last change among it."""
+    """Marker file, named by everything that a write to `path` changes, including the inode's change time."""
     stat = path.stat()
     state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     return root / "whole" / key_of(str(path.resolve()), state)

@@ -1,7 +1,7 @@
-"""What a signal does to a command.
+"""Signal handling of a command.
 
-While it still imports its modules, for up to seconds, Ctrl-C ends it with a word and without a traceback: what is
-imported may make another error of an interrupt, so that nothing is raised. While it trains, SIGTERM and Ctrl-C are
+While it imports its modules, for up to seconds, Ctrl-C ends it with a message and without a traceback. Nothing is
+raised then, because imported code may turn an interrupt into another error. While it trains, SIGTERM and Ctrl-C are
 passed on to the loop, which ends after a step, the same one on every rank. No torch.
 """
 
@@ -15,20 +15,20 @@ from types import FrameType
 
 INTERRUPTED = 130  # what a shell reports for a process ended by Ctrl-C
 _STOPS = (signal.SIGTERM, signal.SIGINT)
-ENDING = (*_STOPS, signal.SIGHUP, signal.SIGQUIT)  # what ends a process that does not heed it
+ENDING = (*_STOPS, signal.SIGHUP, signal.SIGQUIT)  # signals that end a process without a handler
 
 
 def end_at_once(*, word: str = "") -> None:
-    """From now on Ctrl-C ends this process. One that ignores it, as under nohup, goes on doing so."""
+    """Make Ctrl-C end this process from now on, with `word`. A process that ignores it, as under nohup, still does."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, partial(_end, word))
 
 
 def raise_again() -> None:
-    """From now on, where `end_at_once` was in force, Ctrl-C raises `KeyboardInterrupt`, as in any program of Python.
+    """Undo `end_at_once`: make Ctrl-C raise `KeyboardInterrupt` again, as in any Python program.
 
-    Python drops what is raised in the callback of a weak reference, and every import has one: a command would go on as
-    if nobody had asked it to stop. An interrupt that is dropped ends the process instead.
+    Python drops exceptions raised in the callback of a weak reference, and every import has one: the command would go
+    on as if nobody had asked it to stop. A dropped interrupt ends the process instead.
     """
     end = signal.getsignal(signal.SIGINT)
     if isinstance(end, partial):
@@ -49,17 +49,16 @@ def _end(word: str, number: int, frame: FrameType | None) -> None:
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """Request to stop this process: the signal it came `by`, or None."""
 
     by: signal.Signals | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGTERM and SIGINT are noted; a second Ctrl-C does what it always did, and a further SIGTERM nothing:
-        schedulers send several (Slurm to the step and to the job), and none may cut a save short.
+        """Note SIGTERM and SIGINT inside this context. A second Ctrl-C acts as before; a further SIGTERM does nothing.
 
-        Outside of the main thread nothing is noted.
-        """
+        Schedulers send several (Slurm to the step and to the job), and none may cut a save short. Outside the main
+        thread nothing is noted."""
         import threading  # here: nothing is imported before Ctrl-C has a handler
 
         if threading.current_thread() is not threading.main_thread():
@@ -85,7 +84,7 @@ class StopRequest:
 
 
 class Stopped(SystemExit):
-    """A signal has stopped it (a run: once it is saved); the exit code is the one shells give to it."""
+    """Exit after a signal (of a run: once it is saved), with the exit code that shells give to it."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(128 + by)
@@ -93,7 +92,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises `Stopped` where it would end this process, so that what is to be cleaned up is. Outside of
+    """Raise `Stopped` on SIGTERM inside this context if SIGTERM would end this process, so that cleanup runs. Outside
     the main thread nothing changes."""
     import threading  # here: nothing is imported before Ctrl-C has a handler
 

@@ -1,7 +1,7 @@
-"""Files of one JSON object a line (`metrics.jsonl`, `samples.jsonl`, `history.jsonl`), read and written. No torch.
+"""Read and write files of one JSON object a line (`metrics.jsonl`, `samples.jsonl`, `history.jsonl`). No torch.
 
-They are what a run says of itself, not its state: a damaged line is set aside and named, a write that fails is tried
-again, and neither ends a run. A line ends at a line feed and nowhere else: text may hold U+2028 or U+0085.
+They report on a run and are not its state: a damaged line is set aside and named, a failed write is retried, and
+neither ends a run. A line ends at a line feed and nowhere else: text may hold U+2028 or U+0085.
 """
 
 import json
@@ -17,14 +17,14 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import replace, write_all
 from fivefold.core.units import many
 
-LOAD = "moe/load"  # the one metric that is no number
+LOAD = "moe/load"  # the one metric that is not a number
 MOST_WAITING = 50_000  # rows kept in memory while they cannot be written
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Lines:
-    """What a file holds: `rows` as they were written, `texts` of them, and the `damaged` lines."""
+    """Contents of a file: parsed `rows`, their raw `texts`, and the `damaged` lines."""
 
     rows: tuple[dict[str, Any], ...] = ()
     texts: tuple[bytes, ...] = ()  # with their line feeds
@@ -34,7 +34,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class DamagedLine:
-    """A line that is no row. `number`: from 1."""
+    """A line that is not a row. `number`: from 1."""
 
     path: Path
     number: int
@@ -46,7 +46,7 @@ class DamagedLine:
 
 
 def needed(path: Path) -> Lines:
-    """`read` for a command that says nothing without it. Raises `UserError`."""
+    """`read`, for a command that needs the file. Raises `UserError`."""
     try:
         return read(path)
     except OSError as error:
@@ -54,7 +54,7 @@ def needed(path: Path) -> Lines:
 
 
 def read(path: Path) -> Lines:
-    """The rows of a file, and what in it is none; nothing of one that is not there. Raises `OSError`."""
+    """Read the rows and the damaged lines of a file; empty for a missing file. Raises `OSError`."""
     if not path.exists():
         return Lines()
     if not path.is_file():  # a pipe never ends
@@ -85,7 +85,7 @@ def _row(text: bytes) -> dict[str, Any] | None:
 
 
 def _is_metric(name: str, value: Any) -> bool:
-    """Whether it may stand under the name of a metric: a number, or null; of `moe/load` rows by layer and expert."""
+    """True if `value` is a metric: a number or null; for `moe/load`, rows by layer and expert."""
     if name == LOAD and isinstance(value, list):
         return all(isinstance(layer, list) and all(_is_number(rows) for rows in layer) for layer in value)
     return value is None or _is_number(value)
@@ -96,11 +96,11 @@ def _is_number(value: Any) -> bool:
 
 
 class JsonLines:
-    """Appends rows to a file, each as it comes.
+    """Writer of rows to a file, each as it comes.
 
-    A run that goes on first loses the rows after `last_step` (None: none of them), in one replacement of the file;
-    damaged lines go to `NAME.damaged` beside it. What cannot be written is kept and tried again with the next row; a
-    file that was removed is written again, with all it held. `say` is told of each of these, once.
+    A run that resumes first drops the rows after `last_step` (None: none of them), in one replacement of the file;
+    damaged lines go to `NAME.damaged`. Rows that cannot be written are kept and retried with the next row. A file that
+    was removed is written again, with all its rows. `say` reports each of these, once.
     """
 
     def __init__(self, path: Path, *, last_step: int | None, say: Callable[[str], None]) -> None:
@@ -108,7 +108,7 @@ class JsonLines:
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._failing = False
-        self._is_other = False  # the file was put in the place of the one that was opened
+        self._is_other = False  # another file has replaced the one we opened
         self.failed = 0  # writes that failed
         self._lines = self._read()
         kept = [
@@ -122,12 +122,12 @@ class JsonLines:
         self._flush()
 
     def write(self, row: Row) -> None:
-        """Append `row`, and what is still waiting."""
+        """Append `row`, and the rows that are still waiting."""
         self._waiting.append(json.dumps(row, allow_nan=False, ensure_ascii=False).encode(errors="backslashreplace"))
         self._flush()
 
     def close(self, *, failed: bool = False) -> None:
-        """Try once more to write what is waiting; say what is lost."""
+        """Retry the rows that are still waiting, and report lost ones."""
         if self._waiting:
             self._flush()
         if self._waiting:
@@ -165,7 +165,7 @@ class JsonLines:
             self._say(f"{self._path} can be written again; {many(max(0, late), 'row')} came late")
 
     def _open(self) -> None:
-        """Cut the file back, then open it to append."""
+        """Truncate the file to the kept rows, then open it to append."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._is_cut:
             self._set_aside()
@@ -190,7 +190,7 @@ class JsonLines:
         try:
             write_all(self._descriptor, line)
         except OSError:
-            os.ftruncate(self._descriptor, size)  # half a line
+            os.ftruncate(self._descriptor, size)  # drop half a line
             raise
 
     def _is_removed(self) -> bool:
@@ -201,7 +201,7 @@ class JsonLines:
             return True
 
     def _write_again(self) -> None:
-        """The file under its name once more, with all that it held: the system keeps that while it is open."""
+        """Restore a removed file with all its rows, which the system keeps while it is open."""
         assert self._descriptor is not None
         held = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How a model is spread over devices and executed: the `Layout` noun, its text form and its arithmetic.
+"""Distribution of a model over devices, and its execution: the `Layout` noun, its text form and its arithmetic.
 
 One identity for the planner, the runtime, the verifier and the checkpoint. No torch here.
 
@@ -28,8 +28,8 @@ from fivefold.core.violation import Violation, refuse
 # Text name of each degree, in the order of the text form.
 DEGREES = {"dp": "dp_replicate", "shard": "dp_shard", "cp": "cp", "tp": "tp", "pp": "pp", "ep": "ep"}
 
-MOST_RANKS = 2**20  # of a layout: far above every machine, and few enough to count through
-MOST_RING = 2**10  # ranks of cp: what a ring sends is known by looking at every pair of them
+MOST_RANKS = 2**20  # of a layout: far above every machine, and few enough to enumerate
+MOST_RING = 2**10  # ranks of cp: ring traffic is counted over all pairs of them
 
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -42,12 +42,12 @@ COMPUTE = get_args(Compute)
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """How a field of `Layout` is said in the run file and in the text form. All else is made from this.
+    """Notation of a `Layout` field in the run file and in the text form. Everything else derives from this.
 
-    `section`, `key`: where the run file has it. `file_default`: its default there, where that is another one.
-    `choices`: its values; none: any number, or a text that is checked elsewhere. `words`: options of the text form that
-    are one bare word, and their values. `prefix`, `pattern`, `shown`: of an option with a value after its name, such as
-    `zero1`; `shown` is how an error writes that value. `is_last`: it stands at the end of the text.
+    `section`, `key`: its place in the run file. `file_default`: its default there, if different. `choices`: its values;
+    none: any number, or a text that is checked elsewhere. `words`: options of the text form that are one bare word, and
+    their values. `prefix`, `pattern`, `shown`: for an option with a value after its name, such as `zero1`; `shown` is
+    that value in error messages. `is_last`: it comes at the end of the text.
     """
 
     help: str
@@ -63,7 +63,7 @@ class Said:
 
 
 def _said(default: Any, place: str, help: str, *, file_default: Any = None, **options: Any) -> Any:
-    """A field of `Layout` that the run file has at `place`, such as `layout.tp`."""
+    """A field of `Layout`, at `place` in the run file, such as `layout.tp`."""
     section, key = place.split(".")
     in_file = default if file_default is None else file_default
     said = Said(help=help, section=section, key=key, file_default=in_file, **options)
@@ -206,13 +206,13 @@ class Layout:
 
     @property
     def rests_in_host(self) -> frozenset[str]:
-        """What rests in host memory between steps, in words."""
+        """State that is kept in host memory between steps, in words."""
         both = {"parameters": self.offload_parameters, "optimizer state": self.offload_optimizer}
         return frozenset(what for what, is_there in both.items() if is_there)
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a number in the compute dtype."""
+        """Bytes per number in the compute dtype."""
         return {"bf16": 2, "fp32": 4, "fp64": 8}[self.precision]
 
     @property
@@ -222,17 +222,17 @@ class Layout:
 
     @property
     def etp(self) -> int:
-        """How many ranks share the features of each expert: `tp` with `expert_tp`."""
+        """Number of ranks that share the features of each expert: `tp` with `expert_tp`."""
         return self.tp if self.expert_tp else 1
 
     @property
     def expert_shards(self) -> int:
-        """How many ranks FSDP shards an expert's parameters over: `expert_ranks / ep`."""
+        """Number of ranks over which FSDP shards an expert's parameters: `expert_ranks / ep`."""
         return self.expert_ranks // self.ep
 
     @property
     def expert_ranks(self) -> int:
-        """The ranks that experts are dealt to, and sharded over."""
+        """Number of ranks that experts are distributed to and sharded over."""
         return self.dp_shard * self.cp * self.tp // self.etp
 
     @property
@@ -251,7 +251,7 @@ class Layout:
         return " x ".join(f"{axis} {size}" for axis, size in self.degrees.items())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank of the world on every axis of more than one rank, innermost first."""
+        """Coordinates of a global rank on every axis of more than one rank, innermost first."""
         found = {}
         for axis in reversed(MESH_AXES):
             rank, place = divmod(rank, getattr(self, axis))
@@ -261,44 +261,44 @@ class Layout:
 
     @property
     def numerics(self) -> str:
-        """The types that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
+        """The dtypes that a step computes in, such as `bf16` or `fp64 with fp8 rowwise`."""
         with_fp8 = self.precision if self.fp8 == "none" else f"{self.precision} with fp8 {self.fp8}"
         with_fp8 += f" but for {self.fp8_high_layers} layers at each end" if self.fp8_high_layers else ""
         return with_fp8 if self.state_dtype == "fp32" else f"{with_fp8}, {self.state_dtype} states"
 
     @property
     def row_multiple(self) -> int:
-        """Rows are padded up to a multiple of this many tokens: `2 * cp * tp`. Where fp8 has a scale for each block of
-        tokens, every rank's chunks of a row are whole blocks."""
+        """Multiple of tokens that rows are padded to: `2 * cp * tp`. If fp8 has a scale for each block of tokens, every
+        rank's chunks of a row are whole blocks."""
         block = 1 if self.fp8 == "none" else RECIPES[self.fp8].block
         return 2 * self.cp * lcm(self.tp, block)
 
     def padded(self, tokens: int) -> int:
-        """The length of a row of `tokens` tokens, padding included. Under cp2.tp2, 100 tokens take 104."""
+        """Length of a row of `tokens` tokens, padding included. Under cp2.tp2, 100 tokens take 104."""
         return -(-tokens // self.row_multiple) * self.row_multiple
 
     @property
     def schedule(self) -> Schedule:
-        """What is known of the pipeline's schedule. The passes of one stage have one order, that of 1F1B."""
+        """Record of the pipeline's schedule. Without a pipeline, passes run in the order of 1F1B."""
         return SCHEDULES[self.pp_schedule if self.pp > 1 else "1f1b"]
 
     def schedule_plan(self, micro_batches: int) -> SchedulePlan:
-        """The schedule over its ranks, of a layout that is legal for so many micro batches (`legality.violations`)."""
+        """The schedule over its ranks, for a layout that is legal for `micro_batches` (`legality.violations`)."""
         return SchedulePlan(self.schedule.name, self.pp, self.stages_per_rank, micro_batches)
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages of a pipeline rank: 2 where the schedule is a V, else `pp_virtual`."""
+        """Stages of a pipeline rank: 2 if the schedule is a V, else `pp_virtual`."""
         return self.schedule.stages_per_rank(self.pp_virtual)
 
     @property
     def stages(self) -> int:
-        """Stages that the layers are cut into."""
+        """Number of pipeline stages."""
         return self.pp * self.stages_per_rank
 
     @property
     def split(self) -> tuple[int, ...] | None:
-        """The layers of each stage that `pp_split` names, such as 4-3-5; None where it is auto."""
+        """Layers of each stage in `pp_split`, such as 4-3-5; None if it is auto."""
         return None if self.pp_split == "auto" else tuple(map(int, self.pp_split.split("-")))
 
     def resolve(self, world: int) -> "Layout":
@@ -321,8 +321,8 @@ class Layout:
         return global_batch_size // (self.micro_batch_size * self.data_ranks)
 
     def against_world(self, world: int, place: str | None = None) -> Iterator[Violation]:
-        """The degrees multiply to `world`, and `ep` divides the ranks that it is taken from. `place`: the cluster,
-        where no workers are started."""
+        """Violations unless the degrees multiply to `world`, and `ep` divides its ranks. `place`: the cluster, if no
+        workers are started."""
         fixed = prod(degree for axis, degree in self.degrees.items() if axis != "dp_shard")
         fits = (world // fixed,) if world % fixed == 0 else ()
         if self.dp_shard == -1 and fits:
@@ -344,7 +344,7 @@ class Layout:
         yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
 
     def _nearest_degree(self, world: int) -> str:
-        """Of a layout with one degree beside `dp_shard`, the nearest values of it that divide `world`, in words."""
+        """The nearest values of the one degree besides `dp_shard` that divide `world`, in words; "" for several."""
         others = [(axis, degree) for axis, degree in self.degrees.items() if axis != "dp_shard"]
         if len(others) != 1:
             return ""
@@ -362,7 +362,7 @@ class Layout:
             yield Violation("ep", what, f"try ep {', '.join(map(str, fits))}", fits)
 
     def against_batch(self, batch: int) -> Iterator[Violation]:
-        """A step's rows are dealt evenly to the data ranks, in whole micro batches."""
+        """Violation unless the rows of a step divide evenly over the data ranks, in whole micro batches."""
         per_pass = self.micro_batch_size * self.data_ranks
         if batch <= 0 or batch % per_pass:
             below = batch // per_pass * per_pass
@@ -375,7 +375,7 @@ class Layout:
             )  # fmt: skip
 
 
-# How each field is said, and its default.
+# How each field is written, and its default.
 SAID: dict[str, Said] = {each.name: each.metadata["said"] for each in fields(Layout)}
 _DEFAULTS = {each.name: each.default for each in fields(Layout)}
 # Fields that are options of the text form, in its order.
@@ -385,7 +385,7 @@ _WORDS = {word: (name, value) for name, said in SAID.items() for word, value in 
 
 
 def _option_text(name: str, value: Any) -> str:
-    """An option as the text form writes it."""
+    """Write an option in the text form."""
     words = [word for word, option in _WORDS.items() if option == (name, value)]
     return words[0] if words else f"{SAID[name].prefix}{value}"
 
@@ -405,7 +405,7 @@ def _read_option(option: str, text: str) -> tuple[str, Any]:
 
 
 def _meant_degree(part: str, text: str) -> str:
-    """What a part of a layout that is no degree may have meant: an option, a degree, or how degrees are written."""
+    """Suggest what an unknown part of a layout means: an option, a degree, or how degrees are written."""
     alone = text.strip().removeprefix("+")
     with suppress(UserError):
         _read_option(part or alone.partition("+")[0], text)

@@ -1,7 +1,7 @@
-"""Which layouts can run: every rule, with its arithmetic and the nearest values that fit. No torch.
+"""Rules for which layouts can run, each with its arithmetic and the nearest values that fit. No torch.
 
-The command line asks before it starts a process. `parallelize` asks once it has seen the model. A search for a layout
-can ask for each candidate. Every rule is a generator of `Violation`s; `violations` runs all rules.
+The command line checks before it starts a process, `parallelize` once it has seen the model. A search for a layout can
+check each candidate. Every rule is a generator of `Violation`s; `violations` runs all rules.
 """
 
 import re
@@ -13,20 +13,19 @@ from fivefold.core.heads import context_method, legal_degrees
 from fivefold.core.layout import Layout
 from fivefold.core.violation import Violation
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what a config.json may call the number of layers
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of the number of layers in a config.json
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """What a model allows. Where a number is None it is not known, and nothing is refused for it.
+    """Limits that a model sets. A number that is None is not known, and nothing is refused for it.
 
-    `query`, `kv`: attention heads. `attended`: these as the attention function sees them, where that is otherwise
-    (multi-head latent attention makes a key/value head for every query head). `fused`: a parameter that makes all heads
-    at once, so that tp ranks cannot share a key/value head. `experts`: of the layer that has the fewest; 0 in a dense
-    model. `expert_features`: of an expert's hidden layer. `refusals`: axis (`tp`, `sequence_parallel`, `pp`,
-    `expert_tp`) -> why the structure of the model does not allow it.
-    """
+    `query`, `kv`: attention heads. `attended`: the heads that the attention function sees, if different (multi-head
+    latent attention makes a key/value head for every query head). `fused`: a parameter that makes all heads at once, so
+    that tp ranks cannot share a key/value head. `experts`: of the layer with the fewest; 0 in a dense model.
+    `expert_features`: of an expert's hidden layer. `refusals`: axis (`tp`, `sequence_parallel`, `pp`, `expert_tp`) ->
+    why the structure of the model does not allow it."""
 
     name: str = "the model"
     query: int | None = None
@@ -40,7 +39,7 @@ class ModelLimits:
 
     @staticmethod
     def of_config(values: Mapping[str, Any], name: str) -> "ModelLimits":
-        """What a config.json says."""
+        """Read the limits from a config.json."""
         query, kv = (_count(values.get(key)) for key in ("num_attention_heads", "num_key_value_heads"))
         layers = next((_count(values[key]) for key in LAYERS if key in values), None)
         experts = None if any("experts" in key for key in values) else 0
@@ -58,10 +57,10 @@ def violations(
     layout: Layout, limits: ModelLimits = UNKNOWN, *, world: int | None = None, batch: int | None = None,
     micro_batches: int | None = None,
 ) -> list[Violation]:  # fmt: skip
-    """All that keeps `layout` from running a model, the most basic first; none where it can run.
+    """List all that keeps `layout` from running a model, the most basic first; empty if it can run.
 
     `world`: devices. `batch`: rows of an optimizer step, over all devices. `micro_batches`: of a data rank in a step,
-    where `batch` is not known. `dp_shard` -1 is taken as not known yet.
+    if `batch` is not known. A `dp_shard` of -1 counts as not known yet.
     """
     found = [*of_cp_method(layout), *of_pipeline(layout), *of_fp8(layout), *of_mlp_chunks(layout)]
     if world is not None:
@@ -79,7 +78,7 @@ def violations(
 
 
 def of_cp_method(layout: Layout) -> Iterator[Violation]:
-    """A method RxU is one of `cp` ranks."""
+    """A method RxU needs R x U = `cp` ranks."""
     cp, sizes = layout.cp, re.fullmatch(r"(\d+)x(\d+)", layout.cp_method)
     if sizes and int(sizes[1]) * int(sizes[2]) != cp:
         product = f"{sizes[1]} x {sizes[2]} = {int(sizes[1]) * int(sizes[2])}"
@@ -89,7 +88,7 @@ def of_cp_method(layout: Layout) -> Iterator[Violation]:
 
 
 def of_pipeline(layout: Layout) -> Iterator[Violation]:
-    """A schedule has its stages a rank, and a split names every stage."""
+    """A schedule needs its number of stages per rank, and a split names every stage."""
     text, virtual = layout.pp_split, layout.pp_virtual
     if layout.pp == 1:
         if virtual > 1:
@@ -116,14 +115,14 @@ def _of_virtual(layout: Layout) -> Iterator[Violation]:
 
 
 def of_fp8(layout: Layout) -> Iterator[Violation]:
-    """Layers are left out of something."""
+    """`fp8_high_layers` needs fp8."""
     if layout.fp8_high_layers and layout.fp8 == "none":
         what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
         yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
 
 
 def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
-    """What goes over all tokens of an MLP at once, or says itself what of it is computed again."""
+    """`mlp_chunks` excludes fp8 (scales over all tokens) and recompute policies that save parts of an MLP."""
     if layout.mlp_chunks == 1:
         return
     if layout.fp8 != "none":
@@ -135,7 +134,7 @@ def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
 
 
 def of_micro_batches(layout: Layout, count: int) -> Iterator[Violation]:
-    """A schedule takes so many micro batches."""
+    """The schedule must take this number of micro batches."""
     name, pp, schedule = f"pp_schedule {layout.pp_schedule}", layout.pp, layout.schedule
     fewest = schedule.fewest(pp)
     if pp > 1 and count < fewest:
@@ -152,8 +151,8 @@ def of_micro_batches(layout: Layout, count: int) -> Iterator[Violation]:
 
 
 def of_heads(layout: Layout, limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
-    """Every tp rank gets the same number of whole query heads, and the key/value heads that these attend to. The same
-    holds for every Ulysses rank of context parallelism. `world`: devices, of which tp is a divisor."""
+    """Every tp rank needs the same number of whole query heads, and the key/value heads that these attend to. So does
+    every Ulysses rank of context parallelism. `world`: devices, which tp divides."""
     tp, query, kv = layout.tp, limits.query, limits.kv
     legal: tuple[int, ...] = ()
     if tp > 1 and (refusal := limits.refusals.get("tp")):
@@ -177,7 +176,7 @@ def of_heads(layout: Layout, limits: ModelLimits, world: int | None = None) -> I
 
 
 def _of_ulysses(layout: Layout, query: int, kv: int) -> Iterator[Violation]:
-    """`query`, `kv`: heads of a tp rank."""
+    """Ulysses ranks need whole heads. `query`, `kv`: heads of a tp rank."""
     cp, u = layout.cp, context_method(layout.cp_method, layout.cp, query, kv).ulysses
     if query % u or (kv % u and u % kv):
         fits = " or ".join(f"{cp // n}x{n}" for n in legal_degrees(query, kv) if cp % n == 0)
@@ -187,7 +186,7 @@ def _of_ulysses(layout: Layout, query: int, kv: int) -> Iterator[Violation]:
 
 
 def of_layers(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
-    """Every stage has a layer, and a split has them all."""
+    """Every stage needs a layer, and a split adds up to all layers."""
     pp, each, layers = layout.pp, layout.stages_per_rank, limits.layers
     if pp > 1 and (refusal := limits.refusals.get("pp")):
         yield Violation("pp", f"pp {pp} is refused: {refusal}", "use dp_shard and tp instead", (1,))
@@ -202,8 +201,8 @@ def of_layers(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
 
 
 def of_experts(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
-    """`ep` needs a model with experts, and one or more for each rank. `expert_tp` needs a feature of every expert for
-    each tp rank."""
+    """`ep` needs a model with experts, at least one for each rank. `expert_tp` needs at least one feature of every
+    expert for each tp rank."""
     ep, etp, experts, features = layout.ep, layout.etp, limits.experts, limits.expert_features
     whole = "set layout.expert_tp: false"
     if ep > 1 and experts == 0:
@@ -220,14 +219,14 @@ def of_experts(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:
         yield Violation("tp", what, f"use tp {features} or less", tuple(range(1, features + 1)))
 
 
-# ---- what a proof needs ----------------------------------------------------------------------------------------------
+# ---- sizes of a proof ------------------------------------------------------------------------------------------------
 
 
 def micro_batches_for(layout: Layout) -> tuple[int, int]:
-    """(the fewest micro batches, what they must be a multiple of) that the schedule of a layout surely takes."""
+    """(fewest micro batches, a divisor of their number) that the schedule of a layout surely takes."""
     return layout.schedule.fewest(layout.pp), layout.schedule.multiple(layout.pp)
 
 
 def layers_for(layout: Layout) -> int:
-    """The fewest layers, and at least 2, that a model is cut to where the pipeline of a layout is proved."""
+    """Fewest layers, and at least 2, of the small model on which the pipeline of a layout is proved."""
     return max(2, layout.stages if layout.pp == 1 or layout.split is None else sum(layout.split))

@@ -1,4 +1,4 @@
-"""LoRA, as a run file asks for it. No torch."""
+"""LoRA settings of a run file. No torch."""
 
 from dataclasses import dataclass
 from math import isfinite, sqrt
@@ -10,20 +10,20 @@ NF4_BLOCK = 64  # numbers in a row that share a scale
 
 
 def nf4_bytes(numbers: int) -> int:
-    """Of a row of weights in four bits: codes, and a scale in fp32 for each block."""
+    """Bytes of a row of so many weights in four bits: codes, and a scale in fp32 for each block."""
     return numbers // 2 + 4 * (numbers // NF4_BLOCK)
 
 
 def nf4_numbers(size: int) -> int:
-    """Of a row of so many bytes."""
+    """Weights in a row of so many bytes: the inverse of `nf4_bytes`."""
     return size * 16 // 9
 
 
 @dataclass(frozen=True)
 class Lora:
-    """`targets`: the linears, by the ends of their names (one, or several); `auto` alone: those of the layers, but for
-    routers and experts. `target_parameters`: matrices of experts, by the ends of theirs. `quantize`: how the frozen
-    weights of linears rest, `nf4` (`ops/nf4.py`) or `none`: in the compute type.
+    """Settings of an adapter. `targets`: linears by the ends of their names (one, or several); `auto` alone: those of
+    the layers, except routers and experts. `target_parameters`: matrices of experts, by the ends of their names.
+    `quantize`: storage of the frozen weights of linears, `nf4` (`ops/nf4.py`) or `none`: in the compute dtype.
 
     Raises `UserError` for values that no adapter has.
     """
@@ -56,5 +56,5 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B (A x) is multiplied by."""
+        """Factor of B (A x)."""
         return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)

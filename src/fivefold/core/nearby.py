@@ -1,4 +1,4 @@
-"""What stands where a name was looked for: the run files and runs that an error can offer instead."""
+"""Suggestions for a name that was not found: the run files and runs in a folder."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def runs(folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """True if a folder is that of a run."""
     return (folder / "run.yaml").is_file()
 
 

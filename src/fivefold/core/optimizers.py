@@ -1,6 +1,6 @@
-"""What is known of each optimizer without torch: its keys in the run file, and what it keeps of a parameter. No torch.
+"""Facts about each optimizer: its keys in the run file, and its state per parameter. No torch.
 
-How it updates is `training/optimizers/NAME.py`'s.
+`training/optimizers/NAME.py` holds the update itself.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,9 @@ from typing import Any
 class OptimizerFacts:
     """One optimizer.
 
-    `state`: kinds of state tensors, each in the shape of its parameter -> what a person calls them.
-    `of_matrices`: kinds of state that only the matrices of layers have; the optimizer sees each of these matrices whole
-    (Muon). None: the optimizer treats all parameters alike (AdamW).
-    `keys`: keys of the run file that not every optimizer has -> default.
+    `state`: kinds of state tensors, each in the shape of its parameter -> their names for people. `of_matrices`: kinds
+    of state that only the matrices of layers have; the optimizer sees each of these matrices whole (Muon). None: the
+    optimizer treats all parameters alike (AdamW). `keys`: its own keys of the run file -> default.
     """
 
     name: str
@@ -24,12 +23,12 @@ class OptimizerFacts:
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def keeps(self, kind: str, *, is_matrix: bool) -> bool:
-        """Whether it keeps state of this kind of a parameter. `is_matrix`: it is a matrix of a layer."""
+        """True if the optimizer keeps this kind of state for a parameter. `is_matrix`: it is a matrix of a layer."""
         return self.of_matrices is None or (kind in self.of_matrices) == is_matrix
 
 
-DIVIDED_BY = frozenset({"exp_avg_sq"})  # kinds of state that are never negative, and whose root an update is divided by
-SCALE = "_scale"  # after a kind of state: the scales of its blocks, where it is kept in 8 bits
+DIVIDED_BY = frozenset({"exp_avg_sq"})  # never negative; an update is divided by its root
+SCALE = "_scale"  # suffix of a kind of state: its block scales in 8 bits
 _ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -45,11 +44,11 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 
 
 def with_key(key: str) -> list[str]:
-    """The optimizers that have a key of their own; none for a key that all have."""
+    """Optimizers with this key of their own; none for a key that all have."""
     return [name for name, facts in OPTIMIZERS.items() if key in facts.keys]
 
 
 def state_words() -> dict[str, str]:
-    """Every kind of state of every optimizer, and what a person calls it; last the scales of those in 8 bits."""
+    """Every kind of state of every optimizer -> its name for people; last the scales of those in 8 bits."""
     words = {kind: word for facts in OPTIMIZERS.values() for kind, word in facts.state.items()}
     return words | {kind + SCALE: f"scales of the {word}" for kind, word in words.items()}

@@ -15,19 +15,19 @@ import yaml
 
 MOST_REPEATED = 10_000  # values that aliases stand for, in one file or override
 MOST_DEPTH = 50
-MOST_DIGITS = 19  # of an integer: what 64 bits hold
+MOST_DIGITS = 19  # of a 64-bit integer
 
 Path = tuple[str | int, ...]  # a place inside the tree: ("data", "train", 0, "path")
-_STAND_INS = {0x85: 0xFDD0, 0x2028: 0xFDD1, 0x2029: 0xFDD2}  # by code points that are no characters
+_STAND_INS = {0x85: 0xFDD0, 0x2028: 0xFDD1, 0x2029: 0xFDD2}  # noncharacters that replace them while parsing
 _TAG = "tag:yaml.org,2002:"
 _TEXTS = {f"{_TAG}str", f"{_TAG}timestamp", f"{_TAG}value"}  # `2026-01-31` is a name like any other
 _SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}
 _NUMBERS = {f"{_TAG}int", f"{_TAG}float"}
-_NO_NUMBER = re.compile(r"[^:]*:.*|[-+]?0[0-9_]+")  # what YAML 1.1 counts by sixties or eights: 1:30:00, 0100
+_NO_NUMBER = re.compile(r"[^:]*:.*|[-+]?0[0-9_]+")  # YAML 1.1 reads these in base 60 or 8: 1:30:00, 0100
 
 
 class NotPlain(ValueError):
-    """A value that a run file cannot hold; `node` is where it stands."""
+    """A value that a run file cannot hold; `node`: its place in the text."""
 
     def __init__(self, message: str, node: yaml.Node) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class NotPlain(ValueError):
 
 
 def compose(text: str | TextIO) -> yaml.Node | None:
-    """The nodes of a YAML text; None when it says nothing. Raises `yaml.YAMLError`."""
+    """Parse YAML text to nodes; None for an empty text. Raises `yaml.YAMLError`."""
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
@@ -44,9 +44,9 @@ def compose(text: str | TextIO) -> yaml.Node | None:
 
 @dataclass
 class Builder:
-    """Builds plain values from nodes. `at(path, node)` is told where each key and list item stands.
+    """Builder of plain values from nodes. Calls `at(path, node)` for each key and list item.
 
-    Raises `NotPlain` for what a run file cannot hold.
+    Raises `NotPlain` for anything that a run file cannot hold.
     """
 
     at: Callable[[Path, yaml.Node], None] = lambda path, node: None
@@ -55,7 +55,7 @@ class Builder:
     _open: list[int] = field(default_factory=list)  # ids of the collections around the current node
 
     def build(self, node: yaml.Node, path: Path = ()) -> Any:
-        """The value of `node`, which stands at `path`."""
+        """Build the value of `node`, which stands at `path`."""
         self._repeated += id(node) in self._seen
         self._seen.add(id(node))
         if self._repeated > MOST_REPEATED:
@@ -100,8 +100,8 @@ class Repeated(NotPlain):
 
 
 def read(text: str) -> Any:
-    """The plain value of a YAML text of one line, in which U+0085, U+2028 and U+2029 are characters like any other:
-    YAML takes them for line breaks, and would make them spaces. Raises `yaml.YAMLError` and `NotPlain`."""
+    """Parse one line of YAML, with U+0085, U+2028 and U+2029 as ordinary characters: YAML takes them for line breaks,
+    and would make them spaces. Raises `yaml.YAMLError` and `NotPlain`."""
     node = compose(text.translate(_STAND_INS))
     return None if node is None else Builder().build(node)
 

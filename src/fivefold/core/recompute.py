@@ -1,11 +1,11 @@
 """Recompute (activation checkpointing) as a policy: how often each site of a layer runs forward in a micro batch.
 
-A layer that is recomputed runs forward a second time in its backward. That second forward stops at the last tensor that
-backward needs, so a collective behind which its layer saves nothing is not issued again. Under `selective` the layer
-also keeps what is dear: the products of its linears, attention, and what comes of every collective but those that
-gather what a linear reads, which is many times as large as one rank's part.
+A recomputed layer runs forward a second time in its backward. That second forward stops at the last tensor that
+backward needs, so a collective after the last saved tensor is not issued again. Under `selective` the layer also keeps
+its expensive results: the outputs of linears, of attention, and of collectives. Gathered inputs of linears are the
+exception: they are many times as large as one rank's part.
 
-| policy | kept besides the layer's input | a site in a layer | one that is kept | one behind which nothing is saved |
+| policy | kept besides the layer's input | forwards of a site | of a kept site | of one after the last saved tensor |
 |---|---|---|---|---|
 | `none` | all that backward needs | 1 | 1 | 1 |
 | `selective` | products, attention | 2 | 1 | 1 |
@@ -27,13 +27,13 @@ from fivefold.core.units import GIB, many
 
 Mode = Literal["none", "selective", "full"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-BUDGET = r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?GiB"  # of what a rank keeps, in place of a mode
+BUDGET = r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?GiB"  # what a rank may keep, in place of a mode
 
 
 @dataclass(frozen=True)
 class Site:
-    """A module of a layer that computes or sends. `module`: its name. `is_last`: no module with weights runs after it
-    in the layer, so nothing after it is saved for backward. `is_kept`: selective recompute keeps what it gives."""
+    """A module of a layer that computes or communicates, named `module`. `is_last`: no module with weights runs after
+    it in the layer, so nothing after it is saved for backward. `is_kept`: selective recompute saves its output."""
 
     module: str
     is_last: bool = False
@@ -42,15 +42,15 @@ class Site:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The policy of a layout. `mode`: that of every layer, or a budget, such as `12GiB`. `by_layer`: what a budget was
-    spent for. `kept`: bytes that the layers of this rank keep under it."""
+    """Recompute policy of a layout. `mode`: that of every layer, or a budget, such as `12GiB`. `by_layer`: the modes
+    chosen for a budget. `kept`: bytes that the layers of this rank keep under it."""
 
     mode: str
     by_layer: Mapping[str, Mode] = field(default_factory=dict, hash=False)
     kept: int = 0
 
     def of(self, module: str) -> Mode:
-        """How a layer, or the layer of a module, is recomputed."""
+        """Recompute mode of a layer, or of the layer of a module."""
         if self.mode in MODES:
             return self.mode
         parts = module.split(".")
@@ -60,15 +60,15 @@ class Recompute:
         return self.by_layer[found]
 
     def wraps(self, layer: str) -> bool:
-        """Whether `layer` runs forward again in backward."""
+        """True if `layer` runs forward again in backward."""
         return self.of(layer) != "none"
 
     def keeps(self, layer: str) -> bool:
-        """Whether `layer` runs forward again, and keeps what is dear."""
+        """True if `layer` runs forward again, but keeps its expensive results."""
         return self.of(layer) == "selective"
 
     def forwards(self, site: Site) -> int:
-        """How often `site` runs forward in a micro batch."""
+        """Number of times that `site` runs forward in a micro batch."""
         if site.is_last or not self.wraps(site.module):
             return 1
         return 1 if site.is_kept and self.keeps(site.module) else 2
@@ -90,25 +90,24 @@ class Recompute:
 @dataclass(frozen=True)
 class Choice:
     """A layer under one mode: `kept` bytes from forward to backward, of all micro batches in flight, and the work that
-    its backward repeats, in any unit of time."""
+    its backward repeats (`again`), in any unit of time."""
 
     kept: int
     again: float
 
 
 def budget_bytes(mode: str) -> int | None:
-    """Of `12GiB`; None for a mode."""
+    """Bytes of a budget such as `12GiB`; None for a mode."""
     found = re.fullmatch(BUDGET, mode)
     return round(float(found[1]) * GIB) if found else None
 
 
 def spent(mode: str, layers: Mapping[str, Mapping[Mode, Choice]]) -> Recompute:
-    """What a budget is spent for: the mode of each layer of a rank, such that all of them keep no more, and little work
-    is repeated.
+    """Choose the mode of each layer of a rank, such that the layers keep at most the budget and repeat little work.
 
-    All layers begin with `none`. One by one, the change that frees the most bytes for the work that it costs is made,
-    until the budget holds. The last change may free more than was asked: the cheapest that frees enough takes its
-    place. Layers alike change in their order. Raises `UserError` where `full` keeps more than the budget everywhere.
+    All layers begin with `none`. Greedily apply the change that frees the most bytes per repeated work, until the
+    budget holds. If the last change frees more than needed, the cheapest that frees enough takes its place. Equal
+    layers change in their order. Raises `UserError` if the layers exceed the budget even with `full` everywhere.
     """
     budget = budget_bytes(mode)
     assert budget is not None, f"{mode} is no budget"

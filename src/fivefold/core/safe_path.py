@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def leave_out_current_folder() -> None:
-    """Take the current folder off the path of this process, if `python -m` put it there, and of all that it starts."""
+    """Remove the current folder from the path of this process, if Python put it there, and of its children."""
     with suppress(FileNotFoundError):  # a folder that was removed has no files
         if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
             del sys.path[0]

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read with suspicion: nothing is believed that the file's size does not bear out.
+"""Read the header of a safetensors file defensively: the size of the file must bear out every claim.
 
 The format: 8 bytes with the length N of the header (little endian), N bytes of JSON, then the tensors without a gap.
 The `safetensors` library reads the tensors; it takes the last of two equal keys, and headers up to 100 MB. No torch.
@@ -22,7 +22,7 @@ BYTES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: its type as the format writes it, its shape, and its bytes from the file's start on."""
+    """A tensor in a file: its dtype as the format writes it, its shape, and its byte range from the file's start."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Entry:
 
 
 def read_raw(file: BinaryIO) -> bytes:
-    """The bytes of the header of a file open at its start. Raises `ValueError` for one too long for its file."""
+    """Read the header of a file open at its start. Raises `ValueError` for a header too long for its file."""
     size = os.fstat(file.fileno()).st_size
     length = file.read(8)
     if len(length) < 8:
@@ -43,7 +43,7 @@ def read_raw(file: BinaryIO) -> bytes:
 
 
 def parse(raw: bytes, size: int) -> Mapping[str, Entry]:
-    """The tensors by key, as the header of a file of `size` bytes has them.
+    """Parse the tensors by key from the header of a file of `size` bytes.
 
     Raises `ValueError` unless they fill the file exactly.
     """
@@ -63,7 +63,7 @@ def parse(raw: bytes, size: int) -> Mapping[str, Entry]:
 
 
 def read(file: BinaryIO) -> Mapping[str, Entry]:
-    """Both of the above."""
+    """Read and parse the header of a file open at its start."""
     return parse(read_raw(file), os.fstat(file.fileno()).st_size)
 
 

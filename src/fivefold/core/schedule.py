@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
-TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # how long a slot takes
+TYPICAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # relative duration of a slot
 
 
 class Slot(NamedTuple):
@@ -25,17 +25,17 @@ class Slot(NamedTuple):
     micro_batch: int
 
 
-# Slots in an order: (rank, slot, (place of a slot that it needs, whether that one's result is sent)).
+# Slots in an order that runs: (rank, slot, ((index of a needed slot, whether its result is sent), ...)).
 Walked = tuple[tuple[int, Slot, tuple[tuple[int, bool], ...]], ...]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A send or a receive of this rank: of the hidden states for slot F of `stage`, or of the gradient for its B."""
+    """A send or receive on this rank: the hidden states for slot F of `stage`, or the gradient for its B."""
 
     way: Literal["send", "recv"]
     of: Literal["F", "B"]
-    stage: int  # that is waiting for it
+    stage: int  # the stage that waits for it
     micro_batch: int
     peer: int  # pipeline rank
 
@@ -45,8 +45,8 @@ Action = Slot | Transfer
 
 @dataclass(frozen=True)
 class Timed:
-    """When a rank ran a slot, in seconds (or in the unit of the durations). `waited`: how long it waited, before the
-    start, for what another rank sends."""
+    """Time at which a rank ran a slot, in seconds (or in the unit of the durations). `waited`: how long it waited
+    before the start for another rank's data."""
 
     rank: int
     slot: Slot
@@ -64,13 +64,12 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(each.end for each in self.slots) - min(each.start for each in self.slots)
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which a rank runs no slot, mean over ranks. Waiting for a transfer counts as
-        bubble."""
+        """Share of the time in which a rank runs no slot, mean over ranks. Waiting for a transfer counts as bubble."""
         busy = sum(each.end - each.start for each in self.slots)
         return 1 - busy / (self.ranks * self.span)
 
@@ -93,7 +92,7 @@ class SchedulePlan:
 
     @property
     def record(self) -> "Schedule":
-        """What is known of the schedule."""
+        """The record of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -102,29 +101,28 @@ class SchedulePlan:
 
     @property
     def of_round(self) -> int:
-        """Micro batches of one of the equal rounds, after which every rank does the same again. Of interleaved stages,
-        4 ranks and 8 micro batches 4, of 10 micro batches 5. Of GPipe all; of the others, and of one stage a rank, 1.
-        """
+        """Micro batches of one of the equal rounds, after which every rank repeats its pattern. Interleaved over 4
+        ranks: 4 for 8 micro batches, 5 for 10. GPipe: all. The other schedules, and one stage a rank: 1."""
         if self.record.is_one_round:
             return self.micro_batches
         is_interleaved = self.record.in_rounds and self.virtual > 1
         return self.micro_batches // max(1, self.micro_batches // self.ranks) if is_interleaved else 1
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that runs a stage."""
+        """Pipeline rank that runs a stage."""
         return self.record.rank_of(stage, self.ranks)
 
     @cached_property
     def orders(self) -> tuple[tuple[Slot, ...], ...]:
-        """Of each rank: its slots in order."""
+        """Slots of each rank, in order."""
         return tuple(tuple(self.record.order(self, rank)) for rank in range(self.ranks))
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Of each rank: its slots in order, with what is sent and received between them.
+        """Slots of each rank in order, with the transfers between them.
 
-        Transfers stand in the order in which their slots end, by the typical durations. So both ranks of a pair issue
-        the transfers between them in the same order, and neither waits for one that the other issues later.
+        Transfers are ordered by the end of their slots under the typical durations. So both ranks of a pair issue the
+        transfers between them in the same order, and neither waits for one that the other issues later.
         """
         events: list[tuple[float, int, int, int, Action]] = []
         for number, timed in enumerate(self.simulate().slots):
@@ -140,14 +138,14 @@ class SchedulePlan:
         return tuple(tuple(action for *_, on, action in events if on == rank) for rank in range(self.ranks))
 
     def _given(self, slot: Slot) -> tuple[Literal["F", "B"], int] | None:
-        """What another stage needs of a slot: (F, next stage) of a forward, (B, stage before) of a backward, else
-        None."""
+        """Slot of another stage that needs this one: (F, next stage) of a forward, (B, stage before) of a backward,
+        else None."""
         if slot.kind == "F":
             return ("F", slot.stage + 1) if slot.stage + 1 < self.stages else None
         return ("B", slot.stage - 1) if slot.kind in "BI" and slot.stage else None
 
     def simulate(self, seconds: Callable[[Slot], float] | None = None, *, transfer: float = 0.0) -> Timeline:
-        """When each slot runs if it takes `seconds(slot)` (default: `TYPICAL`), and a transfer `transfer`."""
+        """Simulate when each slot runs if it takes `seconds(slot)` (default: `TYPICAL`), and a transfer `transfer`."""
         last = seconds or (lambda slot: TYPICAL[slot.kind])
         free, ended, done = [0.0] * self.ranks, list[float](), list[Timed]()
         for rank, slot, needs in self.walk:
@@ -160,11 +158,11 @@ class SchedulePlan:
 
     @cached_property
     def walk(self) -> Walked:
-        """All slots, each behind those that it needs. How long slots take does not matter."""
+        """All slots, each after those that it needs, whatever their durations."""
         return _walked(self)
 
     def needs(self, slot: Slot) -> list[Slot]:
-        """The slots that end before it starts. I stands for a B too."""
+        """Slots that must end before this one starts. I also represents B."""
         stage, mb = slot.stage, slot.micro_batch
         if slot.kind == "F":
             return [Slot(stage - 1, "F", mb)] if stage else []
@@ -174,13 +172,13 @@ class SchedulePlan:
         return [Slot(stage, "F", mb), *after]
 
     def sent(self, slot: Slot) -> Slot | None:
-        """The slot of another rank whose result it waits for. I stands for a B too."""
+        """Slot of another rank whose result this one waits for, if any. I also represents B."""
         rank = self.rank_of(slot.stage)
         return next((need for need in self.needs(slot) if self.rank_of(need.stage) != rank), None)
 
     @property
     def ideal_bubble(self) -> float | None:
-        """The closed form where a backward is one slot: (p - 1) / (v m + p - 1); None for the others."""
+        """Closed form for backwards of one slot, (p - 1) / (v m + p - 1); None for other schedules and for a V."""
         if self.record.splits_backward or self.record.is_v:
             return None
         return (self.ranks - 1) / (self.virtual * self.micro_batches + self.ranks - 1)
@@ -199,7 +197,7 @@ def _walked(plan: SchedulePlan) -> Walked:
                     break
                 needs = tuple((places[need], plan.rank_of(need.stage) != rank) for need in needed)
                 places[slot] = len(found)
-                if slot.kind == "B":  # stands for both
+                if slot.kind == "B":  # is both I and W
                     places[Slot(slot.stage, "I", slot.micro_batch)] = places[slot]
                 found.append((rank, slot, needs))
                 at[rank] += 1
@@ -207,14 +205,14 @@ def _walked(plan: SchedulePlan) -> Walked:
     return tuple(found)
 
 
-# ---- how layers are cut into stages ----------------------------------------------------------------------------------
+# ---- layers into stages ----------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
 def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Layers of each stage: the cuts of `costs` whose dearest stage is the cheapest, and then the most even.
+    """Layers of each stage: the cuts of `costs` whose most expensive stage is cheapest, then the most even.
 
-    `first`, `last`: what the first and the last stage have besides (embedding, head).
+    `first`, `last`: additional cost of the first and the last stage (embedding, head).
     """
     edges = [0.0]
     for cost in costs:
@@ -224,7 +222,7 @@ def balanced(costs: tuple[float, ...], stages: int, *, first: float = 0.0, last:
     def cost_of(stage: int, start: int, stop: int) -> float:
         return edges[stop] - edges[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[stop]: (dearest stage, sum of squares, cuts) of the stages so far that end at layer `stop`
+    # best[stop]: (most expensive stage, sum of squares, cuts) of the stages so far that end at layer `stop`
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
         found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -248,7 +246,7 @@ def _gpipe(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
 
 
 def _rounds(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
-    """The slots of 1F1B and of interleaved 1F1B, with whole backwards or with I and W apart (`zb`)."""
+    """Slots of 1F1B and of interleaved 1F1B, with whole backwards or with separate I and W (`zb`)."""
     split = plan.record.splits_backward
     total = plan.virtual * plan.micro_batches
     of_round = plan.of_round
@@ -275,16 +273,16 @@ def _rounds(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
 
 
 class _V:
-    """Counts the micro batches of a rank's two stages: 0 on the way down the V, 1 on the way up."""
+    """Slots of a rank's two stages, with their counts: stage 0 on the way down the V, 1 on the way up."""
 
     def __init__(self, plan: SchedulePlan, rank: int) -> None:
         self.stages = (rank, plan.stages - 1 - rank)
         self.counts = {(chunk, kind): 0 for chunk in (0, 1) for kind in "FIW"}
         self.order: list[Slot] = []
-        self.waiting: list[tuple[int, int]] = []  # weights' gradients: (chunk, micro batch)
+        self.waiting: list[tuple[int, int]] = []  # pending W: (chunk, micro batch)
 
     def add(self, chunk: int, kind: Kind) -> None:
-        """The next micro batch of a stage."""
+        """Append the next micro batch of a stage."""
         counted = "I" if kind == "B" else kind
         mb = self.counts[chunk, counted]
         self.counts[chunk, counted] += 1
@@ -295,7 +293,7 @@ class _V:
         self.order.append(Slot(self.stages[chunk], kind, mb))
 
     def weights(self) -> None:
-        """The weights' gradients that have waited longest, if any."""
+        """Append the W that has waited longest, if any."""
         if self.waiting:
             chunk, mb = self.waiting.pop(0)
             self.counts[chunk, "W"] += 1
@@ -303,8 +301,7 @@ class _V:
 
 
 def _zbv(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
-    """The order of the ZB-V paper. With fewer than 2 p - 1 micro batches, the order of 2 p - 1 without the missing
-    ones."""
+    """Order of the ZB-V paper. With fewer than 2 p - 1 micro batches: the order of 2 p - 1 without the missing ones."""
     v, count = _V(plan, rank), max(2 * plan.ranks - 1, plan.micro_batches)
     done = v.counts
 
@@ -338,8 +335,7 @@ def _zbv(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
 
 
 def _dualpipev(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
-    """The eight steps of DeepSeek's DualPipe, cut in half (DualPipeV). Slots that it overlaps run one after the
-    other."""
+    """The eight steps of DeepSeek's DualPipe, cut in half (DualPipeV). Slots that it overlaps run one after another."""
     v, left = _V(plan, rank), plan.ranks - rank - 1
     for _ in range(2 * left):
         v.add(0, "F")
@@ -376,12 +372,12 @@ def _dualpipev(plan: SchedulePlan, rank: int) -> Iterator[Slot]:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to order the slots of a pipeline, and all that is particular to it.
+    """One way to order the slots of a pipeline, with all its properties.
 
-    `order`: the slots of a rank. `stages`: the fewest and the most stages a rank may have; None: any number.
-    `is_v`: of pp ranks, rank r has the stages r and 2 pp - 1 - r; else r, r + pp, r + 2 pp...
-    `in_rounds`: micro batches come in equal rounds of about pp. `is_one_round`: nothing is done again.
-    `fewest_per_rank`: micro batches that a step has at least, for each pipeline rank. `source`: where it is described.
+    `order`: the slots of a rank. `stages`: fewest and most stages of a rank; None: any number. `is_v`: of pp ranks,
+    rank r has the stages r and 2 pp - 1 - r; otherwise r, r + pp, r + 2 pp... `in_rounds`: micro batches come in equal
+    rounds of about pp. `is_one_round`: no round repeats. `fewest_per_rank`: fewest micro batches of a step, for each
+    pipeline rank. `source`: the paper that describes it.
     """
 
     name: str
@@ -390,23 +386,23 @@ class Schedule:
     order: Callable[[SchedulePlan, int], Iterator[Slot]]
     stages: tuple[int, int | None]
     is_v: bool = False
-    splits_backward: bool = False  # the gradients of weights (W) come apart from those of the inputs (I)
+    splits_backward: bool = False  # W and I are separate slots
     in_rounds: bool = False
     is_one_round: bool = False
     fewest_per_rank: int = 0
 
     def rank_of(self, stage: int, ranks: int) -> int:
-        """The pipeline rank that runs a stage. Of 4 ranks, stage 5 is on rank 1; of a V, on rank 2."""
+        """Pipeline rank that runs a stage. With 4 ranks, stage 5 is on rank 1; in a V, on rank 2."""
         if self.is_v:
             return stage if stage < ranks else 2 * ranks - 1 - stage
         return stage % ranks
 
     def stages_per_rank(self, virtual: int) -> int:
-        """Stages a rank has where a layout says `pp_virtual`: of a V two, said or not."""
+        """Stages of a rank for a layout's `pp_virtual`: a V always has two."""
         return 2 if self.is_v else virtual
 
     def fewest(self, ranks: int) -> int:
-        """The fewest micro batches of a step."""
+        """Fewest micro batches of a step."""
         return max(1, self.fewest_per_rank * ranks)
 
     def multiple(self, ranks: int) -> int:
@@ -414,7 +410,7 @@ class Schedule:
         return ranks if self.in_rounds else 1
 
     def takes(self, micro_batches: int, ranks: int) -> bool:
-        """Whether so many micro batches come in equal rounds: of 4 ranks 5, 7 and 8 do, and 9 do not."""
+        """True if so many micro batches form equal rounds: over 4 ranks 5, 7 and 8 do, and 9 do not."""
         return not self.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
 
 

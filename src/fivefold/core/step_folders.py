@@ -1,4 +1,4 @@
-"""How the folders of a run's checkpoints are named: `step-000250`. No torch: the launcher asks too."""
+"""Folder names of a run's checkpoints: `step-000250`. No torch: the launcher uses them too."""
 
 import re
 from collections.abc import Iterable
@@ -18,5 +18,5 @@ def steps_of(names: Iterable[str]) -> list[int]:
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps that have a folder in `directory` (`runs/NAME/checkpoints`), ascending, whole or not."""
+    """Steps with a folder in `directory` (`runs/NAME/checkpoints`), ascending, complete or not."""
     return steps_of(path.name for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []

@@ -1,4 +1,4 @@
-"""Standard output and error where they cannot show what is written: closed, full, or of few letters. No torch."""
+"""Standard output and error that cannot show what is written: closed, full, or in a small encoding. No torch."""
 
 import io
 import logging
@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO, cast
 
-CLOSED_PIPE = 141  # what a shell reports for a program that the other end of its pipe has left (128 + SIGPIPE)
+CLOSED_PIPE = 141  # what a shell reports for a program with a closed pipe (128 + SIGPIPE)
 
 
 def make_usable() -> None:
-    """Every standard stream is there, and shows `?` for a letter that its encoding does not have.
+    """Open missing standard streams, and show `?` for a letter that a stream's encoding does not have.
 
-    A descriptor that was closed when this process began would be given to the next file that is opened, and what is
-    printed would be written into it.
+    Otherwise the next file to be opened would get the closed descriptor, and prints would be written into it.
     """
     for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
@@ -34,7 +33,7 @@ def make_usable() -> None:
 
 
 def is_closed_pipe(error: BaseException | None) -> bool:
-    """Whether an error says that nobody reads standard output any more."""
+    """True if an error means that nobody reads standard output any more."""
     if not isinstance(error, BrokenPipeError):
         return False
     try:
@@ -46,18 +45,18 @@ def is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def is_unwritable(error: BaseException) -> bool:
-    """Whether an error is that standard output takes no more: its disk is full, or its terminal is gone."""
+    """True if an error means that standard output takes no more: its disk is full, or its terminal is gone."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     try:
-        print(flush=True)  # what could not be written is forgotten
+        print(flush=True)  # drops the text that could not be written
     except (OSError, ValueError):
         return True
     return False
 
 
 def let_go() -> None:
-    """What is still to be printed goes nowhere, so that the end of the process does not stumble over it."""
+    """Discard what is still to be printed, so that the process ends without an error."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -67,13 +66,13 @@ def let_go() -> None:
 
 
 def is_lost() -> bool:
-    """Whether standard output was found unwritable inside `unseen_if_need_be`."""
+    """True if standard output failed inside `unseen_if_need_be`."""
     return isinstance(sys.stdout, _Forgiving) and sys.stdout.is_lost
 
 
 @contextmanager
 def unseen_if_need_be() -> Iterator[None]:
-    """Inside, what cannot be printed is lost, once said in the log, and nothing ends for it: the work goes on."""
+    """Discard what cannot be printed inside this context: the log says so once, and the work goes on."""
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, _Forgiving(before[0], "standard output"))
     sys.stderr = cast(TextIO, _Forgiving(before[1], "standard error"))
@@ -86,7 +85,7 @@ def unseen_if_need_be() -> Iterator[None]:
 
 
 class _Forgiving:
-    """A text stream that goes quiet when the one behind it fails."""
+    """Text stream that goes quiet when the one it wraps fails."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name, self.is_lost = stream, name, False
@@ -108,7 +107,7 @@ class _Forgiving:
 
     def _lose(self, error: Exception) -> None:
         self.is_lost = True
-        with suppress(OSError, ValueError, AttributeError):  # what waits in its buffer would fail again at the end
+        with suppress(OSError, ValueError, AttributeError):  # its buffered text would fail again at exit
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

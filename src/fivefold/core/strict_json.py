@@ -1,4 +1,4 @@
-"""JSON from a folder that someone else made: no key twice, no NaN. No torch."""
+"""Strict JSON from a folder that someone else made: no duplicate keys, no NaN. No torch."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ MOST_CONFIG_BYTES = 2**24  # of a config.json and its like
 
 
 def content(path: Path, most: int) -> bytes:
-    """What a file has. Raises `OSError`, and `ValueError` for what is not a regular file (a pipe never ends), or has
-    more than `most` bytes."""
+    """Read a whole file. Raises `OSError`, and `ValueError` for more than `most` bytes, and for anything but a regular
+    file (a pipe never ends)."""
     if path.exists() and not path.is_file():
         raise ValueError("not a regular file")
     found = bytearray()
     with path.open("rb") as file:
-        while part := file.read(PART_BYTES):  # a read of `most` would take as much memory at once
+        while part := file.read(PART_BYTES):  # one read of `most` would allocate that much memory
             found += part
             if len(found) > most:
                 raise ValueError(f"more than {most:,} bytes")
@@ -29,8 +29,8 @@ def read(path: Path) -> Any:
 
 
 def read_config(path: Path) -> Any:
-    """Parse a small file of a model folder, in which `transformers` writes infinities. Raises `OSError`, and
-    `ValueError` for what is not JSON, and what `content` refuses."""
+    """Parse a small file of a model folder, with the infinities that `transformers` writes. Raises `OSError`, and
+    `ValueError` for invalid JSON and for what `content` refuses."""
     try:
         return json.loads(content(path, MOST_CONFIG_BYTES))
     except RecursionError as error:
@@ -38,7 +38,7 @@ def read_config(path: Path) -> Any:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse `text`. Raises `ValueError` for what is not JSON, a key that stands twice, NaN and infinities."""
+    """Parse `text`. Raises `ValueError` for invalid JSON, duplicate keys, NaN and infinities."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse)
     except RecursionError as error:

@@ -20,8 +20,8 @@ def shown(text: str) -> str:
 
 
 def folded(name: str, width: int, *, before: str, indent: str = " ") -> str:
-    """A long name on several lines of `width` characters, none of its parts broken: a line ends before one of the
-    characters `before`, and the next begins with `indent`. A part that is longer than a line has one to itself."""
+    """Fold a long name into lines of `width` characters, without breaking its parts: a line ends before one of the
+    characters `before`, and the next begins with `indent`. A part that is longer than a line gets its own."""
     first, *parts = re.split(f"(?=[{re.escape(before)}])", name)
     lines = [first]
     for part in parts:

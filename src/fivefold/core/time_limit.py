@@ -1,4 +1,4 @@
-"""Limits of time and memory for code that is not ours."""
+"""Time and memory limits for code from elsewhere."""
 
 import os
 import resource
@@ -11,16 +11,15 @@ from types import FrameType
 
 
 class TooLong(Exception):
-    """The time is over."""
+    """The time limit has passed."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Inside, `TooLong` is raised after so many seconds in which this process computed: a machine that others keep busy
-    takes longer. It ends Python code, and what that calls where it lets signals through.
+    """Raise `TooLong` in this context after so many seconds of CPU time: on a busy machine it takes longer. This ends
+    Python code, and native code that lets signals through.
 
-    Outside of the main thread, in which alone Python hears signals, and where there is no such timer (Windows),
-    nothing is limited.
+    Nothing is limited outside the main thread, where Python handles no signals, or without such a timer (Windows).
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -38,7 +37,7 @@ def within(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         yield
     except Exception as error:
-        if is_over:  # what is raised amid a library may come out of it as something else: Jinja rewrites tracebacks
+        if is_over:  # a library may turn the exception into another: Jinja rewrites tracebacks
             raise TooLong from error
         raise
     finally:
@@ -48,19 +47,19 @@ def within(seconds: float) -> Iterator[None]:
 
 @cache
 def _sizes(process: int) -> int:
-    """The descriptor of the sizes of this process, open from then on: a limit is set for each of many conversations."""
+    """Descriptor of this process's sizes, kept open: a limit is set for each of many conversations."""
     return os.open(f"/proc/{process}/statm", os.O_RDONLY)
 
 
 @contextmanager
 def with_memory(more: int) -> Iterator[None]:
-    """Inside, this process takes at most `more` bytes of memory beyond what it has, and `MemoryError` is raised beyond.
-    In the main thread alone, so that no two undo each other's limit. Without /proc nothing is limited."""
+    """Limit this process to `more` bytes of memory beyond what it has; `MemoryError` is raised beyond. Only in the main
+    thread, so that no two undo each other's limit. Without /proc nothing is limited."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError, ValueError):  # ValueError: the limit that there was is lower
+    with suppress(OSError, ValueError):  # ValueError: the previous limit is lower
         most = int(os.pread(_sizes(os.getpid()), 32, 0).split()[0]) * resource.getpagesize() + more
         resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:

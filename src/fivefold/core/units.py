@@ -1,6 +1,6 @@
 """Numbers as people write them: `8k` tokens of sequence, `500M` tokens of training, `1%` of the documents.
 
-Read once, at the edge of the run file and of the command line; inside there are only `int` and `float`.
+Parsed once, at the edge of the run file and of the command line; inside there are only `int` and `float`.
 """
 
 import re
@@ -12,17 +12,17 @@ _STEP = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3}
 
 
 def parse_count(value: Any) -> int:
-    """A number of things: `500M` is 500,000,000. Raises `ValueError`."""
+    """Parse a number of things: `500M` is 500,000,000. Raises `ValueError`."""
     return _scaled(value, base=1000, example="500M")
 
 
 def parse_length(value: Any) -> int:
-    """A sequence length or a vocabulary size, in tokens: `8k` is 8192. Raises `ValueError`."""
+    """Parse a sequence length or a vocabulary size, in tokens: `8k` is 8192. Raises `ValueError`."""
     return _scaled(value, base=1024, example="8k")
 
 
 def parse_fraction(value: Any) -> float:
-    """A part of a whole in [0, 1): `1%` is 0.01. Raises `ValueError`."""
+    """Parse a part of a whole in [0, 1): `1%` is 0.01. Raises `ValueError`."""
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -36,7 +36,7 @@ def parse_fraction(value: Any) -> float:
 
 
 def parse_steps(value: Any) -> int | float | str:
-    """Steps of a run: a number of them, a part of it such as `5%` (0.05), or `auto`. Raises `ValueError`."""
+    """Parse steps of a run: a number of them, a part of it such as `5%` (0.05), or `auto`. Raises `ValueError`."""
     if value == "auto":
         return "auto"
     written = str(value).strip()
@@ -49,7 +49,7 @@ def parse_steps(value: Any) -> int | float | str:
 
 
 def human(number: float) -> str:
-    """`1234567` as `1.23M`, three significant digits; the way counts appear on the screen."""
+    """`1234567` as `1.23M`, three significant digits, as counts appear on the screen."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size * 0.9995:
             return f"{number / size:.3g}{letter}"

@@ -1,4 +1,4 @@
-"""The versions that a bug report needs, read from the packages' metadata: none of them is imported."""
+"""Versions for a bug report, read from the packages' metadata without importing them."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +15,7 @@ def version_of(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a run computes with, fivefold first: name -> version."""
+    """Versions of the software behind a run, fivefold first: name -> version."""
     return {**{package: version_of(package) for package in _SHOWN}, "Python": platform.python_version()}
 
 

@@ -1,4 +1,4 @@
-"""Why a layout cannot run: what is wrong, with its arithmetic and the nearest values that fit. No torch."""
+"""Reasons why a layout cannot run, with arithmetic and the nearest values that fit. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from fivefold.core.errors import UserError
 class Violation:
     """One reason why a layout cannot run.
 
-    `about`: the field of the layout, or `global_batch_size`, that has to change. `legal`: its values that fit, of those
-    that are near; empty where it is no number.
+    `about`: the field of the layout, or `global_batch_size`, that has to change. `legal`: nearby values of it that fit;
+    empty if it is not a number.
     """
 
     about: str
@@ -22,7 +22,7 @@ class Violation:
 
     @property
     def error(self) -> UserError:
-        """For the user."""
+        """The violation as an error for the user."""
         return UserError(self.what, fix=self.fix, more=self.more)
 
 

@@ -1,1 +1,1 @@
-"""What models compute with, on tensors alone: no model class, no layout."""
+"""Tensor operations that models compute with: no model class, no layout."""

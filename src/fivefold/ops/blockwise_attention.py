@@ -1,7 +1,7 @@
-"""Causal attention in PyTorch's operators, some queries at a time: for every device, type and rule.
+"""Causal attention in PyTorch's operators, a block of queries at a time: for every device, dtype and rule.
 
-Its memory is linear in the row; every block of scores is written and read. The other kernels are held against it, in
-fp64.
+Its memory is linear in the row, but every block of scores is written and read. The other kernels are tested against it
+in fp64.
 
 Legend: N documents of L tokens; H query heads, G key/value heads (R = H / G query heads share one), D head size. In a
 block: L queries, S keys, and X = R * L queries of the heads that share keys.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fivefold.ops.cpu_attention import AttentionParams
 
-# Scores of one block: on a CPU few enough to stay in its cache, elsewhere enough to fill a GPU.
+# Scores per block: few enough to stay in a CPU's cache, or enough to fill a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
 
 
@@ -22,7 +22,7 @@ def blockwise_forward(
     q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, ahead: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output [N,H,L,D] and log-sum-exp [N,H,L]. The L queries are the last of the S keys (S > L: generation with a
-    cache), or the first of them stands `ahead` positions after the first key. Each query must see a key."""
+    cache), unless `ahead` gives the first query's position after the first key. Each query must see a key."""
     heads, shared = q_NHLD.shape[1], k_NGSD.shape[1]
     out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
     for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window, ahead):
@@ -49,7 +49,7 @@ def blockwise_backward(
     *,
     ahead: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]. P = exp(scores - lse) again, and
+    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]. Recomputes P = exp(scores - lse);
     dscores = P * (dO V' - sum(dO * O))."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(tensor, dtype=precise(q.dtype)) for tensor in (k, v))
@@ -72,14 +72,14 @@ def blockwise_backward(
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The type of scores and log-sum-exps for inputs of `dtype`."""
+    """Dtype of scores and log-sum-exps for inputs of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _blocks(
     q_NHLD: Tensor, k_NGSD: Tensor, window: int | None, ahead: int | None
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Some queries, the keys that any of them sees, and [queries, keys] True where a query does not see a key."""
+    """Yield some queries, the keys that any of them sees, and a mask [queries, keys], True for hidden keys."""
     documents, heads, length, _ = q_NHLD.shape
     total = k_NGSD.shape[2]
     width = total if window is None else min(total, max(window, 128))  # wider blocks would mostly hold hidden scores
@@ -108,8 +108,8 @@ def _hide(tensor_NGXS: Tensor, hidden_LS: Tensor, value: float) -> None:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """[N,G,.,.] in the type of scores. Beside `right` of 16 bits `left` is rounded to its type, and sums are in fp32:
-    what FlashAttention does, and on an H100 ten times as fast as products of fp32."""
+    """Multiply [N,G,.,.] into the dtype of scores. For a 16-bit `right`, `left` is rounded to its dtype and sums are in
+    fp32, as in FlashAttention: on an H100 ten times as fast as fp32 products."""
     if right.dtype == precise(right.dtype):
         return left @ right
     pair = left.to(right.dtype).flatten(0, 1), right.flatten(0, 1)
@@ -118,12 +118,12 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _factors(tensor: Tensor) -> torch.dtype:
-    """The type of what is multiplied: 16 bits where there is a product of them with sums in fp32."""
+    """Dtype of matmul operands: 16 bits if 16-bit matmuls can sum in fp32 (CUDA)."""
     return tensor.dtype if tensor.device.type == "cuda" else precise(tensor.dtype)
 
 
 def _by_shared(tensor_NHLx: Tensor, shared: int) -> Tensor:
-    """[N,H,L,x] as [N,G,R*L,x], in the type of what is multiplied."""
+    """[N,H,L,x] as [N,G,R*L,x], in the dtype of matmul operands."""
     documents, _, _, size = tensor_NHLx.shape
     return tensor_NHLx.reshape(documents, shared, -1, size).to(_factors(tensor_NHLx))
 

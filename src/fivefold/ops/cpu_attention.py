@@ -1,11 +1,11 @@
-"""Causal attention on a CPU by `cpu_attention.c`, which is compiled for this machine's instructions at first use.
+"""Causal attention on a CPU by `cpu_attention.c`, compiled for this machine's instructions at first use.
 
-`benchmarks/attention.py` measures it beside PyTorch's fused kernel. Two cores of an AMD EPYC 9005 compute 2 rows of
-1,024 tokens and 12 heads of 64 in fp32 at 290 GFLOP/s forward and 390 backward, where large fp32 matmuls reach 490. An
-Intel CPU with AMX multiplies bf16 by its tiles (`cpu_attention_bf16.h`). Elsewhere bf16 is multiplied as fp32: for
-heads of 128 on that EPYC, whose instructions for bf16 PyTorch's kernel uses, that is 0.8 times as fast.
+`benchmarks/attention.py` compares it with PyTorch's fused kernel. Two cores of an AMD EPYC 9005 compute 2 rows of 1,024
+tokens and 12 heads of 64 in fp32 at 290 GFLOP/s forward and 390 backward, where large fp32 matmuls reach 490. An Intel
+CPU with AMX multiplies bf16 by its tiles (`cpu_attention_bf16.h`). Elsewhere bf16 is multiplied as fp32. For heads of
+128 on that EPYC this is 0.8 times as fast as PyTorch's kernel, which uses the CPU's bf16 instructions.
 
-Without a C compiler that knows OpenMP nothing is compiled, and PyTorch's kernels serve.
+Without a C compiler with OpenMP nothing is compiled, and PyTorch's kernels serve.
 
 Legend: M tokens in documents one after the other, or N rows of L queries and S keys; H query heads, G key/value heads,
 D head size.
@@ -30,10 +30,10 @@ from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError, first_line
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
-HEADER = Path(__file__).with_name("cpu_attention_bf16.h")  # which it includes where the CPU has AMX
+HEADER = Path(__file__).with_name("cpu_attention_bf16.h")  # included if the CPU has AMX
 LIBRARY = "cpu_attention.so"
 _OPTIONS = ("-O3", "-fopenmp", "-lm")
-_MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: whatever the compiler takes this machine to be
+_MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: the compiler's default machine
 _TRIAL = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).attention_tried())"
 _TYPES = (torch.float32, torch.bfloat16)
 
@@ -48,7 +48,7 @@ _choice = _Choice()
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How scores are made: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
+    """Score function: q k' * `scale`, then tanh(scores / `softcap`) * `softcap`, over the last `window` keys."""
 
     scale: float
     window: int | None = None
@@ -72,12 +72,12 @@ class _Shape(ctypes.Structure):
 
 
 def use(is_wanted: bool) -> None:
-    """Whether it serves in this process from here on, where it can."""
+    """Enable or disable the kernel in this process, if it is available."""
     _choice.is_wanted = is_wanted
 
 
 def serves(query: Tensor) -> bool:
-    """Whether it computes attention of queries like these: fp32 or bf16 on a CPU."""
+    """True if the kernel computes attention of queries like these: fp32 or bf16 on a CPU."""
     return query.device.type == "cpu" and query.dtype in _TYPES and _is_used()
 
 
@@ -87,7 +87,7 @@ def _is_used() -> bool:
 
 
 def lacks() -> str:
-    """Why there is no such kernel on this machine; "" where there is one. The first call may compile it (1 s)."""
+    """Return why this machine has no such kernel; "" if it has. The first call may compile it (1 s)."""
     found = _library()
     return found if isinstance(found, str) else ""
 
@@ -98,7 +98,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32. `offset`: positions from the first key to the first query.
 
-    With `cu_seqlens` (int32 [documents + 1], on the CPU) the tensors have one row, of documents between these bounds.
+    With `cu_seqlens` (int32 [documents + 1], on the CPU) the tensors have one row of documents between these bounds.
     """
     rows, heads, length, size = q_NHLD.shape
     out_NHLD = q_NHLD.new_empty(rows, length, heads, size).transpose(1, 2)
@@ -120,13 +120,13 @@ def backward(
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Memory for a result, in the order of `tensor` where the elements of a head are side by side there: the kernel
-    writes no other."""
+    """Allocate a result, strided as `tensor` if the elements of a head are contiguous there: the kernel writes no
+    other."""
     return torch.empty_like(tensor) if _is_taken(tensor) else tensor.new_empty(tensor.shape)
 
 
 def _is_taken(tensor: Tensor) -> bool:
-    """Whether the elements of a head are side by side."""
+    """True if the elements of a head are contiguous."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
@@ -149,7 +149,7 @@ def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
     library = _library()
     assert isinstance(library, ctypes.CDLL), library
     types = [tensor.dtype for tensor in tensors]
-    types.remove(torch.float32)  # of the log-sum-exp
+    types.remove(torch.float32)  # that of the log-sum-exp
     assert len(set(types)) == 1, f"{name} takes one type, not {types}"
     held = [tensor if _is_taken(tensor) else tensor.contiguous() for tensor in tensors]
     passed = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in held]
@@ -170,7 +170,7 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _machine() -> str:
-    """The instructions of this machine's CPU: a home folder may be shared by machines of several kinds."""
+    """Describe the instructions of this machine's CPU: different machines may share a home folder."""
     lines = cpuinfo().splitlines()
     if not lines:
         return f"{platform.machine()} {platform.processor()}"
@@ -192,8 +192,8 @@ def _build(library: Path) -> None:
 
 
 def _try(library: Path) -> None:
-    """Raises `RunFailed` where it cannot be loaded or run here. A compiler that hands its work to another machine takes
-    that one's instructions, which would end this process: the trial is another one."""
+    """Raise `UnusableCompiler` if the library cannot be used, `RunFailed` if it does not run on this CPU. A compiler on
+    another machine uses that machine's instructions, which would end this process: the trial is another one."""
     command = [sys.executable, "-P", "-S", "-c", _TRIAL, str(library)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode < 0:

@@ -1,4 +1,4 @@
-"""Linears in fp8 whose scales follow from earlier steps: see `parallel/fp8/amax.py`."""
+"""fp8 linears with scales from earlier steps: see `parallel/fp8/amax.py`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fivefold.ops.fp8_weight import Rounded
 
 
 class History(Protocol):
-    """Largest values of earlier steps, and a place for those of this one."""
+    """Largest values of earlier steps, and a place to note those of this step."""
 
     def note(self, rows: Sequence[int], operand: Operand, largest: Tensor) -> None: ...
 
@@ -21,7 +21,7 @@ class History(Protocol):
 
 @dataclass(frozen=True)
 class Delayed(Float8):
-    """As `Float8`, of whole tensors. `rows`: the places of the linears in `history`, one behind the other."""
+    """`Float8` with history scales of whole tensors. `rows`: the places of the linears in `history`, in order."""
 
     history: History
     rows: tuple[int, ...]
@@ -29,7 +29,7 @@ class Delayed(Float8):
     def casts(
         self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
     ) -> tuple[list[Rounded], list[Rounded]]:
-        """The first operands by their histories; without any by themselves, as ranks agree."""
+        """Cast the first operands with scales from their histories; without a history cast as `Float8` does."""
         largest = self._known(OPERANDS[which][0], a_MK)
         if largest is None:
             return super().casts(which, a_MK, b_NK)
@@ -37,7 +37,7 @@ class Delayed(Float8):
         return [_cast(x, cast, own) for x, own in zip(a_MK, largest, strict=True)], []
 
     def _known(self, operand: Operand, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """The largest values of earlier steps; those of now are noted. All linears have the same input."""
+        """Largest values of earlier steps, if all are known; notes those of now. All linears share the input."""
         groups = [self.rows] if operand == "input" else [(row,) for row in self.rows]
         found = []
         for tensor, rows in zip(tensors, groups, strict=True):

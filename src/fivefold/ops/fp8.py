@@ -1,10 +1,10 @@
-"""The three products of a linear in fp8, by a recipe of `core/fp8.py`.
+"""The three products of a linear in fp8, following a recipe of `core/fp8.py`.
 
 Example: a row (1.0, -3.0, 0.1) has the largest value 3. Its scale is 448 / 3 = 149.3, or 128 as a power of two. With
 128 it is cast to (128, -384, 13), which stands for (1.0, -3.0, 0.1016).
 
-Where the device has no fp8 units, or PyTorch's scaled matmul does not take a recipe, the same cast operands are
-multiplied in a type that holds them: the effect on the loss is the same, and nothing is faster.
+Without fp8 units, or without a scaled matmul in PyTorch for the recipe, fp8 is emulated: the same cast operands are
+multiplied in a dtype that holds them. The effect on the loss is the same, and nothing is faster.
 
 Legend: M, N free dimensions, K the one summed over; I inputs and O outputs of a linear, S tokens.
 """
@@ -35,7 +35,7 @@ from fivefold.ops.fp8_weight import Fp8Weight, Rounded
 from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-LEAST = 1e-30  # a region of zeros is scaled as if this were its largest value
+LEAST = 1e-30  # stands for the largest value of a region of zeros
 
 Agree = Callable[[Tensor], Tensor]  # largest values on this rank -> those of all ranks that split a dimension
 
@@ -44,9 +44,9 @@ Agree = Callable[[Tensor], Tensor]  # largest values on this rank -> those of al
 
 
 def scale_of(largest: Tensor, cast: Cast, x_MK: Tensor) -> Tensor:
-    """What the numbers of `x_MK` are multiplied by, in fp32 (fp64 for fp64), of a shape that broadcasts with it.
+    """Scales that multiply `x_MK` before the cast, in fp32 (fp64 for fp64), of a shape that broadcasts with it.
 
-    `largest`: of each region. A dimension before the two is one of matrices, each with scales of its own.
+    `largest`: of each region. A leading dimension counts matrices, each with its own scales.
     """
     scale = torch.finfo(DTYPES[cast.form]).max / largest.double().clamp(min=LEAST)
     if cast.is_power_of_2:
@@ -58,17 +58,16 @@ def scale_of(largest: Tensor, cast: Cast, x_MK: Tensor) -> Tensor:
 
 
 def cast_to_fp8(x_MK: Tensor, cast: Cast, scale: Tensor) -> Tensor:
-    """The nearest numbers of eight bits to `x_MK * scale`, ties to even. What is too large becomes the largest; NaN
-    stays."""
+    """Round `x_MK * scale` to the nearest fp8 numbers, ties to even. Too large values become the largest; NaN stays."""
     dtype = DTYPES[cast.form]
     most = torch.finfo(dtype).max
-    scaled = torch.mul(x_MK, scale).clamp_(-most, most)  # in the type of the scale, which is the wider one
+    scaled = torch.mul(x_MK, scale).clamp_(-most, most)  # in the dtype of the scale, which is the wider one
     return (_rounded_once(scaled, dtype) if scaled.dtype == torch.float64 else scaled).to(dtype)
 
 
 def _rounded_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest numbers of `dtype`, in fp64. (PyTorch converts fp64 to fp8 by way of fp32: 17 + 1e-8 becomes 17, half
-    way between 16 and 18, and then 16.)"""
+    """Round to the nearest numbers of `dtype`, in fp64. (PyTorch converts fp64 to fp8 by way of fp32: 17 + 1e-8 becomes
+    17, half way between 16 and 18, and then 16.)"""
     about = torch.finfo(dtype)
     exponent = torch.frexp(x).exponent - 1  # 2^exponent <= |x| < 2^(exponent + 1)
     lowest = math.frexp(about.tiny)[1] - 1
@@ -92,12 +91,11 @@ def _largest(x_MK: Tensor, region: tuple[int | None, int | None]) -> Tensor:
 
 @dataclass(frozen=True)
 class Float8:
-    """The products, by `recipe`, of linears that are given the same input. Their weights are [O, I], or [I, O] where
-    `is_transposed` (GPT-2); a recipe that casts them once is given each as an `Fp8Weight`. `agree`: of the dimensions
-    that several ranks split.
+    """The products, by `recipe`, of linears that share an input. Weights are [O, I], or [I, O] if `is_transposed`
+    (GPT-2); a recipe that casts weights once gets each as an `Fp8Weight`. `agree`: for dimensions that ranks split.
 
-    The input is cast once for all of them. Largest values that are needed at one moment travel together: one collective
-    for the outputs, one for the gradient of the input, one for the gradients of the weights.
+    The input is cast once for all of them. Largest values needed at the same time share a collective: one for the
+    outputs, one for the gradient of the input, one for the gradients of the weights.
     """
 
     recipe: Recipe
@@ -114,7 +112,7 @@ class Float8:
     def casts(
         self, which: Product, a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
     ) -> tuple[list[Rounded], list[Rounded]]:
-        """The operands of a product in fp8."""
+        """Cast the operands of a product to fp8."""
         return casts(which, self.recipe, self.agree, a_MK, b_NK)
 
     def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
@@ -154,7 +152,7 @@ class Float8:
         return [weight.T if is_turned else weight for weight in weights]
 
     def _rounded(self, weights: Sequence[Tensor], is_turned: bool) -> list[Rounded]:
-        """Of weights that FSDP has gathered in fp8."""
+        """Codes and scales of weights that FSDP has gathered in fp8."""
         own = [typing.cast(Fp8Weight, weight) for weight in weights]
         return [*zip(self._turned([each.codes for each in own], is_turned), (each.scale for each in own), strict=True)]
 
@@ -177,9 +175,9 @@ def _flat(x: Tensor) -> Tensor:
 class Float8Grouped(OneByOne):
     """The products of experts by `recipe`: see `ops.linear.Grouped` for the shapes.
 
-    Rows are cast one by one, for the rows of an expert come from other ranks and micro batches: a recipe that casts
-    whole tensors casts rows here. Weights are cast expert by expert. For the same reason weight gradients, which sum
-    over these rows, stay in the compute dtype.
+    Rows are cast one by one, because the rows of an expert come from other ranks and micro batches: a recipe that casts
+    whole tensors casts rows here. Weights are cast expert by expert. Weight gradients sum over these rows, so they stay
+    in the compute dtype.
     """
 
     recipe: Recipe
@@ -207,7 +205,7 @@ class Float8Grouped(OneByOne):
 def casts(
     which: Product, recipe: Recipe, agree: Mapping[Dim, Agree], a_MK: Sequence[Tensor], b_NK: Sequence[Tensor]
 ) -> tuple[list[Rounded], list[Rounded]]:
-    """The operands of products in fp8: several on a side where linears share what is on the other one."""
+    """Cast the operands of products to fp8: several on one side if linears share the other side."""
     m, n, k = DIMS[which]
     a, b = getattr(recipe, which)
     operands = [(each, a, m) for each in a_MK] + [(each, b, n) for each in b_NK]
@@ -224,8 +222,8 @@ def casts(
 
 
 def _agreed(largest: list[Tensor], spans: Sequence[Sequence[Dim]], agree: Mapping[Dim, Agree]) -> list[Tensor]:
-    """The largest values of whole regions, from those of this rank's parts: one collective for each dimension that
-    ranks split. `spans`: the dimensions of each operand that its regions span."""
+    """Largest values of whole regions, from this rank's parts: one collective for each dimension that ranks split.
+    `spans`: the dimensions that the regions of each operand span."""
     for dim, of_all in agree.items():
         own = [at for at, dims in enumerate(spans) if dim in dims]
         if own:
@@ -236,11 +234,11 @@ def _agreed(largest: list[Tensor], spans: Sequence[Sequence[Dim]], agree: Mappin
 
 
 def restored(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the numbers of eight bits stand for."""
+    """Dequantise fp8 numbers."""
     return (values.to(scale.dtype) / scale).to(dtype)
 
 
 def held_in(dtype: torch.dtype, pair: Pair) -> torch.dtype:
-    """The type in which emulated operands are multiplied: `dtype` where it holds what they stand for (bf16 does, where
+    """Dtype in which emulated operands are multiplied: `dtype` if it holds their dequantised values (bf16 does, if
     scales are powers of 2), else a wider one."""
     return dtype if all(cast.is_power_of_2 for cast in pair) else torch.promote_types(dtype, torch.float32)

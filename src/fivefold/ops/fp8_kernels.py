@@ -1,4 +1,4 @@
-"""PyTorch's kernels that multiply numbers of eight bits: which operands they take, and how they want the scales.
+"""PyTorch's fp8 matmul kernels: the operands that they take, and the layout of their scales.
 
 | regions of a, of b | scales of a [M, K] | scales of b [N, K] | kernel |
 |---|---|---|---|
@@ -9,7 +9,7 @@
 | 1 x 32, 1 x 32 | e8m0 in tiles of 128 x 4 | the same | `F.scaled_mm`, BlockWise1x32 |
 | row, row or tensor of each expert | [S] | [E, N] | `_scaled_grouped_mm` |
 
-A kernel multiplies by scales, so it is given 1 / those of `scale_of`. The grouped one takes e4m3 alone. Source:
+A kernel multiplies by scales, so it gets 1 / those of `scale_of`. The grouped one takes e4m3 alone. Source:
 `_scaled_mm_v2` and `_scaled_grouped_mm` in PyTorch's ScaledBlas.cpp and GroupedBlas.cpp; cuBLAS, "1D block scaling
 factors layout".
 """
@@ -22,11 +22,11 @@ from fivefold.core.fp8 import ALIGNED, GROUPED_KERNELS, KERNELS, RECIPES, Kernel
 from fivefold.ops.fp8_weight import Rounded
 from fivefold.torch_internals import scaled_grouped_mm
 
-CUDA = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])  # of which this torch was built
+CUDA = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])  # that this torch was built with
 
 
 def emulated(recipe: str, device: str, precision: str, *, of_experts: bool = False) -> str | None:
-    """Why the products of `recipe` are emulated on `device`, which costs time; None where a kernel multiplies them."""
+    """Return why `recipe` is emulated on `device`, which costs time; None if a kernel multiplies its products."""
     of, block = torch.device(device), RECIPES[recipe].block
     kernel = (GROUPED_KERNELS if of_experts else KERNELS).get(block)
     blocks = f"blocks of {block}" if block > 1 else "rows"
@@ -42,7 +42,7 @@ def emulated(recipe: str, device: str, precision: str, *, of_experts: bool = Fal
 
 
 def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's scaled matmul takes these operands for a result in `dtype`, on this device."""
+    """True if PyTorch's scaled matmul takes these operands for a result in `dtype`, on this device."""
     block = pair[0].region[1] or 1
     kernel, sizes = KERNELS[block], [len(b_NK)] + [len(a_MK)] * (block == 128)
     if dtype != torch.bfloat16 or not _has(a_MK.device, kernel):
@@ -52,7 +52,7 @@ def is_served(a_MK: Tensor, b_NK: Tensor, pair: Pair, dtype: torch.dtype) -> boo
 
 
 def is_served_grouped(rows_SK: Tensor, weight_ENK: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's scaled grouped matmul does."""
+    """True if PyTorch's scaled grouped matmul takes these operands."""
     kernel = GROUPED_KERNELS.get(pair[0].region[1] or 1)
     if kernel is None or scaled_grouped_mm is None or dtype != torch.bfloat16:
         return False
@@ -62,14 +62,14 @@ def is_served_grouped(rows_SK: Tensor, weight_ENK: Tensor, pair: Pair, dtype: to
 
 
 def _has_units(device: torch.device) -> bool:
-    """Whether a device multiplies e4m3 and e5m2 as they are here. (AMD's MI300 has formats of its own.)"""
+    """True if a device multiplies e4m3 and e5m2 as defined here. (AMD's MI300 has formats of its own.)"""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= KERNELS[1].first
 
 
 def _has(device: torch.device, kernel: Kernel) -> bool:
-    """Whether a kernel runs on this device with this torch."""
+    """True if a kernel runs on this device with this torch."""
     if not _has_units(device) or kernel.cuda > CUDA:
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -87,8 +87,8 @@ def _asked(kernel: Kernel) -> str:
 
 @torch.library.custom_op("fivefold::laid_out", mutates_args=())
 def laid_out(x: Tensor, beside: Tensor) -> Tensor:
-    """A copy of `x`, row after row. To a compiler it depends on `beside`: what is multiplied in backward is laid out
-    there, and not in forward, where a graph would keep the copy beside what it was made of."""
+    """Copy `x`, row after row. To a compiler the copy depends on `beside`, so backward makes it. Otherwise forward
+    would make it, and a graph would save it in addition to its source."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -98,8 +98,8 @@ def _(x: Tensor, beside: Tensor) -> Tensor:
 
 
 def scaled_matmul(a_MK: Rounded, b_NK: Rounded, pair: Pair, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and what they were multiplied by.
-    `fast`: sums are kept in fewer bits inside a tile, which is enough in forward. Blocks have no such choice."""
+    """`a` times `b` transposed by the kernel, [M, N], from operands in fp8 and their scales. `fast`: sums are kept in
+    fewer bits inside a tile, which is enough in forward. Blocks have no such choice."""
     (a, of_a), (b, of_b) = a_MK, b_NK
     if block := pair[0].region[1]:
         rows = pair[1].region[0] or 1
@@ -118,8 +118,8 @@ def scaled_matmul(a_MK: Rounded, b_NK: Rounded, pair: Pair, dtype: torch.dtype, 
 def multiply_blocks(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, block: int, rows: int) -> Tensor:
     """`a` times `b` transposed in bf16, from the decoding scales of blocks of 1 x `block` and of `rows` x `block`.
 
-    One operator to a compiler: Inductor gives the arguments of `_scaled_mm_v2` to `_scaled_mm`, which asks for other
-    shapes of the scales of 128 x 128 (torch 2.14).
+    A compiler sees one operator, because Inductor gives the arguments of `_scaled_mm_v2` to `_scaled_mm`, which expects
+    other shapes of the scales of 128 x 128 (torch 2.14).
     """
     types, swizzle = F.ScalingType, F.SwizzleType.NO_SWIZZLE
     if block == 32:
@@ -141,7 +141,7 @@ def _(a_MK: Tensor, of_a: Tensor, b_NK: Tensor, of_b: Tensor, block: int, rows: 
 
 
 def grouped_matmul(rows_SK: Rounded, weight_ENK: Rounded, ends_E: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Rows sorted by expert, each times its expert's matrix transposed, by the kernel: [S, N]."""
+    """Multiply rows sorted by expert with their expert's matrix transposed, by the kernel: [S, N]."""
     (rows, of_rows), (weight, of_weight) = rows_SK, weight_ENK
     assert scaled_grouped_mm is not None  # see `is_served_grouped`
     return scaled_grouped_mm(
@@ -152,9 +152,9 @@ def grouped_matmul(rows_SK: Rounded, weight_ENK: Rounded, ends_E: Tensor, dtype:
 
 
 def _in_tiles(scale_MC: Tensor) -> Tensor:
-    """Powers of 2 as e8m0, in tiles of 128 x 4, one behind the other: number (r, c) of a tile is at 16 (r mod 32) +
+    """Pack powers of 2 as e8m0 into consecutive tiles of 128 x 4: number (r, c) of a tile is at 16 (r mod 32) +
     4 (r div 32) + c."""
-    bits = (scale_MC.view(torch.int32) >> 23) & 255  # the exponent of fp32 is that of e8m0, and 255 is no number
+    bits = (scale_MC.view(torch.int32) >> 23) & 255  # e8m0 has the exponent of fp32, and 255 is NaN
     padded = F.pad(bits, (0, -bits.shape[1] % 4, 0, -bits.shape[0] % 128)).to(torch.uint8)
     tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(torch.float8_e8m0fnu)

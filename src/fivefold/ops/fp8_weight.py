@@ -1,7 +1,7 @@
-"""A weight that was cast to fp8 before FSDP gathered it: numbers of eight bits and their one scale, which stand for a
-tensor of the compute dtype. Products in fp8 take the two as they are; every other operation sees what they stand for.
+"""A weight cast to fp8 before FSDP gathers it: numbers of eight bits and one scale, which stand for a tensor of the
+compute dtype. fp8 products use the two as they are; every other operation sees the dequantised weight.
 
-FSDP2 calls what makes it an all-gather extension, as torchao's float8 training has one.
+An all-gather extension of FSDP2 makes it, as in torchao's float8 training.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fivefold.torch_internals import NO_TORCH_FUNCTION
 
-Rounded = tuple[Tensor, Tensor]  # numbers of eight bits, and the scale that they were multiplied by
+Rounded = tuple[Tensor, Tensor]  # fp8 numbers, and the scale that they were multiplied by
 
 _VIEWS = frozenset(
     (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.t.default,
@@ -23,7 +23,7 @@ _VIEWS = frozenset(
 class Fp8Weight(Tensor):
     """A weight [O, I] of `dtype`: `codes` [O, I] in e4m3 divided by `scale` [1, 1].
 
-    `codes` may share storage that FSDP frees and fills again; `scale` is replaced when it does.
+    `codes` may share storage that FSDP frees and fills again; `scale` is replaced then.
     """
 
     codes: Tensor
@@ -37,7 +37,7 @@ class Fp8Weight(Tensor):
         self.codes, self.scale = codes, scale
 
     def restored(self) -> Tensor:
-        """What the weight stands for, a plain tensor."""
+        """Dequantise the weight to a plain tensor."""
         return (self.codes.to(self.scale.dtype) / self.scale).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,8 +1,8 @@
-"""Causal attention on a GPU by the Triton kernels of `gpu_attention_kernels.py`, of 16-bit types: soft-capped scores,
-and windows between ranks, which FlashAttention as PyTorch calls it does not have. The twin of `cpu_attention.py`.
+"""Causal attention on a GPU by the Triton kernels of `gpu_attention_kernels.py`, for 16-bit dtypes: the twin of
+`cpu_attention.py`. Adds soft-capped scores and windows between ranks, which PyTorch's FlashAttention lacks.
 
-No GPU has run them here. So they are tried on the GPU before they serve: on a small row, forward and backward, against
-attention in fp64 (`lacks`). Where they fail or differ, `blockwise_attention.py` serves, and the header says why.
+No GPU has run them here, so each GPU tries them before they serve: on a small row, forward and backward, against
+attention in fp64 (`lacks`). If they fail or differ, `blockwise_attention.py` serves, and the header says why.
 
 Legend: M tokens in documents one after the other, or N rows of L queries and S keys; H query heads, G key/value heads,
 D head size.
@@ -26,8 +26,8 @@ WIDEST = 256  # features of a head
 _NO_WINDOW = 2**30  # more than any row has; with a position added it is still an int32
 _LARGE = 227 * 2**10  # bytes of shared memory that a block may ask for, from Hopper on
 
-# (queries and keys of a tile, warps, stages) by head size: large tiles that spill next to nothing inside of the loops.
-# Hopper multiplies 64 rows in 4 warps; the others may have 99 KiB of shared memory. `tests/rehearsed` compiles them.
+# (queries and keys of a tile, warps, stages) by head size: large tiles that hardly spill inside the loops. Hopper
+# multiplies 64 rows in 4 warps; other GPUs may have 99 KiB of shared memory. `tests/rehearsed` compiles them.
 LARGE_TILES = {
     "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (128, 64, 8, 2)},
     "backward_of_queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
@@ -43,7 +43,7 @@ TILES = {
 
 
 def serves(query: Tensor, rule: AttentionParams) -> bool:
-    """Whether it computes attention of queries like these [.., D] under `rule`. The first call tries it, which
+    """True if the kernels compute attention of queries like these [.., D] under `rule`. The first call tries them and
     waits for the GPU; later ones do not."""
     is_capped = rule.softcap is not None
     return query.device.type == "cuda" and not lacks(query.device, query.dtype, query.shape[-1], is_capped=is_capped)
@@ -51,8 +51,8 @@ def serves(query: Tensor, rule: AttentionParams) -> bool:
 
 @cache
 def lacks(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: bool) -> str:
-    """Why it does not serve heads of `size` features on a GPU; "" where it does. The first call compiles it (seconds;
-    Triton keeps the result)."""
+    """Return why the kernels cannot serve heads of `size` features on a GPU; "" if they can. The first call compiles
+    them (seconds; Triton keeps the result)."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"Triton kernels are for 16-bit types, and this is {str(dtype).removeprefix('torch.')}"
     if size > WIDEST or size % 8:
@@ -62,7 +62,7 @@ def lacks(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: boo
     try:
         with torch.cuda.device(device):
             return differs(device, dtype, size, is_capped=is_capped)
-    except Exception as error:  # of Triton's compiler, of ptxas, of the driver: whichever, something else serves
+    except Exception as error:  # of Triton's compiler, ptxas or the driver: another kernel serves
         return first_line(error)
 
 
@@ -73,7 +73,7 @@ def forward(
     """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32. `offset`: positions from the first key to the first query. A
     query that sees no key gives 0 and -inf.
 
-    With `cu_seqlens` (int32 [documents + 1], on the GPU) the tensors have one row, of documents between these bounds.
+    With `cu_seqlens` (int32 [documents + 1], on the GPU) the tensors have one row of documents between these bounds.
     """
     rows, heads, length, size = q_NHLD.shape
     q, k, v = map(_side_by_side, (q_NHLD, k_NGSD, v_NGSD))
@@ -88,8 +88,8 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, *, offset: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L], of these keys or merged with more; the others as
-    in `forward`."""
+    """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L], of these keys alone or merged with others; the
+    rest as in `forward`."""
     grad, q, k, v, out = map(_side_by_side, (grad, q, k, v, out))
     dq, dk, dv = map(torch.empty_like, (q, k, v))
     given_NHL = _number_each(q)
@@ -101,19 +101,19 @@ def backward(
 
 
 def _number_each(q_NHLD: Tensor) -> Tensor:
-    """Memory for a number of each query [N,H,L], heads side by side: in the other order strides would be lengths, and a
-    multiple of 16 is another program to Triton."""
+    """Allocate one number per query [N,H,L], heads contiguous. In the other order strides would be lengths, and Triton
+    compiles another program for multiples of 16."""
     rows, heads, length, _ = q_NHLD.shape
     return q_NHLD.new_empty(rows, length, heads, dtype=torch.float32).transpose(1, 2)
 
 
 def _side_by_side(tensor: Tensor) -> Tensor:
-    """With the elements of a head side by side."""
+    """Make the elements of a head contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Launch:
-    """What all kernels of a call are told."""
+    """Arguments that all kernels of a call share."""
 
     def __init__(
         self, q_NHLD: Tensor, k_NGSD: Tensor, rule: AttentionParams, offset: int, cu_seqlens: Tensor | None
@@ -129,7 +129,7 @@ class _Launch:
         )  # fmt: skip
 
     def __call__(self, name: str, *tensors: Tensor) -> None:
-        """Launch a kernel, of the queries of all heads or of the keys of all shared heads."""
+        """Launch a kernel over the queries of all heads, or over the keys of all shared heads."""
         queries, keys, warps, stages = tiles(name, self.size, self.device)
         of_queries = name in ("forward", "backward_of_queries")
         count, tile, heads = (self.queries, queries, self.heads) if of_queries else (self.keys, keys, self.shared)
@@ -143,31 +143,31 @@ class _Launch:
 
 
 def tiles(kernel: str, size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(queries, keys, warps, stages) for heads of `size` features."""
+    """(queries, keys, warps, stages) of a kernel for heads of `size` features."""
     is_large = device.type == "cuda" and _shared_memory(device) >= _LARGE
     return (LARGE_TILES if is_large else TILES)[kernel][max(64, _width(size))]
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block of a GPU may ask for."""
+    """Bytes of shared memory that a block of a GPU may ask for."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
 
 def _width(size: int) -> int:
-    """The power of two from 16 on, that a head of `size` features is filled up to."""
+    """Pad a head of `size` features to a power of two, at least 16."""
     return int(max(16, 1 << (size - 1).bit_length()))
 
 
-# ---- tried on the GPU ------------------------------------------------------------------------------------------------
+# ---- trial on the GPU ------------------------------------------------------------------------------------------------
 
 
 def differs(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: bool) -> str:
-    """In words, where a small row comes out other than in fp64, by more than `dtype` rounds; "" where nowhere.
+    """Describe the first result of a small row that is further from fp64 than `dtype` rounds; "" if none is.
 
-    Two documents of a row, then two rows of which all keys are earlier, under a window. The tiles are of all kinds: in
-    which all is seen, some, and nothing.
+    Tests two documents of a row, then two rows with only earlier keys, under a window. The tiles are of all kinds:
+    fully, partly and not visible.
     """
     rule = AttentionParams(size**-0.5, 330, 1.5 if is_capped else None)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -200,7 +200,7 @@ def _both(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, rule: AttentionParam
 def _exactly(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, rule: AttentionParams, ahead: int | None = None
 ) -> list[Tensor]:
-    """As `_both`, in fp64."""
+    """Like `_both`, in fp64."""
     q, k, v, grad = (each.double() for each in (q, k, v, grad))
     out, lse = blockwise_forward(q, k, v, rule, ahead=ahead)
     return [out, lse, *blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead)]

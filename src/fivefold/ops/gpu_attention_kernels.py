@@ -5,25 +5,25 @@ maximum and sum, and no score leaves the chip. Backward recomputes the weights f
 query tile and walks its keys (dq), two have a key tile and walk its queries (dk, and dv). No two programs write to the
 same place, so that results do not depend on their order.
 
-Who sees whom is an interval. A query sees the keys from `earliest` to `latest`: from where its document or its window
-begins, whichever is later, to itself or the last key. Both ends grow with the query. So of the tiles of the other side,
-those in which all is seen lie next to each other, between those in which some is, and only the latter compare
-positions. A tile may hold several short documents.
+Visibility is an interval. A query sees the keys from `earliest` to `latest`: from the start of its document or its
+window, whichever is later, to itself or the last key. Both ends grow with the query. So the fully visible tiles of the
+other side are contiguous, between partly visible ones, and only the latter compare positions. A tile may hold several
+short documents.
 
-Loops over tiles begin at 0: Triton (3.8) copies ahead (`num_stages`) only in those.
+Loops over tiles begin at 0: Triton (3.8) prefetches (`num_stages`) only in those.
 
 Legend: X queries and Y keys of a tile, E the head size D rounded up to a power of two. `q_by`: strides of q by row,
-head and token; the last is part of the program. The elements of a head are side by side.
+head and token; the last is part of the program. The elements of a head are contiguous.
 """
 
-# What a kernel calls is inlined; a `constexpr`, and an argument that is None, is part of the program.
+# Calls in a kernel are inlined. A `constexpr`, and an argument that is None, is part of the program.
 import triton
 import triton.language as tl
 
-# Documents and ranks choose these; a program for each of their multiples of 16, and ones, would be compiled in mid-run.
+# Documents and ranks choose these: a program for ones, and one for multiples of 16, would be compiled in mid-run.
 kernel = triton.jit(do_not_specialize=["queries", "keys", "documents", "halvings", "offset", "window"])
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1e30)  # the maximum of no scores; finite, for -inf - -inf is no number
+LEAST = tl.constexpr(-1e30)  # the maximum of no scores; finite, because -inf - -inf is NaN
 
 
 @kernel
@@ -60,7 +60,7 @@ def _attend(
     out_XE, total_X, largest_X, q_XE, k, v, k_by, v_by, first, keys, earliest_X, latest_X, scale, cap,
     D: tl.constexpr, E: tl.constexpr, Y: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
-    """What `forward` has so far, and a tile of keys more."""
+    """Add a tile of keys to the running results of `forward`."""
     k_YE = _load(k, k_by, first, keys, D, E, Y, PARTLY)
     score_XY = _scores(tl.dot(q_XE, tl.trans(k_YE), input_precision="ieee"), scale, cap)
     if PARTLY:
@@ -80,7 +80,7 @@ def backward_of_queries(
     shares, queries, keys, documents, halvings, offset, window, scale, cap,
     D: tl.constexpr, E: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries of one head. It leaves sum(dO * O) of each query in `given`, for `backward_of_keys`."""
+    """dq of a tile of queries of one head. Writes sum(dO * O) of each query to `given`, for `backward_of_keys`."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * X
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k += _place(k_by, row, head // shares)
@@ -108,7 +108,7 @@ def _add_dq(
     dq_XE, grad_XE, q_XE, k, v, k_by, v_by, given_X, lse_X, first, keys, earliest_X, latest_X, scale, cap,
     D: tl.constexpr, E: tl.constexpr, Y: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
-    """dq / scale with a tile of keys more."""
+    """Add a tile of keys to dq / scale."""
     k_YE, v_YE = _load(k, k_by, first, keys, D, E, Y, PARTLY), _load(v, v_by, first, keys, D, E, Y, PARTLY)
     score_XY = _scores(tl.dot(q_XE, tl.trans(k_YE), input_precision="ieee"), scale, cap)
     weight_XY = tl.exp2(score_XY - lse_X[:, None])
@@ -153,7 +153,7 @@ def _add_dk(
     dk_YE, grad, q, k_YE, v_YE, lse, given, grad_by, q_by, lse_by, given_by, first, queries, earliest_Y, latest_Y,
     scale, cap, D: tl.constexpr, E: tl.constexpr, X: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
-    """dk / scale with a tile of queries more. Scores are transposed, as the product wants them."""
+    """Add a tile of queries to dk / scale. Scores are transposed, as the product needs them."""
     q_XE = _load(q, q_by, first, queries, D, E, X, PARTLY)
     score_YX, weight_YX = _weights(k_YE, q_XE, lse, lse_by, first, queries, earliest_Y, latest_Y, scale, cap, X, PARTLY)
     grad_XE = _load(grad, grad_by, first, queries, D, E, X, PARTLY)
@@ -169,8 +169,8 @@ def backward_of_values(
     offset, window, scale, cap,
     D: tl.constexpr, E: tl.constexpr, X: tl.constexpr, Y: tl.constexpr,
 ):  # fmt: skip
-    """dv, as `backward_of_keys` dk. One kernel for both would need more registers than a thread has, for heads of 256
-    on Hopper."""
+    """dv, like `backward_of_keys` for dk. One kernel for both would need more registers than a thread has, for heads of
+    256 on Hopper."""
     first = tl.program_id(0) * Y
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k_YE = _load(k + _place(k_by, row, head), k_by[2], first, keys, D, E, Y, True)
@@ -195,7 +195,7 @@ def _add_dv(
     dv_YE, grad, q, k_YE, lse, grad_by, q_by, lse_by, first, queries, earliest_Y, latest_Y, scale, cap,
     D: tl.constexpr, E: tl.constexpr, X: tl.constexpr, PARTLY: tl.constexpr,
 ):  # fmt: skip
-    """dv with a tile of queries more."""
+    """Add a tile of queries to dv."""
     q_XE = _load(q, q_by, first, queries, D, E, X, PARTLY)
     _, weight_YX = _weights(k_YE, q_XE, lse, lse_by, first, queries, earliest_Y, latest_Y, scale, cap, X, PARTLY)
     grad_XE = _load(grad, grad_by, first, queries, D, E, X, PARTLY)
@@ -233,7 +233,7 @@ def _scores(product, scale, cap):
 
 @triton.jit
 def _slope(score, cap):
-    """The derivative of the cap, 1 - tanh^2, where `_scores` gave `score`."""
+    """Derivative of the cap, 1 - tanh^2, at a `score` from `_scores`."""
     if cap is None:
         return 1.0
     else:
@@ -241,12 +241,12 @@ def _slope(score, cap):
         return 1.0 - tanh * tanh
 
 
-# ---- who sees whom ---------------------------------------------------------------------------------------------------
+# ---- visibility ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _sees(first, queries, keys, bounds, documents, halvings, offset, window, X: tl.constexpr):
-    """The first and the last key that each query of a tile sees. Past the last query it is repeated."""
+    """First and last key that each query of a tile sees. Positions past the last query repeat it."""
     query_X = tl.minimum(first + tl.arange(0, X), queries - 1)
     earliest_X = tl.maximum(query_X + offset - window + 1, 0)
     if bounds is not None:
@@ -257,7 +257,7 @@ def _sees(first, queries, keys, bounds, documents, halvings, offset, window, X: 
 
 @triton.jit
 def _seen_by(first, queries, keys, bounds, documents, halvings, offset, window, Y: tl.constexpr):
-    """The first and the last query that sees each key of a tile. Past the last key it is repeated."""
+    """First and last query that sees each key of a tile. Positions past the last key repeat it."""
     key_Y = tl.minimum(first + tl.arange(0, Y), keys - 1)
     latest_Y = tl.minimum(key_Y - offset + window, queries) - 1
     if bounds is not None:
@@ -268,8 +268,8 @@ def _seen_by(first, queries, keys, bounds, documents, halvings, offset, window, 
 
 @triton.jit
 def _document(token, bounds, documents, halvings):
-    """Where the documents of these tokens begin and end: the last bound that is not after a token is searched by
-    halves of `documents` <= 2 ** `halvings`."""
+    """Begin and end of the documents of these tokens. Searches the last bound that is not after a token by halves of
+    `documents` <= 2 ** `halvings`."""
     at = tl.zeros_like(token)
     for half in range(halvings):
         further = at + (1 << (halvings - 1 - half))
@@ -280,8 +280,8 @@ def _document(token, bounds, documents, halvings):
 
 @triton.jit
 def _tiles(earliest, latest, SIZE: tl.constexpr):
-    """Where the first tile of the other side begins, and the number of the first and the last + 1 in which all is seen
-    by all, and of the last + 1. No tile past the others is asked for where none is seen."""
+    """Position of the first tile of the other side; number of the first and the last + 1 that are fully visible, and of
+    the last + 1. The ranges are empty if nothing is visible."""
     begin = tl.min(earliest)
     end = tl.maximum(tl.cdiv(tl.max(latest) + 1 - begin, SIZE), 0)
     left = tl.minimum(tl.cdiv(tl.max(earliest) - begin, SIZE), end)
@@ -291,13 +291,13 @@ def _tiles(earliest, latest, SIZE: tl.constexpr):
 
 @triton.jit
 def _count(left, whole, end, PARTLY: tl.constexpr):
-    """How many tiles there are in which some is seen (`PARTLY`), or all."""
+    """Number of partly visible tiles (`PARTLY`), or of fully visible ones."""
     return left + end - whole if PARTLY else whole - left
 
 
 @triton.jit
 def _tile(each, left, whole, PARTLY: tl.constexpr):
-    """The number of the `each`th of them."""
+    """Number of the `each`th of these tiles."""
     return tl.where(each < left, each, each - left + whole) if PARTLY else left + each
 
 
@@ -306,14 +306,13 @@ def _tile(each, left, whole, PARTLY: tl.constexpr):
 
 @triton.jit
 def _place(by, row, head):
-    """How far the first token of a row's head lies from the first element of its tensor."""
+    """Offset of the first token of a row's head from the first element of its tensor."""
     return tl.cast(row, tl.int64) * by[0] + tl.cast(head, tl.int64) * by[1]
 
 
 @triton.jit
 def _load(at, by, first, tokens, D: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, PARTLY: tl.constexpr):
-    """[SIZE, E]: the tokens from `first` on, with zeros past D. `PARTLY`: the last token may lie among them, and zeros
-    follow it."""
+    """[SIZE, E]: the tokens from `first` on, with zeros past D. `PARTLY`: with zeros past the last token, too."""
     token, element = tl.arange(0, SIZE)[:, None], tl.arange(0, E)[None, :]
     at += tl.cast(first, tl.int64) * by
     if PARTLY:
@@ -339,7 +338,7 @@ def _store(at, by, first, tokens, values, D: tl.constexpr, E: tl.constexpr, SIZE
 
 @triton.jit
 def _load_each(at, by, first, tokens, SIZE: tl.constexpr):
-    """[SIZE]: a number of each token from `first` on."""
+    """[SIZE]: one number per token from `first` on."""
     token = first + tl.arange(0, SIZE)
     return tl.load(at + token.to(tl.int64) * by, mask=token < tokens, other=0.0)
 

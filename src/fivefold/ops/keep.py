@@ -1,20 +1,20 @@
-"""What a block keeps from its forward for its second one, under selective recompute.
+"""Results that a block saves in its first forward for its second one, under selective recompute.
 
-A block that is recomputed runs forward again in its backward. What is dear, the products of linears, attention and most
-collectives, is computed once: its result is kept, and the second forward finds it where the first one put it. Norms,
-activation functions, rotary positions and casts are computed again.
+A recomputed block runs forward again in its backward. Expensive results (matmuls of linears, attention and most
+collectives) are computed once: the first forward saves them, and the second one reads them. Norms, activation
+functions, rotary positions and casts are recomputed.
 
-A value is kept below autograd. So the second forward makes the same graph as the first, with the same numbers in it.
+Results are saved below autograd. So the second forward makes the same graph as the first, with the same numbers in it.
 
 | | inside of it |
 |---|---|
-| `keeping(forward)` | products and fused attention are kept, as PyTorch's own operators |
-| `handing_on(forward)` | products are not kept, nor computed again: what is made of them is kept |
-| `computing_again(forward)` | nothing is kept |
-| `kept(compute)`, `product_with_inputs(compute)` | in an `autograd.Function`'s forward: what `compute` gives is kept |
+| `keeping(forward)` | matmuls and fused attention are saved, as PyTorch's own operators |
+| `handing_on(forward)` | matmuls are neither saved nor recomputed: the collective that reduces them is saved |
+| `computing_again(forward)` | nothing is saved |
+| `kept(compute)`, `product_with_inputs(compute)` | in an `autograd.Function`'s forward: saves the result of `compute` |
 
-Outside of a block that keeps anything, none of them does anything. Hooks for saved tensors that stand around a block
-get what it keeps, too: what moves saved activations to the host moves these with them.
+Outside of a block that saves anything, none of them does anything. Saved-tensor hooks around a block also get what it
+saves: offloading of saved activations to the host covers these.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack, unpack
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor that is kept, without its graph, and how often it had been changed in place by then."""
+    """A saved tensor without its graph, and the number of its in-place changes until then."""
 
     own: Tensor
     changes: int
@@ -49,7 +49,7 @@ class _Held:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A tensor that is kept by way of the hooks around the block."""
+    """A tensor saved through the hooks around the block."""
 
     value: Any
     unpack: Callable[[Any], Tensor]
@@ -60,7 +60,7 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a tensor that is not kept: another of its shape takes its place, without memory."""
+    """Stand-in for a tensor that is not saved: one of its shape, without memory."""
 
     number: Tensor
     shape: tuple[int, ...]
@@ -75,8 +75,8 @@ def _shape_of(tensor: Tensor) -> _Shape:
 
 @dataclass
 class _Block:
-    """One forward of one block: what it keeps, in order. `hooks`: those around it. `hands_on`: products are read by
-    what is kept, and by nothing else."""
+    """One forward of one block: what it saves, in order. `hooks`: those around it. `hands_on`: only saved results read
+    the outputs of matmuls."""
 
     hooks: Hooks | None = None
     values: deque[Any] = field(default_factory=deque)
@@ -115,7 +115,7 @@ class _Block:
         return _Packed(pack(own), unpack)
 
 
-_block: _Block | None = None  # whose forward is under way: of autograd's thread and the main one, one waits
+_block: _Block | None = None  # in its forward; the main thread and autograd's take turns
 
 
 @contextmanager
@@ -129,13 +129,13 @@ def _during(block: _Block | None) -> Iterator[None]:
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first forward of a block and around its second: `context_fn` of `torch.utils.checkpoint`."""
+    """Contexts of the first and the second forward of a block: `context_fn` of `torch.utils.checkpoint`."""
     block = _Block(hooks_of_saved())
     return _during(block), _Second(block)
 
 
 class _Second(AbstractContextManager[None]):
-    """Around the second forward of a block, which takes what the first has kept. There is no third."""
+    """Context of the second forward of a block, which reads what the first saved. There is no third."""
 
     def __init__(self, block: _Block) -> None:
         self._block = block
@@ -155,7 +155,7 @@ class _Second(AbstractContextManager[None]):
 
 
 def graph_contexts() -> Any:
-    """The same for a block that `torch.compile` makes one graph of: it is told which operators to keep."""
+    """Contexts for a block that `torch.compile` makes one graph of: a policy of the operators to save."""
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
@@ -168,7 +168,7 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 def keeping(forward: Forward) -> Forward:
-    """`forward`, whose products and fused attention are kept."""
+    """Wrap `forward` to save its matmuls and fused attention."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (block := _block) is None:
@@ -190,7 +190,7 @@ def _is_dear(operator: Any) -> bool:
 
 
 def handing_on(forward: Forward) -> Forward:
-    """`forward`, whose products only something reads that is itself kept: the collective that sums up a row's."""
+    """Wrap a row-parallel `forward`: skip saving its matmul, because the collective that reduces it is saved."""
     own = keeping(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def handing_on(forward: Forward) -> Forward:
 
 
 def computing_again(forward: Forward) -> Forward:
-    """`forward`, of which nothing is kept."""
+    """Wrap `forward` to save nothing."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _during(None):
@@ -219,10 +219,10 @@ def computing_again(forward: Forward) -> Forward:
 
 
 def kept(compute: Callable[[], Any]) -> Any:
-    """What `compute` gives: tensors and numbers, in tuples or lists."""
+    """Return the result of `compute`, or the saved one: tensors and numbers, in tuples or lists."""
     return compute() if _block is None else _block.kept(compute)
 
 
 def product_with_inputs(compute: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """As `kept`, for products of linears: (the products, what their backward reads besides the weights)."""
+    """Like `kept`, for matmuls of linears: (outputs, tensors for backward besides the weights)."""
     return compute() if _block is None else _block.product_with_inputs(compute)

@@ -1,22 +1,21 @@
-"""The one seam of every matmul with a weight: here a role decides how a linear multiplies.
+"""The one place for every matmul with a weight: its role decides how a linear multiplies.
 
 A linear has three products: its output, the gradient of its input, and the gradient of its weight. `Linears.place` is
 called once for every linear of a model, when the model is parallelized, and `Linears.grouped` multiplies for experts.
-Where nothing is asked of a role, a linear keeps the forward of its own class, whatever that is (an adapter's, a
-quantised one's).
+If a role needs nothing, a linear keeps the forward of its own class (an adapter's, a quantised one's).
 
-| role | which linear | what is asked of it |
+| role | which linear | what it needs |
 |---|---|---|
-| `column` | its outputs are split over tp | weight gradient later |
-| `row` | its inputs are split over tp | partial products summed before the bias; weight gradient later |
-| `dense` | any other one inside a layer | weight gradient later |
-| `latent` | its gradients are those of a tp rank's own heads | weight gradient later |
-| `expert` | one matmul for all experts of a layer | weight gradient later |
-| `router` | says where tokens go | nothing: `parallel/experts/runtime.py` lets all of a router compute in fp32 |
+| `column` | outputs split over tp | deferred weight gradient |
+| `row` | inputs split over tp | partial products summed before the bias; deferred weight gradient |
+| `dense` | any other one inside a layer | deferred weight gradient |
+| `latent` | gradients of a tp rank's own heads only | deferred weight gradient |
+| `expert` | one matmul for all experts of a layer | deferred weight gradient |
+| `router` | routes tokens | nothing: `parallel/experts/runtime.py` computes the whole router in fp32 |
 | `head` | gives logits | nothing: the chunked loss computes its gradients in forward |
 
-Two things hook in. A `WeightGradStore` takes weight gradients that a pipeline schedule computes later ("zero bubble",
-arXiv:2401.10241). A recipe replaces the three products of a role, for a precision of their own.
+Two extensions plug in. A `WeightGradStore` takes weight gradients that a pipeline schedule computes later ("zero
+bubble", arXiv:2401.10241). A recipe replaces the three products of a role, for a precision of their own.
 
 Legend: I inputs and O outputs of a linear, S rows sorted by expert, E experts.
 """
@@ -37,8 +36,8 @@ from fivefold.ops.nf4 import Nf4
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
-LATER: frozenset[Role] = frozenset({"column", "row", "dense", "latent", "expert"})  # whose weight gradients can wait
-ALIGNED = 16  # bytes: what the strides of a grouped matmul must be multiples of
+LATER: frozenset[Role] = frozenset({"column", "row", "dense", "latent", "expert"})  # weight gradients can wait
+ALIGNED = 16  # bytes: strides of a grouped matmul must be multiples of this
 
 Multiply = Callable[[Tensor], Tensor]
 
@@ -47,19 +46,19 @@ Later = Callable[[], tuple[Tensor, ...]]  # computes the gradients of weights
 
 
 class Products(Protocol):
-    """The three products of linears that are given the same input: most often one linear. Weights are as their modules
-    store them."""
+    """The three products of linears that share an input: most often one linear. Weights are as their modules store
+    them."""
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(outputs, what backward needs besides the weights)."""
+        """(outputs, tensors for backward besides the weights)."""
 
     def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        """The first thing that backward needs, where the outputs and the scales have been kept."""
+        """The first tensor for backward, if the outputs and the scales have been saved."""
 
     def gradients(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, wants_input: bool
     ) -> tuple[Tensor | None, Later]:
-        """(gradient of the input where it is wanted, what computes the gradients of the weights)."""
+        """(gradient of the input if wanted, function that computes the gradients of the weights)."""
 
 
 class OneByOne:
@@ -92,7 +91,7 @@ class OneByOne:
         raise NotImplementedError
 
 
-# ---- weight gradients that are computed later ------------------------------------------------------------------------
+# ---- deferred weight gradients ---------------------------------------------------------------------------------------
 
 
 class WeightGradStore:
@@ -105,11 +104,11 @@ class WeightGradStore:
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[tuple[tuple[Tensor, ...], Later]]] = {}
-        self.queue: deque[tuple[tuple[Tensor, ...], Later]] | None = None  # of the slot under way
+        self.queue: deque[tuple[tuple[Tensor, ...], Later]] | None = None  # of the current slot
 
     @contextmanager
     def collecting(self, slot: Hashable) -> Iterator[None]:
-        """Inside, what runs forward (a recomputed forward too) puts its weight gradients off until `compute(slot)`."""
+        """Defer the weight gradients of forwards inside this context (recomputed ones too) until `compute(slot)`."""
         self.queue = self._queues.setdefault(slot, deque())
         try:
             yield
@@ -119,7 +118,7 @@ class WeightGradStore:
     def compute(self, slot: Hashable) -> int:
         """Compute the gradients of a slot and add them to the weights', as backward would have. Returns how many."""
         queue, count = self._queues.pop(slot), 0
-        while queue:  # one by one, so that what each was made of is free again
+        while queue:  # one by one, to free the inputs of each
             weights, later = queue.popleft()
             trained = {weight: grad for weight, grad in zip(weights, later(), strict=True) if weight.requires_grad}
             torch.autograd.backward(tuple(trained), tuple(trained.values()))
@@ -128,12 +127,12 @@ class WeightGradStore:
 
 
 class _Matmul(torch.autograd.Function):
-    """`products.outputs`; backward puts the weights' gradients into `queue`, or without one computes them at once."""
+    """`products.outputs`; backward puts weight gradients into `queue`, or without one computes them at once."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        # Named arguments before the weights would not do: where no gradient is asked for, Dynamo leaves out `ctx` if a
-        # call has one argument more than the signature, which here is two weights.
+        # No named arguments before the weights: without gradients, Dynamo leaves out `ctx` if a call has one argument
+        # more than the signature, which here is two weights.
         x, products, queue, *weights = given
         made: list[Tensor] = []
 
@@ -143,7 +142,7 @@ class _Matmul(torch.autograd.Function):
             return outs, tuple(more)
 
         outs: tuple[Tensor, ...]
-        outs, more = product_with_inputs(compute)  # not computed in the second forward of selective recompute
+        outs, more = product_with_inputs(compute)  # skipped in the second forward of selective recompute
         ctx.save_for_backward(*weights, made[0] if made else products.input_again(x, more), *more)
         ctx.products, ctx.queue, ctx.weights = products, queue, tuple(weights)
         return outs
@@ -162,22 +161,22 @@ class _Matmul(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class GroupedAdapter:
-    """Beside the matrices of experts: `a` [E, r, I] and `b` [E, O, r] (`models/adapter_facts.py`)."""
+    """LoRA matrices of experts: `a` [E, r, I] and `b` [E, O, r] (`models/adapter_facts.py`)."""
 
     a: Tensor
     b: Tensor
     scale: float
 
 
-# ---- the seam --------------------------------------------------------------------------------------------------------
+# ---- multiplication by role ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Linears:
-    """How the linears of one model multiply. `store`: of a schedule that splits backward. `products`: role -> what
-    makes the products of linears that share their input, from these linears and the fields of `Dense` (`expert`: from
-    the fields of `Grouped`); a role that is not in it multiplies in the compute dtype, as does a module that has none.
-    `are_outside`: no graph holds these products."""
+    """Multiplication of a model's linears. `store`: for a schedule that splits backward. `products`: role -> factory
+    of the products of linears that share their input, from these linears and the fields of `Dense` (`expert`: from the
+    fields of `Grouped`). Other roles, and modules without products, multiply in the compute dtype. `are_outside`: no
+    graph holds these products."""
 
     store: WeightGradStore | None = None
     products: Mapping[Role, Callable[..., Products]] = field(default_factory=dict)
@@ -185,14 +184,14 @@ class Linears:
     are_outside: bool = False
 
     def of(self, module: str) -> "Linears":
-        """How the linear, or the experts, of this name multiply."""
+        """Multiplication of the linear, or the experts, of this name."""
         return self if self.has_products(module) else replace(self, products={})
 
     def place(
         self, linear: Any, role: Role, *, is_transposed: bool, is_plain: bool, reduce: Multiply | None = None
     ) -> None:
-        """Let `linear` multiply as its role asks. `is_transposed`: its weight is [I, O]. `is_plain`: its forward is
-        that of a linear and does nothing else. `reduce`: sums up the partial products of a row."""
+        """Let `linear` multiply as its role needs. `is_transposed`: its weight is [I, O]. `is_plain`: its forward is
+        that of a linear and does nothing else. `reduce`: sums the partial products of a row-parallel linear."""
         if getattr(linear, "in_nf4", False):
             multiply = lambda x: self._multiply(x, [linear.weight], Nf4(), role)[0]  # noqa: E731
             linear.forward = _biased(linear, multiply, reduce or _nothing)
@@ -204,22 +203,22 @@ class Linears:
             products = make([linear], is_transposed) if make else Dense(is_transposed)
             multiply = lambda x: self._multiply(x, [linear.weight], products, role)[0]  # noqa: E731
             if waits or (make and self.are_outside):
-                # A graph cannot put anything into a store, or a history: it ends before, and another begins behind.
+                # A graph cannot put anything into a store or a history: it breaks here.
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
         elif reduce is None and not _is_adapted(linear):
             return
         linear.forward = _biased(linear, multiply, reduce or _nothing)
 
     def place_together(self, linears: Sequence[Any], role: Role, *, is_transposed: bool) -> None:
-        """Let linears that are given the same input, in the order in which they are called, multiply as one: the first
-        multiplies for all, and each of the others has its output ready."""
+        """Let linears that share an input, in call order, multiply as one: the first multiplies for all, and the others
+        return their outputs."""
         products = self.products[role](linears, is_transposed)
         ready: list[list[Tensor]] = [[] for _ in linears[1:]]
 
         def first(x: Tensor) -> Tensor:
             out, *others = self._multiply(x, [each.weight for each in linears], products, role)
             for place, other in zip(ready, others, strict=True):
-                place[:] = [other]  # a forward that recompute ended early has left one
+                place[:] = [other]  # a forward that recompute ended early may have left one
             return out
 
         for at, linear in enumerate(linears):
@@ -232,10 +231,10 @@ class Linears:
         self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool,
         adapter: "GroupedAdapter | None" = None,
     ) -> Tensor:  # fmt: skip
-        """Rows sorted by expert, each times its expert's matrix of `weight` [E, O, I], or [E, I, O] where
-        `is_transposed`: [S, O]. One kernel where it serves these tensors. An adapter adds two products of its rank."""
+        """Multiply rows sorted by expert with their expert's matrix of `weight` [E, O, I], or [E, I, O] if
+        `is_transposed`: [S, O]. Uses one kernel where it can. An adapter adds two products of its rank."""
         if adapter is not None:
-            beside = replace(self, products={})  # in the compute type, as those of linears
+            beside = replace(self, products={})  # in the compute dtype, like adapters of linears
             made_Sr = beside.grouped(x_SI, adapter.a, counts_E, is_transposed=False)
             more_SO = beside.grouped(made_Sr, adapter.b, counts_E, is_transposed=False)
             return self.grouped(x_SI, weight, counts_E, is_transposed=is_transposed) + adapter.scale * more_SO
@@ -265,7 +264,7 @@ def _plain_product(linear: Any, is_transposed: bool) -> Multiply:
 
 
 def _own_product(linear: Any) -> Multiply:
-    """What a class of its own multiplies, without the bias: that is added once, to the sum of all ranks."""
+    """The product of a custom class without its bias, which is added once, to the sum of all ranks."""
     own = linear.forward
 
     def multiply(x: Tensor) -> Tensor:
@@ -279,7 +278,7 @@ def _own_product(linear: Any) -> Multiply:
 
 
 def _biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
-    """Partial products are summed first, with those of an adapter, and the bias is added once."""
+    """Sum partial products, with those of an adapter, and then add the bias once."""
     is_adapted = _is_adapted(linear)
 
     def forward(x: Tensor) -> Tensor:
@@ -293,7 +292,7 @@ def _biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
 
 
 def _is_adapted(linear: Any) -> bool:
-    """Whether a linear has an adapter beside its weight (`models/adapter.py`)."""
+    """True if a linear has an adapter (`models/adapter.py`)."""
     return hasattr(linear, "lora_A")
 
 
@@ -310,7 +309,7 @@ def _taken(ready: list[Tensor], _: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Dense(OneByOne):
-    """x [.., I] times a weight [O, I], or [I, O] where `is_transposed` (GPT-2)."""
+    """x [.., I] times a weight [O, I], or [I, O] if `is_transposed` (GPT-2)."""
 
     is_transposed: bool
 
@@ -327,10 +326,10 @@ class Dense(OneByOne):
 
 @dataclass(frozen=True, eq=False)
 class Grouped(OneByOne):
-    """Rows [S, I] sorted by expert, `counts_E` of them each, times weights [E, O, I], or [E, I, O] where
-    `is_transposed`. `is_served`: by PyTorch's kernel; else in a loop, which takes any type and size.
+    """Rows [S, I] sorted by expert, `counts_E` for each, times weights [E, O, I], or [E, I, O] if `is_transposed`.
+    `is_served`: by PyTorch's kernel; else in a loop, which takes any dtype and size.
 
-    An expert without rows gets a gradient of zeros, not none: the ranks that hold its other shards wait for it.
+    An expert without rows gets a gradient of zeros, not None: the ranks that hold its other shards wait for it.
     """
 
     counts_E: Tensor
@@ -358,12 +357,12 @@ class Grouped(OneByOne):
 
     @property
     def ends(self) -> Tensor:
-        """Behind the last row of each expert, [E] int32."""
+        """End of each expert's rows, [E] int32."""
         return self.counts_E.cumsum(0).to(torch.int32)
 
 
 def _is_served(x_SI: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes these: 16-bit types (on a CPU fp32 too), aligned, and not empty."""
+    """True if PyTorch's grouped matmul takes these: 16-bit dtypes (on a CPU fp32 too), aligned, and not empty."""
     types = {torch.bfloat16} | ({torch.float32, torch.float16} if weight.device.type == "cpu" else set())
     if grouped_mm is None or weight.dtype not in types or not len(x_SI):
         return False

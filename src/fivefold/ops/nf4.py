@@ -1,9 +1,9 @@
-"""Frozen weights in four bits: NF4 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), as `bitsandbytes` has it.
+"""Frozen weights in four bits: NF4 (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), as in `bitsandbytes`.
 
 64 numbers in a row share a scale, their largest absolute value. Each number divided by it becomes the nearest of 16
-levels. A row of I numbers rests as I / 2 bytes of codes, two to a byte with the first in the high half, and then I / 64
-scales in fp32: 9 I / 16 bytes, 4.5 bits a number. So a weight [O, I] is bytes [O, 9 I / 16] that are split by rows as
-the weight is, and a piece of whole blocks has the same codes as the whole.
+levels. A row of I numbers is stored as I / 2 bytes of codes, two to a byte with the first in the high half, and then
+I / 64 scales in fp32: 9 I / 16 bytes, 4.5 bits a number. So a weight [O, I] is stored as bytes [O, 9 I / 16], split by
+rows like the weight. A piece of whole blocks has the same codes as the whole.
 
 Example: 64 numbers whose largest absolute value is 2 are 32 bytes and the scale 2.0.
 """
@@ -24,11 +24,11 @@ LEVELS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _LEAST = 1e-38  # a block of zeros is divided by this
-_AT_ONCE = 2**24  # numbers that are restored at once: 64 MiB in fp32
+_AT_ONCE = 2**24  # numbers dequantised at once: 64 MiB in fp32
 
 
 def quantise(weight: Tensor) -> Tensor:
-    """A weight [O, I] as it rests, uint8 [O, 9 I / 16]; I is a multiple of 64. It is taken in fp32."""
+    """Quantise a weight [O, I] from fp32 to uint8 [O, 9 I / 16]; I is a multiple of 64."""
     blocks = weight.detach().float().reshape(len(weight), -1, BLOCK)
     scales = blocks.abs().amax(dim=-1)
     scaled = (blocks * (1.0 / scales.clamp(min=_LEAST)).unsqueeze(-1)).clamp(-1, 1).flatten(-2)
@@ -47,16 +47,16 @@ def put(packed: Tensor, columns: slice, weight: Tensor) -> None:
 
 
 def restored(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [O, I] that rows [O, 9 I / 16] stand for: level times scale in fp32, in `dtype`."""
+    """Dequantise rows [O, 9 I / 16] to the weight [O, I]: level times scale in fp32, in `dtype`."""
     found: Tensor = _restored_as(packed, torch.empty(0, dtype=dtype, device=packed.device))
     return found
 
 
-# One operator, and not elementwise ones: of those a compiler would keep what forward has restored until backward, the
-# whole model in 16 bits. With the gradient as `like`, backward cannot be given what forward computed.
+# One operator instead of elementwise ones: a compiler would save their dequantised weights for backward, the whole
+# model in 16 bits. With the gradient as `like`, backward cannot be given what forward computed.
 @torch.library.custom_op("fivefold::from_nf4", mutates_args=())
 def _restored_as(packed: Tensor, like: Tensor) -> Tensor:
-    """In the type of `like`."""
+    """Dequantise to the dtype of `like`."""
     numbers = nf4_numbers(packed.shape[-1])
     out = torch.empty(len(packed), numbers, dtype=like.dtype, device=packed.device)
     pairs, most = _pairs(packed.device), max(1, _AT_ONCE // numbers)
@@ -80,8 +80,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 class Nf4:
-    """`Products` of frozen weights [O, I] in four bits. Backward keeps the bytes alone, and restores the weight once
-    more."""
+    """`Products` of frozen 4-bit weights [O, I]. Backward saves only the bytes, and dequantises the weight again."""
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(torch.matmul(x, _restored_as(each, x).T) for each in weights), (x.new_empty(0),)
@@ -102,5 +101,5 @@ class Nf4:
 
 
 def round_trip(weight: Tensor) -> Tensor:
-    """What a weight [O, I] is once it has been in four bits, fp32."""
+    """Quantise a weight [O, I] to four bits and back, fp32."""
     return restored(quantise(weight), torch.float32)

@@ -1,8 +1,8 @@
-"""`parallelize(model, layout)`: the one path by which every model is parallelized, whatever the layout.
+"""`parallelize(model, layout)`: the one path that parallelizes every model, whatever the layout.
 
-The plan lists what is done to modules (`planned_edits.py`), and the builder of each `Edit` does it, in that order: on
-the meta device first, then to parameters that have been allocated. Then every rank fills its own shards from a
-`TensorSource`. The model keeps its `transformers` class and its parameter names.
+The plan lists the edits of modules (`planned_edits.py`), and the builder of each `Edit` applies it, in that order: on
+the meta device first, then to allocated parameters. Then every rank fills its own shards from a `TensorSource`. The
+model keeps its `transformers` class and its parameter names.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ from fivefold.parallel.rows import runtime as rows
 from fivefold.parallel.state import ParallelState, fill
 from fivefold.parallel.tensor import runtime as tensor
 
-METHODS = "run_stage", "stage_logits"  # that run a model, beside its forward
+METHODS = "run_stage", "stage_logits"  # that run a model, besides its forward
 
 
 def parallelize(
@@ -80,16 +80,15 @@ def parallelize(
     adapter: Lora | None = None,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
-    """Lay a Hugging Face causal language model out over the current world; returns the same model, changed in place.
+    """Parallelize a Hugging Face causal language model over the current world, in place; returns the same model.
 
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for which a
-    budget of recompute is spent. `offload_to`: where what the layout offloads lies, see `HostMemory`. `adapter`: what
-    is trained beside a frozen model; `source` may be without it.
+    users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for a recompute
+    budget. `offload_to`: see `HostMemory`. `adapter`: trained on a frozen model; `source` may be without it.
 
-    `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, where tp is more than 1.
+    `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, if tp is more than 1.
 
     Raises `UserError` when the layout does not fit the world or the model, or when this torch lacks a private interface
     that `torch_internals.py` reads.
@@ -142,7 +141,7 @@ def parallelize(
 
 
 class LiveParts:
-    """The live parts of a parallelized model: what its features need beside the plan. Making them does nothing to a
+    """The live parts of a parallelized model, which its features need besides the plan. Creating them changes no
     module."""
 
     def __init__(
@@ -173,7 +172,7 @@ class LiveParts:
         self.copies: Copies | None = None
 
     def builders(self) -> Builders:
-        """What builds each edit, of all features."""
+        """Builders of every edit, of all features."""
         model = self._model
         return {
             **adapters.builders(model, self._dtype),
@@ -197,7 +196,7 @@ class LiveParts:
         return self.copies
 
     def allocate(self) -> Mapping[str, Gather]:
-        """Give parameters and buffers memory, where they rest. Returns what FSDP does not gather by itself, by name."""
+        """Allocate parameters and buffers where they are stored. Returns the gathers outside of FSDP's own, by name."""
         layout, memory = self._plan.layout, self.offload.memory
         rests = memory if layout.offload_parameters else None
         gathers = gather_parameters(self._model, self._plan, self._device, self._dtype, rests)
@@ -207,7 +206,7 @@ class LiveParts:
         return gathers
 
     def state(self, gathers: Mapping[str, Gather]) -> ParallelState:
-        """The record of the model, whose parameters stay from here on."""
+        """State of the model. Its parameter objects are final from here on."""
         return ParallelState(
             self._plan,
             self._mesh,
@@ -228,7 +227,7 @@ class LiveParts:
 
 
 def _trust(*_: Any) -> None:
-    """`prove` for the small model of `probe.check`, which needs no proof of its own."""
+    """`prove` for the small model of `probe.check`, which needs no proof itself."""
 
 
 def _tie(model: nn.Module, anatomy: Anatomy) -> None:
@@ -244,7 +243,7 @@ def _tie(model: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
-    """The module that holds a parameter, or None where it is not here, and what it is called there."""
+    """The module that holds a parameter, or None if it is not here, and the parameter's name there."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     return (module if module._parameters.get(leaf) is not None else None), leaf

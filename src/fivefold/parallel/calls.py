@@ -1,8 +1,8 @@
 """Every collective of an optimizer step on one rank, call by call, from the plan alone. No torch.
 
-Each feature says what it sends (`calls` of its `spec.py`), here in the order of a step. Tests hold the sums of these
-calls equal to the collectives that a run is recorded to issue. A planner needs the calls one by one: the bytes of each,
-its ranks, and whether compute can hide it.
+Each feature lists what it sends (`calls` in its `spec.py`), here in the order of a step. Tests compare the sums of
+these calls with the recorded collectives of a run. A planner needs the calls one by one: the bytes of each, its ranks,
+and whether compute can hide it.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +24,17 @@ from fivefold.parallel.tensor import spec as tensor
 
 
 def calls(plan: ParallelPlan, shape: StepShape) -> tuple[Call, ...]:
-    """Every collective of one optimizer step on this rank. Along an axis of one rank nothing is sent."""
+    """List every collective of one optimizer step on this rank. An axis of one rank sends nothing."""
     return tuple(_calls(plan, shape, fsdp.calls, pipeline.calls, *IN_LAYERS, _of_world, matrices.calls))
 
 
 def layer_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
-    """Those of `calls` that layers and the model's ends make themselves, and what goes with them once a step."""
+    """Yield the `calls` of layers and of the model's ends, and those that go with them once a step."""
     return _calls(plan, shape, *IN_LAYERS)
 
 
 def unit_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
-    """Those of `calls` that FSDP makes."""
+    """Yield the `calls` of FSDP."""
     return _calls(plan, shape, fsdp.calls)
 
 
@@ -45,9 +45,9 @@ def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[[Step], Iterat
 
 
 def _of_world(step: Step) -> Iterator[Call]:
-    """Counts of tokens before the passes, and the largest values of weights that travel in fp8, where no history says
-    them; the largest values of linears with a history, the loss and the gradients' norm after them. Where answers are
-    judged, their pairs are counted before, and the means of each metric taken after."""
+    """All-reduces over the world. Before the passes: token counts, and the largest values of weights gathered in fp8,
+    if no history has them. After them: the largest values of linears with a history, the loss and the gradient norm.
+    Judged answers add the counts of their pairs before, and the means of each metric after."""
     plan = step.plan
     judged = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
     weights = 0 if plan.feature(Fp8Plan).amax_names and step.shape.has_amax else 8 * len(plan.feature(Fp8Plan).gathers)

@@ -1,4 +1,4 @@
-"""What of a model computes in which type: its matmuls by role, and the rest of a step. No torch."""
+"""Dtypes of a model's matmuls, by role. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from fivefold.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Computed:
-    """The linears of one role, of the whole model. `weights`: those that a token meets; a matmul is 6 FLOPs for each of
-    them, forward and backward. `why`: it is not what the layout's `fp8` says."""
+    """The linears of one role, of the whole model. `weights`: those used per token; a matmul takes 6 FLOPs for each of
+    them, forward and backward. `why`: the reason if the dtype is not the layout's `fp8`."""
 
     what: str
     dtype: str
@@ -22,7 +22,7 @@ class Computed:
 
 
 def census(plan: ParallelPlan) -> tuple[Computed, ...]:
-    """The matmuls with weights, those in fp8 first."""
+    """Matmuls with weights, those in fp8 first."""
     found: dict[tuple[str, str, str], Computed] = {}
     for what, dtype, why, matmul in _matmuls(plan):
         before = found.get((what, dtype, why), Computed(what, dtype, 0, 0, why))
@@ -31,7 +31,7 @@ def census(plan: ParallelPlan) -> tuple[Computed, ...]:
 
 
 def fp8_part(plan: ParallelPlan) -> float:
-    """The part of the FLOPs of matmuls with weights that is in fp8."""
+    """Share of the FLOPs of matmuls with weights that is in fp8."""
     found = census(plan)
     return sum(each.weights for each in found if each.dtype.startswith("fp8")) / sum(each.weights for each in found)
 

@@ -1,8 +1,8 @@
-"""Collectives as data: what a plan says that a step sends, and what a run sent. No torch.
+"""Collectives as data: those that a plan declares for a step, and those that a run sent. No torch.
 
-`calls.py` says every call of a step, `recorder.py` observes the dispatcher; a test holds the sums of the two equal.
-Bytes are those of the larger buffer, the gathered or the unreduced one, on one rank; of an all-to-all, of what the rank
-sends; of a `send` or `recv` between two ranks, of the message.
+`calls.py` lists every call of a step, `recorder.py` observes the dispatcher; a test compares the sums of the two.
+Bytes are those of the larger buffer, the gathered or the unreduced one, on one rank. For an all-to-all they are what
+the rank sends; for a `send` or `recv` between two ranks, the message.
 """
 
 from collections import Counter
@@ -19,10 +19,10 @@ CACHE_BYTES, MOST_BYTES = 8 * 2**20, 2**30  # fp32 logits of one chunk under `lo
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One place of a step that sends: `times` collectives alike, of `bytes` each.
+    """One place of a step that communicates: `times` equal collectives, of `bytes` each.
 
-    `phase`: forward; backward, with what it computes again; or once a step, after all of them. `layer`: the one that
-    sends, or the module outside of layers, "" where it is none's. `overlaps`: it can run beside compute.
+    `phase`: forward; backward, including recompute; or once a step, after all of them. `layer`: the one that sends, or
+    the module outside of layers, or "". `overlaps`: it can overlap compute.
     """
 
     axis: str
@@ -46,15 +46,15 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """The sizes of an optimizer step: its collectives (`calls.py`) and its memory (`memory.py`) follow from them.
+    """The sizes of an optimizer step, which determine its collectives (`calls.py`) and its memory (`memory.py`).
 
-    `rows` x `tokens`: what a rank of cp has of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
-    `..._bytes`: bytes of one number. `compiled`: layers are. `gathers_again`: these may gather again in backward what
-    enters a column: no schedule puts off gradients of weights. `balances_load`: routers have a loss for uneven load.
-    `answers`: of each micro batch how many are judged in the loss, none under an objective without them; `metrics`: of
-    such an objective.
-    `has_capacity`: experts have a capacity. `has_amax`: delayed scaling of fp8 has a history. Example: 2 rows of 4096
-    tokens under cp2 are `rows` 2 and `tokens` 2048.
+    `rows` x `tokens`: a cp rank's part of a micro batch. `loss_chunks`: the tokens of each chunk of the loss.
+    `..._bytes`: bytes of one number. `compiled`: layers are compiled. `gathers_again`: compiled layers may gather the
+    input of a column again in backward, because no schedule defers weight gradients. `balances_load`: routers have a
+    loss for uneven load. `answers`: the number of judged answers in the loss of each micro batch, none for an objective
+    without them; `metrics`: the number of metrics of such an objective. `has_capacity`: experts have a capacity.
+    `has_amax`: delayed scaling of fp8 has a history. Example: 2 rows of 4096 tokens under cp2 are `rows` 2 and `tokens`
+    2048.
     """
 
     rows: int
@@ -77,15 +77,15 @@ class StepShape:
 
     @property
     def hidden_bytes(self) -> int:
-        """One micro batch's hidden states over all tokens."""
+        """Bytes of one micro batch's hidden states over all tokens."""
         return self.rows * self.tokens * self.hidden * self.compute_bytes
 
 
 def chunk_sizes(tokens: int, vocabulary: int, hidden: int, loss_chunks: int | None) -> tuple[int, ...]:
     """Tokens of each chunk, for `tokens` of one micro batch.
 
-    `loss_chunks` None: chunks whose fp32 logits stay in cache (`CACHE_BYTES`), yet of 4 * hidden tokens at least, for
-    every chunk adds up a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
+    `loss_chunks` None: chunks whose fp32 logits stay in cache (`CACHE_BYTES`), but at least 4 * hidden tokens each,
+    because every chunk accumulates a gradient of [vocabulary, hidden]; and never more logits than `MOST_BYTES`.
     """
     row = 4 * vocabulary
     most = max(1, min(max(CACHE_BYTES // row, 4 * hidden), MOST_BYTES // row))
@@ -109,12 +109,12 @@ def total(parts: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def summed(calls: Iterable[Call]) -> tuple[Collective, ...]:
-    """Calls by (axis, kind)."""
+    """Sum calls by (axis, kind)."""
     return total(Collective(call.axis, call.kind, call.times, call.times * call.bytes) for call in calls)
 
 
 def by_group(declared: Iterable[Collective], grid: RankGrid) -> tuple[Collective, ...]:
-    """Declared collectives under the names a recording gives them: an axis that spans the world is the world."""
+    """Rename declared collectives as a recording names them: an axis that spans the world is the world."""
     return total(
         Collective("world", c.kind, c.count, c.bytes) if c.axis != "world" and grid.spans_world(c.axis) else c
         for c in declared
@@ -122,9 +122,9 @@ def by_group(declared: Iterable[Collective], grid: RankGrid) -> tuple[Collective
 
 
 def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[Collective]]) -> list[str]:
-    """What ran otherwise than declared, given both of every rank: kind, count and bytes on each.
+    """Names of the collectives that ran differently than declared, given both for every rank: kind, count, bytes.
 
-    The bytes of all-to-alls are held equal in their sum over ranks: what one sends depends on where tokens go.
+    Bytes of all-to-alls are compared in their sum over ranks, because one rank's part depends on where tokens go.
     """
     wrong: set[str] = set()
     for found, expected in zip(ran, declared, strict=True):
@@ -137,5 +137,5 @@ def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[C
 
 
 def _fixed(row: Collective) -> tuple[str, str, int, int]:
-    """What is fixed on each rank."""
+    """The values that must be equal on each rank."""
     return row.axis, row.kind, row.count, 0 if row.kind == "all_to_all" else row.bytes

@@ -1,4 +1,4 @@
-"""DTensors: what FSDP makes of parameters and their gradients."""
+"""DTensors, which FSDP makes of parameters and their gradients."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from fivefold.torch_internals import assign
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, apart from autograd; a tensor that is no DTensor is its own. (A parameter that
-    rests in host memory could not be detached: it says that it is on the device.)"""
+    """This rank's shard of a tensor, apart from autograd; a plain tensor is its own shard. (A parameter in host memory
+    could not be detached, because it claims to be on the device.)"""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def with_local(tensor: Tensor, values: Tensor) -> Tensor:
-    """`tensor` with other values on this rank, in the same shape, wherever they lie: `DTensor.from_local` would move
+    """`tensor` with other values on this rank, of the same shape and on any device: `DTensor.from_local` would move
     them to the device of the mesh."""
     if not isinstance(tensor, DTensor):
         return values
@@ -22,14 +22,14 @@ def with_local(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def put_local(tensor: Tensor, values: Tensor) -> None:
-    """Let a DTensor have `values` on this rank, of the same shape, wherever they lie. It goes on to say the device that
-    it was made on."""
+    """Replace the values of a DTensor on this rank, by values of the same shape on any device. It keeps reporting the
+    device that it was made on."""
     assert isinstance(tensor, DTensor), "parameters of a parallelized model are DTensors"
     assign(tensor, _local_tensor=values)
 
 
 def zeros_by_block(like: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, one for each `length` of a row of `like`, spread as it is, on the device that it says."""
+    """Zeros, one for each `length` of a row of `like`, sharded like it, on the device that it reports."""
     if length == 1:
         return torch.zeros_like(like, dtype=dtype, device=like.device)
     own, shape = local(like), (*like.shape[:-1], like.shape[-1] // length)

@@ -1,7 +1,6 @@
-"""What is done to a model's modules: values that a plan lists in order, and that `parallelize` builds one by one. No
-torch.
+"""Edits of a model's modules: values that a plan lists in order, and that `parallelize` applies one by one. No torch.
 
-The model stays the class of `transformers`; from outside, parameters are cut, forwards are replaced and hooks stand
+The model stays the class of `transformers`; from outside, parameters are cut, forwards are replaced and hooks are put
 around modules. Nothing else changes how a module computes.
 """
 
@@ -14,13 +13,13 @@ Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "shard
 
 @dataclass(frozen=True)
 class Edit:
-    """One thing done to the module at `path` ("" is the model). Each thing that a feature does is a class of its own,
-    in its `spec.py`; `builders` in its `runtime.py` says how it is done.
+    """One edit of the module at `path` ("" is the model). Each edit of a feature is a class of its own in its
+    `spec.py`; `builders` in its `runtime.py` apply it.
 
-    `kind`: its parameters are `cut`; a hook stands before it or after it; its `forward` is replaced; it is told
-    something (`attribute`); it gives way to a `stub`; FSDP takes its parameters as one unit (`shard`); its parameters
-    are kept in another form (`rest`). `by`: the dimension of parallelism, or what else asks for it. `needs_memory`:
-    it is done to parameters that have been allocated, the others on the meta device.
+    `kind`: its parameters are `cut`; a hook runs before or after it; its `forward` is replaced; it gets an `attribute`;
+    a `stub` replaces it; FSDP takes its parameters as one unit (`shard`); its parameters are stored in another form
+    (`rest`). `by`: the dimension of parallelism, or the feature, that asks for it. `needs_memory`: it applies to
+    allocated parameters, the others to the meta device.
     """
 
     kind: ClassVar[Kind]
@@ -30,4 +29,4 @@ class Edit:
     why: str
 
 
-Builders = Mapping[type[Edit], Callable[[Any], None]]  # of each class of edits, what builds one of them
+Builders = Mapping[type[Edit], Callable[[Any], None]]  # class of an edit -> the function that applies it

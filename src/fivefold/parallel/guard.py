@@ -1,4 +1,4 @@
-"""What a parallelized model refuses when its user calls it, because the result would be silently wrong.
+"""Refusals of a parallelized model when its user calls it and the result would be silently wrong.
 
 After backward the library sums gradients over tensor parallel ranks and over the two ends of a pipeline, and it divides
 by the targets of all data ranks. A plain `loss.backward()` misses all three. So every output of the model has a hook
@@ -28,8 +28,8 @@ READ_MORE = "docs/python.md"
 
 
 class Guard:
-    """Whether the library itself is running the model; `is_called`: whether a user's call of all of it is under way.
-    `parameters`: those of the model by name, where others stand in their places in a forward."""
+    """Calls of the model: `is_library` inside the library's passes; `is_called` during a user's call of all of it.
+    `parameters`: those of the model by name, if other tensors replace them in a forward."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -43,7 +43,7 @@ class Guard:
 
     @contextmanager
     def library(self) -> Iterator[None]:
-        """Inside, the passes are the library's own, which sum what has to be summed."""
+        """Mark the passes in this context as the library's own, which sum what has to be summed."""
         self._depth += 1
         try:
             yield
@@ -52,7 +52,7 @@ class Guard:
 
 
 def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
-    """Hook `model`, its base, its layers, its embedding and its head for calls that are not the library's.
+    """Hook `model`, its base, its layers, its embedding and its head to refuse calls that are not the library's.
 
     Gathered parameters are dropped after a plain forward, and before the next: backward may have gathered them again,
     or ended half-way. Otherwise the forward after the next optimizer step would still use the old values.
@@ -83,7 +83,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
                 fix="pass input_ids, or a layout with +nosp",
                 more=READ_MORE,
             )
-        if not is_in_backward():  # which runs a model again that is checkpointed as a whole
+        if not is_in_backward():  # backward reruns a model that is checkpointed as a whole
             put_in_order(model)
             check_parameters(model)
         guard.is_called = True
@@ -99,7 +99,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
                 more=READ_MORE,
             )
         if recomputes and torch.is_grad_enabled() and kwargs.get("past_key_values") is None:
-            kwargs = {**kwargs, "use_cache": False}  # a second forward would append to it
+            kwargs = {**kwargs, "use_cache": False}  # a second forward would append to the cache
         return args, _with_cu_seqlens(args, kwargs)
 
     def before_part(part: nn.Module, args: tuple[Any, ...]) -> None:
@@ -121,7 +121,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             reshard(model)
 
     for name in dict.fromkeys(("", base, *parts)):
-        # Prepended: refused before FSDP's own hooks begin a backward that would be left half done.
+        # Prepended: refuse before FSDP's own hooks begin a backward that would be left half done.
         model.get_submodule(name).register_forward_hook(after, prepend=True)
     for name, module in model.named_modules():
         if name:
@@ -144,12 +144,12 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
 
 
 def check_parameters(model: Any) -> None:
-    """Raise `UserError` where another tensor stands in the place of a parameter, by `functional_call` or because it was
-    assigned: it would be passed over, for what is gathered or copied is the parameter that stood there."""
+    """Raise `UserError` if another tensor replaces a parameter, by `functional_call` or by assignment. It would be
+    ignored, because gathers and copies read the original parameter."""
     if not (held := model.fivefold.guard.parameters):
         return
     found = _by_name(model)
-    # Of `torch.utils.swap_tensors` the parameter is the same, and what it is and has another's.
+    # `torch.utils.swap_tensors` keeps the parameter object, but gives it another's class and contents.
     if other := [
         name
         for name, parameter in held.items()
@@ -171,7 +171,7 @@ def _by_name(model: Any) -> dict[str, nn.Parameter]:
 
 
 def refuse_gradient_hook(hook: Any, **_: Any) -> None:
-    """In place of a parameter's `register_hook`: raises `UserError`, for no hook sees the whole of a gradient."""
+    """Stand in for a parameter's `register_hook`: raise `UserError`, because no hook sees the whole of a gradient."""
     raise UserError(
         "a hook of a parameter's gradient (register_hook) would never be called here, or see a part of it",
         fix="change parameter.grad after loss = model.backward(batch), before the optimizer's step",
@@ -180,8 +180,8 @@ def refuse_gradient_hook(hook: Any, **_: Any) -> None:
 
 
 def refuse_accumulated_hook(hook: Any, **_: Any) -> None:
-    """In place of `register_post_accumulate_grad_hook`: raises `UserError`, for the gradient is summed over ranks when
-    the whole backward has run."""
+    """Stand in for `register_post_accumulate_grad_hook`: raise `UserError`, because the gradient is summed over ranks
+    when the whole backward has run."""
     raise UserError(
         "a hook behind a parameter's gradient (register_post_accumulate_grad_hook) would see a part of its sum",
         fix="step, or change parameter.grad, after loss = model.backward(batch); a layout without tp takes such hooks",
@@ -190,7 +190,7 @@ def refuse_accumulated_hook(hook: Any, **_: Any) -> None:
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """As a hook of a part of the model: raises `UserError`, for it would give parts in shapes that look whole."""
+    """Hook of a part of the model that raises `UserError`: a state_dict of it has parts in shapes that look whole."""
     raise UserError(
         f"state_dict() of a part ({type(module).__name__}) of a parallelized model is refused",
         fix="ff.gather(model) has whole tensors by name",
@@ -199,7 +199,7 @@ def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def refuse_backward(_: Tensor) -> None:
-    """As a hook of a tensor: raises `UserError` when a gradient reaches it."""
+    """Hook of a tensor that raises `UserError` when a gradient reaches it."""
     raise UserError(
         "backward() outside of fivefold: over several ranks the gradients would be wrong, for nobody sums them",
         fix="loss = model.backward(batch) in place of loss.backward(), or ff.train_step(model, optimizer, batch)",
@@ -208,14 +208,14 @@ def refuse_backward(_: Tensor) -> None:
 
 
 def _around_layers(plan: ParallelPlan) -> list[str]:
-    """The base, and modules of it around all layers, which some models call in its place: `self.model.decoder(...)`."""
+    """The base, and modules of it around all layers, which some models call instead: `self.model.decoder(...)`."""
     base, parents = plan.anatomy.base, plan.anatomy.layers[0].split(".")[:-2]
     inside = (".".join(parents[:depth]) for depth in range(1, len(parents) + 1))
     return [base, *(name for name in inside if name.startswith(f"{base}."))]
 
 
 def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a base with `cu_seqlens`, if `position_ids` restart. As in `transformers`, a restart
+    """Add `cu_seqlens` to the keyword arguments of a base if `position_ids` restart. As in `transformers`, a restart
     begins a new document unless there is a mask or a cache. Example: positions 0 1 2 0 1 give [0, 3, 5]."""
     positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "cu_seqlens")
     given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # ids come first
@@ -231,14 +231,14 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {**kwargs, "cu_seqlens": cu_seqlens.to(torch.int32)}
 
 
-# ---- parameters and gradients that are only a part -------------------------------------------------------------------
+# ---- parts of parameters and gradients -------------------------------------------------------------------------------
 
 
 class Part(DTensor):
-    """A parameter, a gradient, or what was computed from one, of which a rank holds a part.
+    """A rank's part of a parameter, of a gradient, or of a tensor computed from one.
 
-    It may be computed with, but a number that is read from it (`item`, `float`, `if`) would be of this rank's part, and
-    another one on each rank. Its mesh knows all parts, so that reductions are those of the whole. `.to_local()` is an
+    Computing with it is fine. A number read from it (`item`, `float`, `if`) would be of this rank's part, so it would
+    differ between ranks. Its mesh knows all parts, so that reductions are those of the whole. `.to_local()` is an
     ordinary tensor.
     """
 
@@ -272,10 +272,10 @@ class Part(DTensor):
 
 
 class NarrowPart(Part):
-    """A part beside others that its mesh does not know of: tensor, expert or pipeline parallel.
+    """A part next to others that its mesh does not know: tensor, expert or pipeline parallel.
 
     Its norm would be that of this rank's part alone, and `torch.nn.utils.clip_grad_norm_` would scale each rank by
-    another factor: reductions raise.
+    another factor. So reductions raise.
     """
 
     @classmethod
@@ -304,7 +304,7 @@ class NarrowPart(Part):
 
 
 class _OfModel(DTensor):
-    """A parameter that is computed with from this rank's part and others: `.data = values` would change neither."""
+    """A parameter that is assembled from this rank's part and others: `.data = values` would change neither."""
 
     @property
     def data(self) -> Tensor:
@@ -319,17 +319,17 @@ class _OfModel(DTensor):
         )
 
     def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
-        """An ordinary one: an average of the weights, say."""
+        """Return an ordinary parameter, for an average of the weights, say."""
         memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]
 
 
 class PartOfParameter(_OfModel, Part):
-    """A parameter all of whose parts its mesh knows."""
+    """A parameter whose mesh knows all of its parts."""
 
 
 class NarrowPartOfParameter(_OfModel, NarrowPart):
-    """A parameter beside others that its mesh does not know of."""
+    """A parameter whose mesh does not know all of its parts."""
 
 
 _READS = {"item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
@@ -342,7 +342,7 @@ _PRODUCTS = {"matmul", "rmatmul", "mm", "bmm", "mv", "einsum", "tensordot", "svd
 
 
 class _Stepping:
-    """Optimizers between the beginning and the end of a step: what they may do has been tried."""
+    """Optimizers inside a step, which have been tried before."""
 
     optimizers = 0
 
@@ -351,7 +351,7 @@ _stepping = _Stepping()
 
 
 def begin_step(parameters: Iterable[Tensor]) -> None:
-    """Let an optimizer that may take the parts of `parameters`, and their gradients, for whole ones, do so."""
+    """Let an optimizer that can do so take the parts of `parameters`, and their gradients, for whole tensors."""
     _stepping.optimizers += 1
     gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
     for gradient in gradients:
@@ -360,7 +360,7 @@ def begin_step(parameters: Iterable[Tensor]) -> None:
 
 
 def end_step(parameters: Iterable[Tensor]) -> None:
-    """The end of what `begin_step` began."""
+    """End what `begin_step` began."""
     _stepping.optimizers = max(0, _stepping.optimizers - 1)
     for parameter in parameters:
         if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
@@ -384,6 +384,6 @@ def _is_whole(tensor: DTensor) -> bool:
 
 
 def mark_gradients(model: nn.Module) -> None:
-    """Let the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
+    """Make the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
     _stepping.optimizers = 0
     end_step(model.parameters())

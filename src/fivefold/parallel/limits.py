@@ -1,4 +1,4 @@
-"""What a model that has been traced allows of a layout: the facts that `legality` asks for. No torch."""
+"""Limits that a traced model sets to a layout: the facts that `legality` asks for. No torch."""
 
 from math import gcd
 
@@ -31,7 +31,7 @@ def limits_of(facts: ModelFacts) -> ModelLimits:
 
 
 def _stages_refusal(facts: ModelFacts) -> str | None:
-    """Why no layout can cut the model into pipeline stages; None where one can."""
+    """Reason why no layout can cut the model into pipeline stages; None if one can."""
     name, anatomy = facts.model_class, facts.anatomy
     if facts.carried:
         return f"in {name}, {facts.carried}, and a stage is sent no more"
@@ -45,19 +45,19 @@ def _stages_refusal(facts: ModelFacts) -> str | None:
 
 
 def _fused(partition: Partition) -> str | None:
-    """A parameter that makes query heads and key/value heads at once."""
+    """Parameter that makes query heads and key/value heads at once, if any."""
     fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.groups or ()})
     return next(fused, None)
 
 
 def _features(facts: ModelFacts, experts: Experts) -> int:
-    """The features of an expert."""
+    """Number of features of an expert."""
     assert experts.features is not None, "they are found with the facts"
     return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
 
 
 def features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
-    """Why the features of these experts cannot be split over ranks, or None."""
+    """Reason why the features of these experts cannot be split over ranks, or None."""
     features, name = experts.features, experts.name
     assert features is not None, "they are found with the facts"
     reason = features.refusal

@@ -1,4 +1,4 @@
-"""`lower(facts, layout, rank)`: a layout as a value, before any device is touched. No torch."""
+"""`lower(facts, layout, rank)`: from a layout to its plan, before any device is touched. No torch."""
 
 from collections.abc import Iterator
 
@@ -23,9 +23,9 @@ from fivefold.parallel.stage_plan import stage_plan
 
 
 def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = False) -> ParallelPlan:
-    """The plan of `layout` for `rank`; `layout` is resolved: it says its world. `compiled`: layers are.
+    """Make the plan of `layout` for `rank`; `layout` is resolved, with its world. `compiled`: layers are compiled.
 
-    Raises `UserError`, with the arithmetic, where the layout does not fit the model.
+    Raises `UserError`, with the arithmetic, if the layout does not fit the model.
     """
     refuse(legality.violations(layout, limits_of(facts)))
     partition, shards = partition_of(facts, layout.tp), shard_specs(facts, layout)
@@ -41,7 +41,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     )
     placement = Placement(facts, layout, rank, grid, shards, stages, pp_ranks)
     sums = gradient_sums(partition, shards, sequence_parallel=layout.sequence_parallel)
-    # Those that are frozen too: a loop of one's own may train them later.
+    # Frozen ones too: a user's own loop may train them later.
     own = {name: axis for name, axis in sums.items() if placement.holds(name)}
     in_copies = computes_in_copies(facts, layout)
     plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies, compiled)
@@ -52,7 +52,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
 
 
 def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
-    """A block of the optimizer's state, which has one scale, lies on one rank."""
+    """A block of the optimizer's state shares a scale, so it must lie on one rank."""
     for name, spec in plan.placement.shards.items():
         if plan.placement.kept_in(name) != "8bit":
             continue
@@ -65,7 +65,7 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
-    """What a row makes is kept behind its sum over tp, and its products are not: B would read none."""
+    """Under tp, selective recompute saves no products of a row, which B would read. Adapters of experts exclude fp8."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
     if plan.placement.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
@@ -78,7 +78,7 @@ def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
-    """A block of four-bit weights, which has one scale, lies on one rank."""
+    """A block of four-bit weights shares a scale, so it must lie on one rank."""
     for name, spec in plan.placement.shards.items():
         if not plan.facts.parameters[name].in_nf4:
             continue
@@ -95,7 +95,7 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:
-    """How the ranks of cp attend, by the attention with the fewest heads."""
+    """Attention method of the cp ranks, for the attention with the fewest heads."""
     if layout.cp == 1:
         return CPMethod(1, 1)
     of_rank = [on_tp_rank(shape, layout.tp) for shape in facts.attends.values()]

@@ -1,9 +1,9 @@
-"""What a step needs of a rank's memory, by kind, from the plan alone. No torch.
+"""Memory that a step needs on a rank, by kind, from the plan alone. No torch.
 
-A step is full at one of a few moments (`MOMENTS`), which differ in what lies there besides parameters and the state of
-the optimizer: what each adds up to is said once, here, and the planner adds up its own prices with it. Rehearsals of
-the real step on the real caching allocator are what it is held against (docs/planned_memory.md). It leaves out buffers
-of collectives between ranks, work space of kernels and what the allocator keeps.
+Memory peaks at one of a few moments (`MOMENTS`), which differ in what is there besides parameters and optimizer state.
+The sums of each moment are defined once, here; the planner uses them with its own prices. Rehearsals of the real step
+on the real caching allocator are the reference (docs/planned_memory.md). Not included: buffers of collectives between
+ranks, work space of kernels and what the allocator keeps.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,31 +29,31 @@ from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 
-# Forward passes are done, and the loss of the last one is computed with its gradients. The last layer's backward runs;
-# then the one before it, while the last one's gradients are reduced. The first layer's, and all gradients are there.
-# Before a step's first backward has ended, there are no gradients: three moments come once more without.
+# All forwards are done, and the last loss is computed with its gradients. The last layer's backward runs; then the one
+# before it, while the last one's gradients are reduced; finally the first layer's, when all gradients are there. Until
+# the first backward of a step has ended, there are no gradients: three moments come once more without them.
 FIRST = {
     "the first loss": "the loss",
     "the first backward begins": "a backward begins",
     "a layer later in it": "a layer later",
 }
-FLOPS_PER_BYTE = 200  # of an H100's matmuls, for a byte of its memory's traffic
+FLOPS_PER_BYTE = 200  # of an H100's matmuls, per byte of memory traffic
 UPDATE = "the update"
 MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
-SMALL = 16  # what a layer saves stays on the device below so many parts of its input: it is many, and weighs nothing
-PARTS = 3  # of offloaded optimizer state, on the device at once: one comes, one is updated, one goes
-STATES = ("parameters", "optimizer state")  # what can rest in host memory
-PART_BYTES = 64 * 2**20  # of the parameters of a part; of a small model, an eighth of them
-Bytes = Any  # a number, or an array of them: the planner adds up many layouts at once
+SMALL = 16  # saved tensors below 1 / SMALL of a layer's input stay on the device: they are many and small
+PARTS = 3  # of offloaded optimizer state, on the device at once: arriving, in update, leaving
+STATES = ("parameters", "optimizer state")  # can be kept in host memory
+PART_BYTES = 64 * 2**20  # of the parameters of a part; in a small model an eighth of them
+Bytes = Any  # a number, or an array of them: the planner sums many layouts at once
 
 
 @dataclass(frozen=True)
 class Units:
-    """Of a rank's FSDP units (bytes gathered, numbers reduced): of the largest layer with its experts; of its own unit,
-    without them; of the embedding, where it has a unit of its own here; of the model's own unit; of all. `matrix`:
-    numbers of the largest parameter of a layer. `ahead`: bytes that backward gathers of a layer while the one behind it
-    runs: its own unit, or 0 where this rank has it whole. Not `by_fsdp`: all of them are there, copied or as they
-    rest."""
+    """Sizes of a rank's FSDP units (bytes gathered, numbers reduced). `layer`: the largest layer with its experts.
+    `own`: its own unit, without them. `embedding`: if it has a unit of its own here. `root`: the model's own unit.
+    `total`: all units. `matrix`: numbers of the largest parameter of a layer. `ahead`: bytes of a layer that backward
+    prefetches while the one after it runs: its own unit, or 0 if this rank has it whole. Not `by_fsdp`: all parameters
+    are there, copied or as stored."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -67,13 +67,13 @@ class Units:
 
 @dataclass(frozen=True)
 class Passing:
-    """Bytes of micro batches under way.
+    """Bytes of micro batches in flight.
 
     `saved`: what forward passes leave for backward. `at_loss`: the same, when the last stage has run forward. `later`,
-    `later_at_loss`: the same, once there are gradients; 0 where no backward, or no loss, comes after the first one.
+    `later_at_loss`: the same, once there are gradients; 0 if no backward, or no loss, comes after the first one.
     `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
-    the backward of a layer has besides, with all that recompute makes again. `loss`: one chunk of the loss with its
-    gradients; 0 where another rank has it. `fetched`: what comes from host memory while the layer behind it runs
+    the backward of a layer needs besides, with everything that is recomputed. `loss`: one chunk of the loss with its
+    gradients; 0 if another rank has it. `fetched`: what arrives from host memory while the layer after it runs
     backward.
     """
 
@@ -88,7 +88,7 @@ class Passing:
     fetched: Bytes = 0
 
     def at(self) -> dict[str, dict[str, Bytes]]:
-        """Of each moment, by kind."""
+        """Bytes by moment and kind."""
         nothing, later, has_loss = 0 * self.saved, self.later - self.layer, self.later_at_loss > 0
         comes = self.fetched
         kept = (
@@ -105,8 +105,8 @@ class Passing:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, what forward passes leave for backward. `host`: of
-    both, what lies in host memory. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers.
+    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, what forward passes leave for backward. `host`: by
+    kind, what lies in host memory. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers.
     `moments`: moment -> kind in words -> bytes."""
 
     parameters: int
@@ -120,12 +120,12 @@ class StepBytes:
 
     @cached_property
     def fullest(self) -> str:
-        """The moment at which most is there."""
+        """The moment with the most bytes."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def by_kind(self) -> Mapping[str, int]:
-        """At the fullest moment, each kind in words with its bytes."""
+        """Bytes of each kind, in words, at the fullest moment."""
         return self.moments[self.fullest]
 
     @property
@@ -134,7 +134,7 @@ class StepBytes:
 
 
 def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
-    """Of one optimizer step."""
+    """Compute the bytes of one optimizer step."""
     own = [name for name in plan.placement.shards if plan.placement.holds(name)]
     held = {name: plan.placement.held_bytes(name, plan.placement.rests_in(name, shape.master_bytes)) for name in own}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
@@ -168,7 +168,7 @@ def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
 
 
 def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
-    """Of the routers' buffers, in fp32; `buffers`: their shapes."""
+    """Bytes of the routers' buffers, in fp32; `buffers`: their shapes."""
     return 4 * sum(map(prod, buffers.values()))
 
 
@@ -198,8 +198,8 @@ def _resting(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> 
 def in_update(
     state: Mapping[str, int], largest: int, shape: StepShape, *, away: Collection[str], state_dtype: str
 ) -> dict[str, int]:
-    """`state`, with what an update has on the device besides: a piece of the state that it restores to the type of the
-    weights, and of what is `away`, in host memory, that which comes and goes. `largest`: bytes of the largest
+    """Add to `state` the memory of an update on the device: a piece of the state that is converted to the dtype of the
+    weights, and the parts in transit of the kinds that are `away`, in host memory. `largest`: bytes of the largest
     parameter, which is a part of its own."""
     more = RESTORED[state_dtype] * min(AT_ONCE, largest // shape.master_bytes)
     part = part_bytes(state["parameters"])
@@ -209,26 +209,25 @@ def in_update(
 
 
 def part_bytes(parameters: int) -> int:
-    """The size of a part of parameters of so many bytes in all."""
+    """Size of a part of `parameters` bytes in all."""
     return min(PART_BYTES, parameters // 8)
 
 
 def resting_bytes(
     state: Mapping[str, int], units: Units, zero: int, shape: StepShape, *, root_waits: bool
 ) -> dict[str, dict[str, int]]:
-    """Moment -> kind -> bytes of what does not depend on the tokens of a micro batch. `state`: parameters, gradients,
-    optimizer state and buffers of routers, all of them.
+    """Moment -> kind -> bytes that do not depend on the tokens of a micro batch. `state`: all parameters, gradients,
+    optimizer state and buffers of routers.
 
-    Gradients are there from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and
-    in backward the next one beside it, without its experts (what a rank has whole is copied when its turn comes); but
-    not the embedding, which a backward does not read. ZeRO-1 and 2 have gathered all units.
+    Gradients exist from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and in
+    backward the next one without its experts (a layer that a rank has whole is copied in its turn). The embedding is
+    not gathered then, because backward does not read it. ZeRO-1 and 2 have gathered all units.
 
-    Gradients wait for their reduction in the compute type, and are then copied into one buffer in the type in which
-    they are reduced. While a layer's activations are there, only its last matrix has a gradient, and the buffer of the
-    experts before it is free again. ZeRO-1 keeps the sum of all micro batches.
-    In the update there is nothing of a pass. `state` has under `UPDATE` what is there then of offloaded state, and of a
-    piece of state that is restored to the type of the weights.
-    `root_waits`: two stages of the rank give to the model's own unit; between them only its sum is kept.
+    Gradients wait for their reduction in the compute dtype, and are then copied into one buffer in the dtype of the
+    reduction. While a layer's activations exist, only its last matrix has a gradient, and the buffer of the experts
+    before it is free again. ZeRO-1 keeps the sum of all micro batches. In the update nothing of a pass is left;
+    `state[UPDATE]` is what `in_update` adds. `root_waits`: two stages of the rank add to the model's own unit; between
+    them only its sum is kept.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total
     zero = zero if units.by_fsdp else WITHOUT_FSDP
@@ -256,8 +255,8 @@ def resting_bytes(
 
 
 def _passing(plan: ParallelPlan, shape: StepShape) -> tuple[dict[str, int], Passing, int]:
-    """By layer, what its micro batches in flight keep for backward; all that is under way; and what of it lies in host
-    memory: all but the last layer of a stage. With recompute a layer keeps only its input."""
+    """Bytes by layer that its micro batches in flight keep for backward; all bytes in flight; and those in host memory:
+    of all but the last layer of a stage. With full recompute a layer keeps only its input."""
     layers = [last - first for first, last in plan.placement.stages.splits]
     orders = plan.feature(PipelinePlan).schedule(shape.micro_batches).orders
     counts = under_way(orders[plan.placement.coords.pp], layers)
@@ -299,8 +298,8 @@ def _passing(plan: ParallelPlan, shape: StepShape) -> tuple[dict[str, int], Pass
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of a layer in one micro batch: what forward makes, what of it stays until backward, and what its backward has
-    besides."""
+    """Bytes of a layer in one micro batch: `saved` by forward, `kept` of these until backward, and the `working` memory
+    of its backward besides."""
 
     saved: int
     kept: int
@@ -308,7 +307,7 @@ class LayerBytes:
 
 
 def layer_choices(plan: ParallelPlan, shape: StepShape) -> dict[str, dict[Mode, Choice]]:
-    """Each layer of this rank under each mode of recompute, with all its micro batches in flight."""
+    """Each layer of this rank under each mode of recompute, for all its micro batches in flight."""
     layers = [last - first for first, last in plan.placement.stages.splits]
     orders = plan.feature(PipelinePlan).schedule(shape.micro_batches).orders
     counts = under_way(orders[plan.placement.coords.pp], layers)
@@ -324,8 +323,8 @@ def layer_choices(plan: ParallelPlan, shape: StepShape) -> dict[str, dict[Mode, 
 
 
 def mode_choices(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> dict[Mode, Choice]:
-    """A layer under each mode of recompute, in one micro batch. Its work is told in bytes of memory traffic: a multiply
-    and an add of a matmul or of attention for `FLOPS_PER_BYTE` of one."""
+    """A layer under each mode of recompute, in one micro batch. Its work is measured in bytes of memory traffic:
+    `FLOPS_PER_BYTE` FLOPs of a matmul or of attention count as one byte."""
     of = {mode: layer_bytes(plan, layer, cost, replace(shape, recompute=Recompute(mode))) for mode in MODES}
     features = sum(each.query * (each.key_size + each.value_size) for each in cost.attention)
     flops = shape.rows * shape.tokens * (2 * cost.active + features * shape.tokens * plan.layout.cp) / plan.layout.tp
@@ -335,17 +334,17 @@ def mode_choices(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepSha
 
 
 def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
-    """Of `layer`, which costs `cost`. Where it is computed again, it keeps its input, with selective recompute also
-    what is dear; the rest of what it saves is there while its backward runs."""
+    """Bytes of `layer`, with its `cost`. A recomputed layer keeps its input, and with selective recompute its expensive
+    results; the rest of what it saves exists while its backward runs."""
     tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
     made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
     gathered = 0
     if _gathers_again(plan, layer, shape):
-        # This rank's part is made again, from what the norm in front of it keeps; gathered it is there in backward.
+        # This rank's part is recomputed from what the norm before it saves; gathered, it exists in backward.
         made, gathered = replace(made, entered=0.0), shape.hidden
     numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
     if inside := chunked_numbers(plan, cost, compiled=shape.compiled):
-        numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces keep what comes in
+        numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces save their input
     numbers += cast_numbers(plan, layer, shape)
     saved = round((numbers + exchanged_numbers(plan, cost)) * token)
     entered = shape.hidden_bytes // (tp if splits else 1)
@@ -354,28 +353,28 @@ def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShap
         return LayerBytes(saved, saved, working)
     if shape.recompute.keeps(layer):
         dear = round(dear_numbers(plan, layer, cost, shape) * token)
-    again = saved - dear - entered * shape.compiled  # whose norm reads the input itself, and keeps no cast of it
+    again = saved - dear - entered * shape.compiled  # a compiled norm reads the input itself, and saves no cast of it
     return LayerBytes(saved, entered + dear, working + max(0, again))
 
 
 def _gathers_again(plan: ParallelPlan, layer: str, shape: StepShape) -> bool:
-    """Whether a layer gathers again in backward all that enters its pairs of linears."""
+    """True if a layer gathers the inputs of all its column/row pairs again in backward."""
     blocks = (block for block in plan.facts.partition.tp_blocks if is_within(block.row, [layer]))
     entries = [entry for block in blocks for entry in block.entries]
     return bool(entries) and all(plan.feature(GraphPlan).gathers_again(layer, entry, shape) for entry in entries)
 
 
 def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> float:
-    """Numbers of a token that selective recompute keeps of a layer: outputs of its linears and of attention, with one
-    statistic of each query in fp32, and rows of experts. The last linear's only in fp8, whose products are kept by the
-    linears themselves."""
+    """Elements per token that selective recompute saves in a layer: outputs of its linears and of attention, with one
+    fp32 statistic of each query, and rows of experts. The last linear's output is saved only in fp8, because those
+    linears save their own products."""
     tp, splits, partition = plan.layout.tp, plan.splits_sequence, plan.facts.partition
     in_fp8 = set() if plan.reduces_rows else {linear.name for linear in plan.feature(Fp8Plan).linears}
     inside = sum(
         each.query * (each.value_size + max(4, shape.compute_bytes) / shape.compute_bytes) for each in cost.attention
     )
     found = exchanged_numbers(plan, cost)
-    if found:  # queries, too, are there before and after their exchange
+    if found:  # queries, too, are saved before and after the exchange
         found += sum(each.query * each.key_size for each in cost.attention) / tp
     for matmul in cost.matmuls:
         name, sizes = f"{layer}.{matmul.name}", (matmul.outputs, matmul.inputs)
@@ -394,8 +393,8 @@ def dear_numbers(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepSha
 
 
 def _dear_rows(plan: ParallelPlan, name: str, matmul: Matmul, shape: StepShape) -> float:
-    """Of the matrices `name` of experts. The first ones make features. The second ones make rows as wide as hidden
-    states, and where rows are sent, they are kept when they come, and when they come back."""
+    """Elements per token saved for the expert matrices `name`. The first ones make features. The second ones make rows
+    as wide as hidden states; rows that are sent are saved when they arrive, and when they come back."""
     layout = plan.layout
     features = next((each.features for each in plan.facts.experts if is_within(name, [each.name])), None)
     if features is not None and name.endswith(features.first):
@@ -405,15 +404,14 @@ def _dear_rows(plan: ParallelPlan, name: str, matmul: Matmul, shape: StepShape) 
 
 
 def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
-    """Numbers of a token that linears of `layer` keep in fp8 beyond those of the compute dtype; fewer are negative.
+    """Elements per token that fp8 linears of `layer` save beyond those of the compute dtype; negative if fewer.
 
-    Where an input is cast for the gradients of weights, backward does not read the input itself. A compiled layer makes
-    it again, element by element, from what the norm or the activation in front of the linear keeps (attention keeps
-    what it gives in any case; over cp it is outside of graphs, and so is the norm in front of q, k and v), and casts it
-    again by the same scale. A cast is kept, one byte a number, where the scale comes from other ranks (of one that
-    serves both products also where that of the gradients does), and where linears stay outside of graphs (delayed
-    scaling), behind which an activation keeps what it gives. Layers that run as they are keep the cast where it serves
-    both products.
+    If an input is cast for weight gradients, backward does not read the input itself. A compiled layer recomputes it,
+    element by element, from what the preceding norm or activation saves, and casts it again by the same scale.
+    (Attention saves its output in any case; over cp it is outside of graphs, and so is the norm before q, k and v.) A
+    cast is saved, one byte a number, if the scale comes from other ranks (of a cast that serves both products also if
+    that of the gradients does). It is also saved if linears stay outside of graphs (delayed scaling), after which an
+    activation saves its output. Eager layers save the cast if it serves both products.
     """
     groups = [group for group in plan.feature(Fp8Plan).inputs if is_within(group[0].name, [layer])]
     if not groups or RECIPES[plan.layout.fp8].weight_grad is None:
@@ -439,8 +437,8 @@ def cast_numbers(plan: ParallelPlan, layer: str, shape: StepShape) -> float:
 
 
 def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> float:
-    """Numbers of a token that an MLP which runs in pieces does not keep: what each of its first linears gives, and what
-    the activation makes of that; compiled, the latter only as the input of its last linear."""
+    """Elements per token that an MLP in pieces does not save: the outputs of its first linears, and the activation's
+    results from these; compiled, the latter only as the input of its last linear."""
     own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.feature(ChunkPlan).linears]
     if not own:
         return 0.0
@@ -450,8 +448,8 @@ def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> f
 
 
 def exchanged_numbers(plan: ParallelPlan, cost: LayerCost) -> float:
-    """Numbers of a token that Ulysses keeps besides: keys and values once more, and what attention gives before it goes
-    back to the ranks of its tokens."""
+    """Elements per token that Ulysses saves in addition: keys and values once more, and the output of attention before
+    it goes back to the ranks of its tokens."""
     if plan.cp_method.ulysses == 1:
         return 0.0
     heads = sum(each.query * each.value_size + each.kv * (each.key_size + each.value_size) for each in cost.attention)
@@ -459,26 +457,26 @@ def exchanged_numbers(plan: ParallelPlan, cost: LayerCost) -> float:
 
 
 def edge_bytes(plan: ParallelPlan, shape: StepShape) -> tuple[int, int, int]:
-    """What a pipeline holds of a micro batch in a stage, beside what layers keep: the input, which a layer keeps itself
-    where it is compiled or computed again, and the output. In the last stage, for each micro batch behind the first of
-    those that have their loss: the gradients of the head and of its input."""
+    """Bytes that a stage of a pipeline holds for a micro batch besides those of layers: the input, unless a compiled or
+    recomputed layer saves it itself, and the output. In the last stage, for each micro batch after the first of those
+    that have their loss: the gradients of the head and of its input."""
     size = shape.hidden_bytes // (plan.layout.tp if plan.splits_sequence else 1)
     keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.placement.layers)
     return 0 if keeps else size, size, _of_head(plan, shape) * shape.compute_bytes + shape.hidden_bytes
 
 
 def _of_head(plan: ParallelPlan, shape: StepShape) -> int:
-    """Numbers of the gradient of the head: of a frozen one there is none."""
+    """Elements in the gradient of the head; 0 if it is frozen."""
     return plan.vocabulary * shape.hidden * plan.facts.parameters[plan.head_weight].is_trained
 
 
 def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
-    """Numbers of a token that the backward of a layer has at once beside what forward saved: gradients of the widest
-    tensor and of what it was made of, and of the hidden states; of experts, of all their rows. An MLP in pieces has
-    that of a piece, and all that its forward makes again.
+    """Elements per token that the backward of a layer has at once besides saved ones: gradients of the widest tensor
+    and of its inputs, and of the hidden states; for experts, of all their rows. An MLP in pieces has that of a piece,
+    and everything that its forward recomputes.
 
-    Compiled, a layer that is one graph has the gradients of gate, up and their product at once, and that of what it
-    gave. One whose graph ends at attention over cp frees the product before gate and up have gradients."""
+    A compiled layer in one graph has the gradients of gate, up and their product at once, and that of its output. If
+    its graph ends at attention over cp, it frees the product before gate and up have gradients."""
     matmuls = [
         each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.feature(ChunkPlan).linears
     ]
@@ -497,9 +495,9 @@ def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> fl
 
 
 def attention_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
-    """Numbers of a token that the backward of attention has at once where keys and values come from other ranks: the
-    gradients of its own in fp32; the keys and values that have come, of one rank in a ring or of all, with their
-    gradients in fp32, and those gradients on their way, sent and received. In a ring the next ones are coming."""
+    """Elements per token that the backward of attention has at once if keys and values come from other ranks. These are
+    its own gradients in fp32; the received keys and values, of one rank in a ring or of all, with their gradients in
+    fp32; and those gradients in transit, sent and received. In a ring the next ones are arriving."""
     ring = plan.cp_method.ring
     if ring == 1:
         return 0.0
@@ -513,8 +511,8 @@ def attention_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> 
 @dataclass(frozen=True)
 class UnderWay:
     """Stage of a rank -> its micro batches between their forward and their backward, when the rank has the most.
-    `at_loss`: of the moments at which the last stage has run forward, where this rank has it. `later`, `later_at_loss`:
-    once a backward has left gradients; nothing is under way where no such moment comes."""
+    `at_loss`: at the moments after a forward of the last stage, if this rank has it. `later`, `later_at_loss`: once a
+    backward has left gradients; 0 if no such moment comes."""
 
     most: Mapping[int, int]
     at_loss: Mapping[int, int]
@@ -523,10 +521,10 @@ class UnderWay:
 
 
 def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
-    """Of a rank whose slots come in `order`. `layers`: of each stage of the pipeline.
+    """Count micro batches in flight on a rank with slots in `order`. `layers`: of each stage of the pipeline.
 
-    Where gradients of weights come apart, the inputs of linears and the gradients of their outputs wait for them: about
-    as much as forward left.
+    With separate slots for weight gradients, the inputs of linears and the gradients of their outputs wait for them:
+    about as much as forward left.
     """
     stages = {slot.stage for slot in order}
     last = len(layers) - 1
@@ -557,12 +555,12 @@ def _counted(order: Sequence[Slot], at: int, stages: Iterable[int]) -> dict[int,
 
 
 def logit_bytes(plan: ParallelPlan, shape: StepShape) -> int:
-    """The loss of a chunk with its gradients: while the cross entropy has its softmax in fp32 (fp64), or while the
-    gradient of the head is computed, whichever is more.
+    """Bytes of the loss of a chunk with its gradients: while the cross entropy has its softmax in fp32 (fp64), or while
+    the gradient of the head is computed, whichever is more.
 
-    Several chunks: the head's gradient is summed up in fp32. Compiled, no softmax is kept, and a gradient takes the
-    memory of its logits. Of the hidden states there are what the last layer gave; what the norm before the head
-    keeps, which is them in fp32, scaled, and weighted; these gathered over tp; and their gradient.
+    With several chunks the head's gradient is summed in fp32. Compiled, no softmax is saved, and a gradient takes the
+    memory of its logits. Hidden states exist as the output of the last layer; as saved by the norm before the head (in
+    fp32, scaled, and weighted); gathered over tp; and as their gradient.
     """
     if not plan.placement.has_ends[1]:
         return 0

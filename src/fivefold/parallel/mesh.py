@@ -1,8 +1,8 @@
 """The process groups of a layout, and the device meshes that FSDP takes.
 
 `RankGrid` says which ranks form a group. An axis that spans the world uses the world's own group. NCCL makes all groups
-of an axis by one split of the world's communicator, if that is bound to a device. Other backends make the groups one
-after the other. On a CPU, the ranks of a group that are on one machine share memory (`shared_memory.py`).
+of an axis by one split of the world's communicator, if that is bound to a device. Other backends make them one by one.
+On a CPU, the ranks of a group that are on one machine share memory (`shared_memory.py`).
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from fivefold.torch_internals import can_split_world, timeout_of_world
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's process groups by axis (`RankGrid.axes`). `dp_shard`, over which FSDP shards, always exists; others
-    where they have several ranks: `tp_kv`, if these share key/value heads, and `pp_ends` on the two ends of a pipeline
-    that hold the tied embedding.
+    """This rank's process groups by axis (`RankGrid.axes`). `dp_shard`, over which FSDP shards, always exists. The
+    others exist if they have several ranks: `tp_kv` if these share key/value heads, and `pp_ends` on the two ends of a
+    pipeline that hold the tied embedding.
 
-    `fsdp` is the mesh that `fully_shard` takes: (shard,), or (replicate, shard) for HSDP. `experts` is the mesh for
-    experts' parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself where experts are sharded like the rest.
+    `fsdp` is the mesh for `fully_shard`: (shard,), or (replicate, shard) for HSDP. `experts` is the mesh for experts'
+    parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself if experts are sharded like the rest.
     """
 
     grid: RankGrid
@@ -38,11 +38,11 @@ class Mesh:
         return self.grid.layout
 
     def fsdp_mesh(self, over: Over) -> DeviceMesh:
-        """The mesh that `fully_shard` takes for a parameter whose blocks go to the ranks of `over`."""
+        """Mesh for `fully_shard` of a parameter whose blocks go to the ranks of `over`."""
         return self.fsdp if self.grid.fsdp_axis(over) == "dp_shard" else self.experts
 
     def axis_of(self, group_name: str) -> str:
-        """The mesh axis whose process group has this name: how recorded collectives are told apart."""
+        """Mesh axis of the process group with this name, to identify recorded collectives."""
         named: dict[str, str] = {group.group_name: axis for axis, group in self.groups.items()}
         if dist.group.WORLD:
             named[dist.group.WORLD.group_name] = "world"
@@ -50,7 +50,7 @@ class Mesh:
 
 
 def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
-    """Make the groups of `grid` over the current world; every rank calls it."""
+    """Make the groups of `grid` over the current world. Every rank calls this."""
     found = {
         axis: _own_group([list(ranks) for ranks in grid.groups(axis)], axis, device_type) for axis in grid.group_axes
     }
@@ -64,7 +64,7 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
 
 
 def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, device_type: str) -> DeviceMesh:
-    """(axis,), or (dp_replicate, axis)."""
+    """Device mesh (axis,), or (dp_replicate, axis)."""
     if grid.layout.dp_replicate == 1:
         return DeviceMesh.from_group(groups[axis], device_type, mesh_dim_names=(axis,))
     copies = grid.members("dp_replicate", dist.get_rank())
@@ -74,14 +74,14 @@ def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str
 
 
 def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist.ProcessGroup | None:
-    """This rank's group of an axis. Every rank makes all of the groups. A group that spans the world is the world's own
-    group, unless its axis is in `APART`. New groups get the timeout of the world's group."""
+    """Make all groups of an axis, on every rank, and return this rank's. A group that spans the world is the world's
+    own group, unless its axis is in `APART`. New groups get the timeout of the world's group."""
     if len(groups[0]) == dist.get_world_size() and axis not in APART:
         return dist.group.WORLD
     timeout = timeout_of_world(device_type)
     if can_split_world():
         made = dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=axis)
-        return made if isinstance(made, dist.ProcessGroup) else None  # a number on ranks that are in none of them
+        return made if isinstance(made, dist.ProcessGroup) else None  # an int on ranks outside of all groups
     mine = None
     for ranks in groups:
         group = dist.new_group(ranks, timeout=timeout, group_desc=axis)

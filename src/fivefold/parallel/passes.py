@@ -1,7 +1,7 @@
-"""Micro batches through a parallelized model: to its loss, its gradients or its logits. Training, evaluation and
+"""Run micro batches through a parallelized model: to its loss, its gradients or its logits. Training, evaluation and
 generation call this.
 
-Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and nothing is sent.
+Every model runs in the stages of a pipeline. Without pipeline parallelism it has one stage, and sends nothing.
 """
 
 from collections.abc import Sequence
@@ -45,12 +45,12 @@ class Inputs:
         self.row_tokens = row_tokens
 
 
-# ---- of a step, of a micro batch -------------------------------------------------------------------------------------
+# ---- steps and micro batches -----------------------------------------------------------------------------------------
 
 
 def gradients(model: Any, batch: Sequence[Inputs], *, rows: int) -> Tensor:
-    """Forward and backward of the micro batches of a step; gradients end up reduced. Returns the sum of their losses,
-    fp64: 0 on the ranks of a pipeline that do not compute it. `rows`: of the global batch, to balance experts."""
+    """Run forward and backward of the micro batches of a step; gradients end up reduced. Returns the sum of their
+    losses, fp64: 0 on pipeline ranks that do not have it. `rows`: of the global batch, for the balance of experts."""
     state = state_of(model)
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
@@ -62,7 +62,7 @@ def gradients(model: Any, batch: Sequence[Inputs], *, rows: int) -> Tensor:
 
 
 def loss(model: Any, inputs: Inputs) -> Tensor:
-    """The summed loss of a micro batch, forward only: 0 on the ranks of a pipeline that do not compute it."""
+    """Compute the summed loss of a micro batch, forward only: 0 on pipeline ranks that do not have it."""
     found = _forward_only(model, inputs)
     return torch.zeros((), dtype=torch.float64, device=inputs.input_ids.device) if found is None else found
 
@@ -99,7 +99,7 @@ def _forward_only(model: Any, inputs: Inputs) -> Tensor | None:
 
 
 def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: int = 0, **options: Any) -> Tensor:
-    """Logits [B, T or `logits_to_keep`, V] of the model's own forward, on every rank. `options` go to it."""
+    """Compute logits [B, T or `logits_to_keep`, V] by the model's own forward, on every rank. `options` go to it."""
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
@@ -112,16 +112,16 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     rows, length = ids_BT.shape
     vocabulary = state.placement.shards[state.plan.head_weight].shape[0]
     shape = (rows, logits_to_keep or length, vocabulary)
-    dtype = data.master_dtype(state.plan.layout.precision)  # holds what any forward gives
+    dtype = data.master_dtype(state.plan.layout.precision)  # holds the logits of any forward
     return pipeline.broadcast_from_last_stage(state.pipeline, found, shape, dtype, ids_BT.device)
 
 
-# ---- of a stage ------------------------------------------------------------------------------------------------------
+# ---- stages ----------------------------------------------------------------------------------------------------------
 
 
 def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, loss_chunks: int | None) -> Tensor:
-    """A stage on a micro batch: hidden states [B, T, D] in and out. The last stage gives the result of the task, equal
-    on all tp ranks."""
+    """Run a stage on a micro batch: hidden states [B, T, D] in and out. The last stage returns the result of the task,
+    equal on all tp ranks."""
     state = state_of(model)
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
@@ -143,7 +143,7 @@ def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, 
 
 
 def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_keep: int, **inputs: Any) -> Tensor:
-    """A stage on `inputs` of the model's base: hidden states in and out; of the last stage, the logits."""
+    """Run a stage on `inputs` of the model's base: hidden states in and out; the last stage returns logits."""
     state = state_of(model)
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:

@@ -1,4 +1,4 @@
-"""Which part of every parameter each rank of a layout holds, and what a rank stands for. No torch.
+"""Placement of every parameter's parts on the ranks of a layout, and the role of a rank. No torch.
 
 Initialisation, checkpoints, the optimizer, reports and proofs read this description and no other. It costs the same for
 a world of 16,384 ranks as for one of two.
@@ -21,9 +21,9 @@ from fivefold.parallel.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model lies, seen from `rank`.
+    """Placement of a model, seen from `rank`.
 
-    `shards`: how each parameter is cut. `stages`: which layers each pipeline stage has. `pp_ranks`: the pipeline ranks
+    `shards`: how each parameter is cut. `stages`: the layers of each pipeline stage. `pp_ranks`: the pipeline ranks
     that hold a parameter or a router's buffer.
     """
 
@@ -41,80 +41,80 @@ class Placement:
 
     @cached_property
     def coords(self) -> RankCoords:
-        """The place of this rank on every axis."""
+        """Coordinates of this rank on every axis."""
         return self.grid.coords(self.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which of the `layout.data_ranks` shares of the rows this rank reads."""
+        """Number of the share of the rows that this rank reads, of `layout.data_ranks`."""
         return self.coords.dp_replicate * self.layout.dp_shard + self.coords.dp_shard
 
     @property
     def is_first_of_row(self) -> bool:
-        """True on the one rank that stands for all that share its rows: what a row has is counted there."""
+        """True on the one rank that counts rows for all ranks that share them."""
         return self.coords.pp == self.coords.cp == self.coords.tp == 0
 
     @property
     def is_first_copy(self) -> bool:
-        """True on the ranks that stand for all copies over `dp_replicate`."""
+        """True on the ranks that represent all copies over `dp_replicate`."""
         return self.coords.dp_replicate == 0
 
     @property
     def is_first_of_stage(self) -> bool:
-        """True on the one rank of a pipeline rank that stands for all others of it."""
+        """True on the one rank that represents its pipeline rank."""
         return self.rank % (self.world // self.layout.pp) == 0
 
     @property
     def parts_beyond_fsdp(self) -> bool:
-        """Whether other ranks hold parts of the model that FSDP's mesh of this rank does not know of."""
+        """True if other ranks hold parts of the model that are unknown to FSDP's mesh of this rank."""
         return self.layout.tp > 1 or self.layout.pp > 1 or self.grid.experts_apart
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank's loss is counted: every tp rank computes the same, and the first stands for them."""
+        """True if this rank's loss is counted: every tp rank computes the same, and the first represents them."""
         return self.coords.tp == 0
 
     @property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
-        """Of routers, with shapes: trained without a gradient, whole on every rank."""
+        """Buffers of routers, with shapes: trained without a gradient, whole on every rank."""
         return self.facts.router_buffers
 
     @property
     def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of every tensor that a checkpoint holds, parameters and buffers of routers, in the model's order: beside a
-        frozen model, the adapters alone."""
+        """Shapes of all tensors in a checkpoint, parameters and buffers of routers, in the model's order; for adapters
+        on a frozen model, of these alone."""
         if self.has_adapter:
             return {name: spec.shape for name, spec in self.shards.items() if self.facts.parameters[name].is_trained}
         return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
 
     @cached_property
     def has_adapter(self) -> bool:
-        """Whether something is trained beside a frozen model."""
+        """True if an adapter is trained on a frozen model."""
         return self.facts.has_adapter
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """The layers of this rank, in order."""
+        """Layers of this rank, in order."""
         return self.stages.layers_of(self.coords.pp)
 
     @cached_property
     def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The first layers of the stages of this rank, and the last ones."""
+        """First layers of the stages of this rank, and last ones."""
         own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
         return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
 
     @cached_property
     def own_stages(self) -> tuple[int, ...]:
-        """The stages of this rank, in their order."""
+        """Stages of this rank, in order."""
         return self.stages.stages_of(self.coords.pp)
 
     @property
     def has_ends(self) -> tuple[bool, bool]:
-        """Whether the first stage is here, and whether the last one is."""
+        """Presence of the first stage on this rank, and of the last one."""
         return 0 in self.own_stages, self.stages.count - 1 in self.own_stages
 
     def regions(self, name: str, rank: int | None = None) -> list[tuple[Region, Region]]:
-        """(global region, local region) pairs of the part of parameter `name` that `rank` holds; None: this rank. A
+        """Pairs (global region, local region) of the part of parameter `name` that `rank` holds; None: this rank. A
         router's buffer is whole."""
         if not self.holds(name, rank):
             return []
@@ -133,11 +133,11 @@ class Placement:
         return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
 
     def holds(self, name: str, rank: int | None = None) -> bool:
-        """Whether parameter or router's buffer `name` is on the pipeline rank of `rank`; None: this rank."""
+        """True if parameter or router's buffer `name` is on the pipeline rank of `rank`; None: this rank."""
         return self.grid.coords(self.rank if rank is None else rank).pp in self.pp_ranks[name]
 
     def shard_index(self, name: str, rank: int | None = None) -> ShardIndex:
-        """Which part of parameter `name` a rank has; None: this rank."""
+        """Part of parameter `name` that a rank has; None: this rank."""
         return self.grid.shard_index(self.rank if rank is None else rank, self.shards[name].over)
 
     def gathered_shape(self, name: str) -> tuple[int, ...]:
@@ -145,18 +145,18 @@ class Placement:
         return self.shards[name].local_shape(self.shard_index(name).part)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part of parameter `name` at rest."""
+        """Shape of this rank's stored part of parameter `name`."""
         shape, index = self.gathered_shape(name), self.shard_index(name)
         first, last = fsdp_rows(shape[0], index.fsdp_rank, index.fsdp_size)
         return (last - first, *shape[1:])
 
     def held_bytes(self, name: str, itemsize: float) -> int:
-        """Bytes of this rank's part of a parameter, of so many each number."""
+        """Bytes of this rank's part of a parameter, with `itemsize` bytes a number."""
         regions = [local_region for _, local_region in self.regions(name)]
         return int(sum(map(numel, regions)) * itemsize)
 
     def kept_in(self, name: str) -> StateDtype:
-        """The type in which the optimizer keeps its state of a parameter."""
+        """Dtype of the optimizer's state of a parameter."""
         spec = self.shards[name]
         return kept_in(self.layout.state_dtype, spec.shape, spec.dims)
 
@@ -165,7 +165,7 @@ class Placement:
         return self._state_bytes(name, self.held_bytes(name, 1), master_bytes)
 
     def whole_state_bytes(self, name: str, master_bytes: int) -> int:
-        """The same of the whole parameter, over all ranks."""
+        """`state_bytes` of the whole parameter, over all ranks."""
         return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
 
     def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
@@ -174,7 +174,7 @@ class Placement:
 
     @cached_property
     def block_matrices(self) -> tuple[str, ...]:
-        """The parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
+        """Trained parameters of the layers, of all ranks, that are one matrix each: those that Muon updates."""
         blocks = tuple(f"{name}." for name in self.facts.anatomy.layers)
         return tuple(
             name
@@ -183,18 +183,18 @@ class Placement:
         )
 
     def rests_in(self, name: str, master_bytes: int) -> float:
-        """Bytes of a number of a parameter at rest: of the compute type in a frozen model, or 9 / 16 in NF4, else of
+        """Bytes per number of a stored parameter: of the compute dtype in a frozen model, or 9 / 16 in NF4, else
         `master_bytes`."""
         if self.facts.parameters[name].in_nf4:
             return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
         return self.layout.compute_bytes if self.rests_as_computed(name) else master_bytes
 
     def rests_as_computed(self, name: str) -> bool:
-        """Whether a parameter rests in the type that it is computed with: one that is frozen beside an adapter."""
+        """True if a parameter is stored in its compute dtype: one that is frozen for an adapter."""
         return self.has_adapter and not self.facts.parameters[name].is_trained
 
     def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
-        """Of every parameter its shape, and which regions of it each of the first `most` ranks holds: for a map."""
+        """Shape of every parameter, and its regions on each of the first `most` ranks: for a map."""
         ranks = range(min(self.world, most))
         regions = {name: [[region for region, _ in self.regions(name, rank)] for rank in ranks] for name in self.shards}
         return {

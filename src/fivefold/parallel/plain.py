@@ -1,8 +1,8 @@
-"""Plain data between ranks, as JSON.
+"""Exchange plain data between ranks, as JSON.
 
-The object collectives of torch send pickles, which run code where they are read, and a socket is a place where a rank
-may hear somebody else. What JSON does not have does not travel: tuples arrive as lists, and the keys of a dict are
-strings. Every rank of the group calls these.
+The object collectives of torch send pickles, which run code when they are read, and a rank's socket may receive from
+somebody else. Tuples arrive as lists, and the keys of a dict are strings, because JSON has no others. Every rank of the
+group calls these.
 """
 
 import json
@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 def everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """`value` of every rank, in rank order."""
+    """Gather `value` of every rank, in rank order."""
     mine = _encoded(value, group)
     sizes = _sizes(mine, group)
     padded = _padded(mine, max(sizes))
-    gathered = list(padded.repeat(len(sizes), 1))  # own values, where a backend of one process sends nothing
+    gathered = list(padded.repeat(len(sizes), 1))  # own values, because a backend of one process sends nothing
     dist.all_gather(gathered, padded, group=group)
     return [_decoded(each, size) for each, size in zip(gathered, sizes, strict=True)]
 
 
 def on_first(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """`value` of every rank of a group that spans the world, in rank order, on rank 0; None on the others."""
+    """Gather `value` of every rank of a group that spans the world, in rank order, on rank 0; None on the others."""
     mine = _encoded(value, group)
     sizes = _sizes(mine, group)
     padded = _padded(mine, max(sizes))
@@ -34,7 +34,7 @@ def on_first(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | 
 
 
 def of_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """`value` of rank 0 of a group that spans the world, on every rank."""
+    """Broadcast `value` of rank 0 of a group that spans the world to every rank."""
     mine = _encoded(value if dist.get_rank() == 0 else None, group)
     size = torch.tensor([len(mine)], device=mine.device)
     dist.broadcast(size, src=0, group=group)

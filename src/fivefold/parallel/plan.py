@@ -1,8 +1,8 @@
 """The plan of a layout: a value, made by `lower(facts, layout, rank)` before any device is touched. No torch.
 
-It holds what several features ask. What one feature decides is a class of its own (`Fp8Plan`, `FsdpPlan`), made of the
-plan when it is first asked for. Calls, bytes and interventions are functions of a plan. `parallelize` realises a plan
-and decides nothing itself. A plan costs the same for a world of 16,384 ranks as for one of two.
+It holds what several features need. The decisions of one feature are a class of its own (`Fp8Plan`, `FsdpPlan`), made
+from the plan at first use. Calls, bytes and interventions are functions of a plan. `parallelize` realises a plan and
+decides nothing itself. A plan costs the same for a world of 16,384 ranks as for one of two.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,10 +24,10 @@ Decided = TypeVar("Decided")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model lies over the ranks of a layout and what a step does, seen from one rank.
+    """Distribution of a model over the ranks of a layout and the work of a step, seen from one rank.
 
-    `placement`: which part of every parameter is where. `partition`: what tensor parallelism splits. `gradient_sums`:
-    parameters whose gradients tp ranks hold in part -> the axis over which they are summed.
+    `placement`: the place of each part of every parameter. `partition`: what tensor parallelism splits.
+    `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over which they are summed.
     """
 
     placement: Placement
@@ -36,11 +36,11 @@ class ParallelPlan:
     cp_method: CPMethod
     recompute: Recompute
     in_copies: bool = False  # see `computes_in_copies`
-    compiled: bool = False  # layers are
+    compiled: bool = False  # layers are compiled
     _features: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def feature(self, kind: Callable[["ParallelPlan"], Decided]) -> Decided:
-        """What a feature decides for this plan, made once: `plan.feature(Fp8Plan).linears`."""
+        """Decisions of a feature for this plan, made once: `plan.feature(Fp8Plan).linears`."""
         if kind not in self._features:
             self._features[kind] = kind(self)
         found: Decided = self._features[kind]
@@ -62,34 +62,34 @@ class ParallelPlan:
 
     @property
     def tied(self) -> str | None:
-        """The parameter that is embedding and head, if there is one."""
+        """Parameter that is both embedding and head, if they are tied."""
         return self.anatomy.embedding_weight if self.anatomy.tied else None
 
     @property
     def head_weight(self) -> str:
-        """The parameter that makes logits: the embedding, where the two are tied."""
+        """Parameter that makes logits: the embedding, if the two are tied."""
         own = f"{self.anatomy.head}.weight"
         return own if own in self.placement.shards else self.anatomy.embedding_weight
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a token on this rank. (An embedding may have more rows: Mllama's has 8 for tokens of images.)"""
+        """Logits per token on this rank. (An embedding may have more rows: Mllama's has 8 for tokens of images.)"""
         return self.placement.gathered_shape(self.head_weight)[0]
 
     @cached_property
     def experts(self) -> tuple[Experts, ...]:
-        """Of the layers of this rank."""
+        """Experts of the layers of this rank."""
         return tuple(each for each in self.facts.experts if is_within(each.name, self.placement.layers))
 
     @property
     def watches_routers(self) -> bool:
-        """Whether all routers give the logits that losses and counts are computed from."""
+        """True if all routers return the logits that losses and counts need."""
         return bool(self.facts.experts) and all(each.has_logits for each in self.facts.experts)
 
     @cached_property
     def fp32_routers(self) -> tuple[str, ...]:
-        """Routers that compute in fp32 though the model computes in 16 bits: those with a matrix, perhaps of a module
-        inside (Gemma 4), that has a row for each of the experts."""
+        """Routers that compute in fp32 in a model of 16 bits: those with a matrix, perhaps in a module inside (Gemma
+        4), that has a row for each of the experts."""
         shapes = [(name, each.shape) for name, each in self.facts.parameters.items() if len(each.shape) == 2]
         return tuple(
             each.router
@@ -99,12 +99,12 @@ class ParallelPlan:
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether activations between the pairs of linears are split by tokens over tp."""
+        """True if activations between the pairs of linears are split by tokens over tp."""
         return self.layout.tp > 1 and self.layout.sequence_parallel
 
     @property
     def reduces_rows(self) -> bool:
-        """Whether the last linear of a pair ends with a collective over tp."""
+        """True if the last linear of a pair ends with a collective over tp."""
         return self.layout.tp > 1
 
     @cached_property
@@ -113,10 +113,10 @@ class ParallelPlan:
         own = {name: shape for name, shape in self.facts.attends.items() if is_within(name, self.placement.layers)}
         return {name: on_tp_rank(shape, self.layout.tp) for name, shape in own.items()}
 
-    # ---- who holds what ----------------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def summed_bytes(self, itemsize: int, names: Iterable[str]) -> dict[str, int]:
-        """Axis -> bytes of the gradients of `names` that are trained, summed over it once a step, on this rank."""
+        """Axis -> bytes of this rank's trained gradients of `names` that are summed over it once a step."""
         sums = {"tp": 0, "tp_kv": 0}
         for name in names:
             if name in self.gradient_sums and self.facts.parameters[name].is_trained:
@@ -126,7 +126,7 @@ class ParallelPlan:
     # ---- the passes --------------------------------------------------------------------------------------------------
 
     def rings(self, tokens: int) -> tuple[Blocks, ...]:
-        """The token blocks of each rank of this rank's ring; a rank of cp has `tokens` tokens of a row.
+        """Token blocks of each rank of this rank's ring; a rank of cp has `tokens` tokens of a row.
 
         The u neighbours of a Ulysses group together hold the tokens of one rank of a ring of cp / u.
         """
@@ -141,7 +141,7 @@ class ParallelPlan:
         loss_chunks: int | None = None,
         reduce_bytes: int | None = None,
     ) -> StepShape:
-        """One step of [rows, tokens] micro batches: what its calls and its bytes are computed from."""
+        """Shape of a step of [rows, tokens] micro batches, from which its calls and bytes are computed."""
         layout, own_tokens = self.layout, tokens // self.layout.cp
         compute = layout.compute_bytes
         return StepShape(

@@ -1,4 +1,4 @@
-"""What is done to a model's modules, of all features, in the order in which `parallelize` does it. No torch."""
+"""Edits of a model's modules, of all features, in the order in which `parallelize` applies them. No torch."""
 
 from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.balance import spec as balance
@@ -18,17 +18,17 @@ from fivefold.parallel.tensor import spec as tensor
 
 
 def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
-    """All of them, on this rank."""
+    """List all edits on this rank."""
     return tuple(edit for of_feature in EDITS for edit in of_feature(plan))
 
 
-# The order is the one in which forwards and hooks lie around each other: what comes later lies outside.
+# Forwards and hooks nest in this order: later ones lie outside.
 EDITS = (
     adapters.edits_of_embedding,
-    tensor.edits,  # before the others: what they ask the sizes of is cut
+    tensor.edits,  # before the others, which ask for the sizes after the cut
     linears.edits,
     chunks.edits,
-    context.edits,  # before `rows`: whole rows are counted
+    context.edits,  # before `rows`, whose positions are counted in front of this cut
     balance.edits,
     experts.edits,
     rows.edits,

@@ -1,8 +1,8 @@
-"""A class that no test of fivefold has held against its model is proved before it is trusted.
+"""Prove tensor parallelism for a model class that no test of fivefold covers, before it is trusted.
 
-A copy of the model, cut to a layer of each kind and a few tokens of its vocabulary but of its full widths, computes a
-loss and every gradient twice in fp64: whole on each rank, as `transformers` has it; and as `parallelize` itself lays it
-out, over the same tensor parallel ranks. They must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
+A copy of the model computes a loss and every gradient twice in fp64. It is cut to a layer of each kind and a small
+vocabulary, but has its full widths. One run is whole on each rank, as in `transformers`; `parallelize` lays out the
+other over the same tensor parallel ranks. They must agree. (Norms that compute in fp32 leave a floor of about 1e-7.)
 """
 
 from collections.abc import Callable
@@ -35,9 +35,9 @@ Parallelize = Callable[..., Any]  # `parallelize` without this check
 
 
 def check(model: Any, layout: Layout, device: torch.device, parallelize: Parallelize) -> None:
-    """Raise `UserError`, on every rank, unless `parallelize` keeps what the model computes, or where it cannot be told.
+    """Raise `UserError`, on every rank, if `parallelize` changes what the model computes, or if that cannot be tested.
 
-    Every rank of the world calls this. The ranks that `layout` does not give to tp hold copies of the small model.
+    Every rank of the world calls this. Ranks beyond those of tp hold copies of the small model.
     """
     name = type(model).__name__
     small = _small(model, layout.tp)
@@ -45,14 +45,14 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
         found = _errors(small, _probed(layout), device, parallelize)
     except UserError:
         raise
-    except Exception as error:  # the model's own code met parts of tensors that it cannot do with
+    except Exception as error:  # the model's own code cannot handle parts of tensors
         raise UserError(
             f"tensor parallel of {name} is refused: its own code cannot do with the parts of tensors that "
             f"{layout.tp} ranks have",
             fix="use dp_shard instead (FSDP needs no roles)",
             more=f"tried before training: {type(error).__name__}: {error}",
         ) from error
-    everyone = plain.everywhere(found)  # and no rank uses a group of the proof from here on
+    everyone = plain.everywhere(found)  # from here on no rank uses a group of the proof
     _end_groups(small)
     worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
     wrong = [key for key, error in worst.items() if not error <= TOLERANCE]
@@ -66,15 +66,15 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
 
 
 def _first_experts(model: Any) -> int:
-    """How many layers there are up to the first with experts; 0 without."""
+    """Number of layers up to the first with experts; 0 without."""
     names = [name for name, module in model.named_modules() if hf_internals.is_experts(module)]
     layers = Anatomy.of(model).layers
     return next((at for at, layer in enumerate(layers, 1) if any(is_within(name, [layer]) for name in names)), 0)
 
 
 def _small(model: Any, ranks: int) -> Any:
-    """The model with a layer of each kind and a small vocabulary: two layers, or more up to the first with experts; one
-    where two are too large. Raises `UserError` where that is too large as well."""
+    """Build the model with a layer of each kind and a small vocabulary. It has two layers, or more up to the first with
+    experts; one if two are too large. Raises `UserError` if that is too large as well."""
     experts = _first_experts(model)
     for least in (2, experts):
         small = build_meta(cut(model.config, ranks=ranks, least=least), model_class=type(model))
@@ -88,7 +88,7 @@ def _small(model: Any, ranks: int) -> Any:
 
 
 def cut(config: Any, *, ranks: int, least: int) -> Any:
-    """A copy of a config with a layer of each kind, `least` at least, and a small vocabulary."""
+    """Copy a config with a layer of each kind, `least` at least, and a small vocabulary."""
     whole = fewer_layers(config, least)
     small = whole.get_text_config()
     small.vocab_size = 8 * ranks + 3
@@ -123,7 +123,7 @@ def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Paral
         if right is None or found is None:
             errors[f"the gradient of {name}"] = float(right is not None or found is not None)
             continue
-        here = [  # none where FSDP leaves this rank no rows, as of one expert's weights over two ranks
+        here = [  # none if FSDP leaves this rank no rows, as for one expert's weights over two ranks
             float((local(found)[own] - right[region]).norm() / torch.maximum(right[region].norm(), 1e-6 * norm))
             for region, own in state.placement.regions(name)
         ]
@@ -132,7 +132,7 @@ def _errors(model: Any, layout: Layout, device: torch.device, parallelize: Paral
 
 
 def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
-    """The mean loss, on every rank; gradients stay in `.grad`. Each of `copies` data ranks reads the same row."""
+    """Compute the mean loss, on every rank; gradients stay in `.grad`. All `copies` data ranks read the same row."""
     labels_BT = nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORE)
     positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).unsqueeze(0)
     scale = torch.tensor(1 / (copies * (ids_BT.shape[1] - 1)), dtype=torch.float64, device=ids_BT.device)
@@ -141,7 +141,7 @@ def _gradients(model: Any, ids_BT: Tensor, copies: int) -> Tensor:
 
 
 def _end_groups(model: Any) -> None:
-    """Those of the proof alone, in the same order on every rank."""
+    """Destroy the groups of the proof alone, in the same order on every rank."""
     for group in dict.fromkeys(state_of(model).mesh.groups.values()):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -153,7 +153,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _values(model: Any) -> dict[str, Tensor]:
-    """Random values for every parameter, the same on every rank; buffers as the model computes them."""
+    """Draw random values for every parameter, the same on every rank; buffers as the model computes them."""
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -19,13 +19,13 @@ from fivefold.core.layout import Layout
 
 Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
 Tokens = tuple[Blocks, ...]  # of every rank of a ring
-Over = Literal["tp", "ep"]  # the ranks that the blocks of a parameter go to
-APART = ("tp_kv", "pp_ends")  # axes with a group of their own even where it spans the world
+Over = Literal["tp", "ep"]  # the ranks that get the blocks of a parameter
+APART = ("tp_kv", "pp_ends")  # axes with a group of their own even if it spans the world
 
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Where a rank stands: its index on each axis of the mesh."""
+    """A rank's index on each axis of the mesh."""
 
     pp: int
     dp_replicate: int
@@ -36,8 +36,8 @@ class RankCoords:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The shard of a parameter that a rank has: part `part` of its `ShardSpec`, and of this part, along dimension 0,
-    FSDP shard `fsdp_rank` of `fsdp_size`."""
+    """The shard of a parameter on a rank: part `part` of its `ShardSpec`, and within it, along dimension 0, FSDP shard
+    `fsdp_rank` of `fsdp_size`."""
 
     part: int
     fsdp_rank: int
@@ -52,16 +52,16 @@ class Axis:
     stride: int
 
     def index(self, rank: int) -> int:
-        """The place of a rank in its group."""
+        """Index of a rank in its group."""
         return rank // self.stride % self.size
 
     def members(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of `rank`, itself included, in order."""
+        """Ranks of the group of `rank`, itself included, in order."""
         first = rank - self.index(rank) * self.stride
         return tuple(range(first, first + self.size * self.stride, self.stride))
 
     def groups(self, world: int) -> Iterator[tuple[int, ...]]:
-        """Every group in a world of so many ranks, once."""
+        """Yield every group in a world of so many ranks, once."""
         return (self.members(rank) for rank in range(world) if self.index(rank) == 0)
 
 
@@ -70,7 +70,7 @@ class RankGrid:
     """The ranks of a layout, and what a model adds to them.
 
     `kv_copies`: neighbouring tp ranks that share the same key/value heads. `has_experts`: the model has some.
-    `embedding_ranks`: the pipeline ranks that hold a tied embedding. `ulysses`: neighbours within cp that deal out
+    `embedding_ranks`: the pipeline ranks that hold a tied embedding. `ulysses`: neighbours within cp that exchange
     heads; the other ranks of cp are rings.
     """
 
@@ -87,7 +87,7 @@ class RankGrid:
     # ---- one rank ----------------------------------------------------------------------------------------------------
 
     def coords(self, rank: int) -> RankCoords:
-        """Where `rank` of the world stands."""
+        """Coordinates of `rank` of the world."""
         at, layout = rank, self.layout
         at, tp = divmod(at, layout.tp)
         at, cp = divmod(at, layout.cp)
@@ -98,7 +98,7 @@ class RankGrid:
     # ---- parts of a parameter ----------------------------------------------------------------------------------------
 
     def shard_index(self, rank: int, over: Over) -> ShardIndex:
-        """Which part a rank has of a parameter whose blocks go to the ranks of `over`.
+        """Part that a rank has of a parameter whose blocks go to the ranks of `over`.
 
         The ranks of `ep` are consecutive in the order (dp_shard, cp, tp), and FSDP shards over the rest. With
         `expert_tp`, tp is the innermost index. Under `shard4.tp2.ep4`, rank 5 has experts' part 1 (5 % 4), and FSDP
@@ -113,32 +113,32 @@ class RankGrid:
 
     @property
     def fsdp_size(self) -> int:
-        """The ranks that FSDP shards over: dp_shard x cp."""
+        """Number of ranks that FSDP shards over: dp_shard x cp."""
         return self.layout.dp_shard * self.layout.cp
 
     def fsdp_shards(self, over: Over) -> int:
-        """How many ranks FSDP shards such a parameter over."""
+        """Number of ranks over which FSDP shards a parameter of `over`."""
         return self.axes[self.fsdp_axis(over)].size
 
     def fsdp_axis(self, over: Over) -> str:
-        """The axis that FSDP shards such a parameter over."""
+        """Axis over which FSDP shards a parameter of `over`."""
         return "ep_shard" if over == "ep" and self.experts_apart else "dp_shard"
 
     @property
     def experts_apart(self) -> bool:
-        """Whether FSDP shards experts over other ranks than the other parameters."""
+        """True if FSDP shards experts over other ranks than the other parameters."""
         return self.has_experts and (self.layout.ep > 1 or self.layout.etp != self.layout.tp)
 
     # ---- groups ------------------------------------------------------------------------------------------------------
 
     def size(self, axis: str) -> int:
-        """How many ranks an axis has, or the world; 1 of an axis that has no groups."""
+        """Number of ranks of an axis, or of the world; 1 for an axis without groups."""
         named = {"world": self.world, "pp_ends": max(1, len(self.embedding_ranks))}
         return named[axis] if axis in named else self.axes[axis].size if axis in self.axes else 1
 
     @cached_property
     def axes(self) -> dict[str, Axis]:
-        """Every axis that has groups: those of several ranks, and `dp_shard` (with cp) and `ep_shard` always.
+        """Axes that have groups: those of several ranks, `dp_shard` (with cp), and `ep_shard` if experts are apart.
 
         `pp_ends` is not among them: see `members`.
         """
@@ -164,13 +164,13 @@ class RankGrid:
 
     @property
     def group_axes(self) -> tuple[str, ...]:
-        """The axes that have groups, in the order in which these are made."""
+        """Axes that have groups, in the order in which these are made."""
         return (*self.axes, *(("pp_ends",) if len(self.embedding_ranks) > 1 else ()))
 
     def members(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of `rank` along an axis; none where it is in no group of it.
+        """Ranks of the group of `rank` along an axis; none if it is in no group of it.
 
-        The group of `pp_ends` holds the ranks of a tied embedding: of `pp4.tp2`, with stages 0 and 3, rank 1 and 7.
+        The group of `pp_ends` holds the ranks of a tied embedding: in `pp4.tp2`, with stages 0 and 3, rank 1 and 7.
         """
         if axis != "pp_ends":
             return self.axes[axis].members(rank)
@@ -179,34 +179,34 @@ class RankGrid:
         return tuple(pp * of_stage + rest for pp in self.embedding_ranks) if stage in self.embedding_ranks else ()
 
     def first_of_row(self, data_rank: int) -> int:
-        """The first of the ranks that read the rows of a data rank. Example: of `dp_shard2.tp2.pp2`, 0 and 2."""
+        """First of the ranks that read the rows of a data rank. Example: in `dp_shard2.tp2.pp2`, 0 and 2."""
         return data_rank * self.layout.tp * self.layout.cp
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Every group of an axis, once."""
+        """Yield every group of an axis, once."""
         if axis != "pp_ends":
             return self.axes[axis].groups(self.world)
         of_stage = self.world // self.layout.pp
         return (self.members(axis, self.embedding_ranks[0] * of_stage + rest) for rest in range(of_stage))
 
     def spans_world(self, axis: str) -> bool:
-        """Whether the one group of an axis is the whole world: then it is the world's own group."""
+        """True if the one group of an axis is the whole world: then it is the world's own group."""
         return self.world > 1 and axis not in APART and self.axes[axis].size == self.world
 
     # ---- tokens of a row ---------------------------------------------------------------------------------------------
 
     def tokens(self, rank: int, length: int, *, sequence_parallel: bool) -> Blocks:
-        """The tokens of a row of `length` whose hidden states a rank has."""
+        """Tokens of a row of `length` whose hidden states a rank has."""
         coords, layout = self.coords(rank), self.layout
         return row_blocks(length, layout.cp, coords.cp, *((layout.tp, coords.tp) if sequence_parallel else ()))
 
 
 def row_blocks(length: int, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0) -> Blocks:
-    """The tokens of a row of `length` that a rank has, in its order: the one description that runtime and proof read.
+    """Tokens of a row of `length` that a rank has, in its order. Runtime and proof both read this description.
 
-    Rank r of cp has chunks r and 2 cp - 1 - r of the 2 cp equal chunks of a row, so that causal attention is equal work
-    for all: of 16 tokens over two ranks, the first has (0, 4) and (12, 16). With sequence parallelism the ranks of `tp`
-    have equal parts of what their rank of `cp` has, in order.
+    Rank r of cp has chunks r and 2 cp - 1 - r of the 2 cp equal chunks of a row, which makes causal attention equal
+    work for all: for 16 tokens over two ranks, the first has (0, 4) and (12, 16). With sequence parallelism the ranks
+    of `tp` have equal parts of their cp rank's tokens, in order.
     """
     share, chunk, mirrored = length // (cp * tp), length // (2 * cp), 2 * cp - 1 - cp_rank
     chunks = [(cp_rank * chunk, (cp_rank + 1) * chunk), (mirrored * chunk, (mirrored + 1) * chunk)]
@@ -221,7 +221,7 @@ def tokens_by_rank(length: int, cp: int, tp: int = 1) -> Tokens:
 
 
 def joined(blocks: Iterable[tuple[int, int]]) -> Blocks:
-    """Neighbouring blocks as one, empty ones dropped."""
+    """Join neighbouring blocks, and drop empty ones."""
     found: list[tuple[int, int]] = []
     for start, stop in blocks:
         if start == stop:
@@ -234,7 +234,7 @@ def joined(blocks: Iterable[tuple[int, int]]) -> Blocks:
 
 
 def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
-    """Places [first, last) of the tokens that the blocks hold one after the other."""
+    """Cut places [first, last) out of the tokens that the blocks hold one after the other."""
     found, at = [], 0
     for start, stop in blocks:
         low, high = max(first - at, 0), min(last - at, stop - start)
@@ -244,15 +244,15 @@ def narrowed(blocks: Blocks, first: int, last: int) -> Blocks:
     return tuple(found)
 
 
-# ---- what a ring sends -----------------------------------------------------------------------------------------------
+# ---- traffic of a ring -----------------------------------------------------------------------------------------------
 
 
-Hop = tuple[tuple[int, int], tuple[int, int]]  # of `ring_keys`, of `ring_gradients`
+Hop = tuple[tuple[int, int], tuple[int, int]]  # from `ring_keys`, from `ring_gradients`
 
 
 @lru_cache(maxsize=256)
 def ring_hops(tokens: Tokens, rank: int) -> tuple[Hop, ...]:
-    """What a rank of a ring sends and receives in each hop."""
+    """Tokens that a rank of a ring sends and receives in each hop."""
     return tuple((ring_keys(tokens, rank, hop), ring_gradients(tokens, rank, hop)) for hop in range(1, len(tokens)))
 
 
@@ -271,8 +271,8 @@ def ring_gradients(tokens: Tokens, rank: int, step: int) -> tuple[int, int]:
 
 
 def seen(queries: Blocks, keys: Blocks) -> int:
-    """How many tokens of `keys`, counted from the first, some query may attend to: those before the last block of
-    `queries`. Documents and windows are not looked at, so that bytes are known before a step.
+    """Number of tokens of `keys`, counted from the first, that some query may attend to: those before the last block of
+    `queries`. Documents and windows are ignored, so that bytes are known before a step.
 
     Example: 16 tokens over 2 ranks. The queries (0, 4), (12, 16) see all 8 of the keys (4, 12). The queries (4, 12) see
     4 of the keys (0, 4), (12, 16).
@@ -282,7 +282,7 @@ def seen(queries: Blocks, keys: Blocks) -> int:
 
 
 def carried(tokens: Tokens, owner: int, step: int) -> int:
-    """How many of `owner`'s tokens travel to the rank `step` places before it: all that this rank, or a rank further on
-    in the ring, may attend to."""
+    """Number of `owner`'s tokens that travel to the rank `step` places before it: all that this rank, or a rank further
+    on in the ring, may attend to."""
     size = len(tokens)
     return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))

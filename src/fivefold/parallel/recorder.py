@@ -1,4 +1,4 @@
-"""What a run really sends: every collective that this rank issues, noted at the dispatcher."""
+"""Record what a run sends: every collective that this rank issues, noted at the dispatcher."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

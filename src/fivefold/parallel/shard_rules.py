@@ -1,6 +1,6 @@
-"""What every parameter becomes: its shard by its role under tensor parallelism, and by experts. No torch.
+"""Rules for the shard of every parameter: by its role under tensor parallelism, and by experts. No torch.
 
-`sharding.py` says what a shard is; here is which one a parameter gets, and which gradients ranks hold only in part.
+`sharding.py` defines shards. This module assigns one to each parameter, and finds gradients that ranks hold in part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whol
 
 
 def partition_of(facts: ModelFacts, tp: int) -> Partition:
-    """What tensor parallelism over `tp` ranks splits: over one, nothing."""
+    """The partition of tensor parallelism over `tp` ranks; over one, nothing is split."""
     if tp > 1:
         return facts.partition
     return replace(facts.partition, roles={}, tp_blocks=(), heads=(), across={}, is_proved=True)
 
 
 def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
-    """The shard of every parameter, in the model's order. `layout` is legal for the model. A parameter without a role
-    is whole on every tp rank."""
+    """Shard every parameter, in the model's order. `layout` is legal for the model. A parameter without a role is whole
+    on every tp rank."""
     roles = partition_of(facts, layout.tp).roles
     by_role = {name: _shard(name, each.shape, roles.get(name), layout.tp) for name, each in facts.parameters.items()}
     return by_role | _of_experts(facts, layout)
@@ -43,9 +43,9 @@ def _shard(name: str, shape: tuple[int, ...], role: Role | None, tp: int) -> Sha
     return ShardSpec.along(name, shape, role.dim, feature_blocks(role.groups, tp))
 
 
-@lru_cache(maxsize=256)  # a model has few groups that differ, and every layer asks
+@lru_cache(maxsize=256)  # few groups differ, and every layer asks
 def feature_blocks(groups: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], ...]:
-    """The blocks of features of each tp rank, in global order, adjacent blocks joined.
+    """Blocks of features of each tp rank, in global order, adjacent blocks joined.
 
     Every rank has the same number of whole query heads, and the key/value heads that these attend to. Example: q, k and
     v in one projection with 4 query and 2 key/value heads of 8 features, tp2. Rank 0 has (0, 16), (32, 40), (48, 56).
@@ -54,7 +54,7 @@ def feature_blocks(groups: FeatureGroups, tp: int) -> tuple[tuple[Block, ...], .
 
 
 def _counted(groups: FeatureGroups) -> tuple[int, int]:
-    """The query and key/value heads whose features are dealt."""
+    """Numbers of query and key/value heads whose features are split."""
     query, kv = (
         max((part.index + 1 for part in groups if part.owner == owner), default=0) for owner in ("query", "kv")
     )
@@ -77,7 +77,7 @@ def _blocks(groups: FeatureGroups, rank: int, tp: int) -> Iterator[Block]:
 
 
 def kv_copies(facts: ModelFacts, tp: int) -> int:
-    """How many tp ranks share each key/value head. Raises `UserError` where layers differ in that."""
+    """Number of tp ranks that share each key/value head. Raises `UserError` if layers differ in that."""
     kinds = [kv for _, kv in partition_of(facts, tp).heads]
     if len({heads.kv_copies(kv, tp) for kv in kinds}) > 1:
         raise UserError(
@@ -89,7 +89,7 @@ def kv_copies(facts: ModelFacts, tp: int) -> int:
 
 
 def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, sequence_parallel: bool) -> dict[str, str]:
-    """Parameter whose gradient on a rank covers only this rank's tokens or heads -> the axis over which it is summed.
+    """Parameters whose gradients on a rank cover only its tokens or heads -> the axis over which they are summed.
 
     Without such a sum the logits and the loss of the first step stay exact. Only gradients and replicas show the error.
     """
@@ -97,7 +97,7 @@ def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, seque
     for name, role in partition.roles.items():
         spec, kind = specs[name], role.kind
         if kind == "experts":
-            if spec.replicas > 1:  # beside features that are split: of an adapter, A of a column, B of a row
+            if spec.replicas > 1:  # whole next to split features: A of a column's adapter, B of a row's
                 sums[name] = "tp"
         elif spec.splits and spec.replicas > 1:
             sums[name] = "tp_kv"
@@ -110,7 +110,7 @@ def gradient_sums(partition: Partition, specs: Mapping[str, ShardSpec], *, seque
 
 
 def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
-    """The experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
+    """Shard the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
     ep, pieces = layout.ep, layout.etp
     specs = {}
     for each in facts.experts:
@@ -125,7 +125,7 @@ def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
 
 
 def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], parts: int) -> dict[str, Split]:
-    """Parameter of a module of experts -> its cut into `parts`, which is legal; `shapes`: of all of its parameters.
+    """Cut the parameters of a module of experts into `parts`, which is legal; `shapes`: of all of them.
 
     An expert computes `down(act(gate_up(x)))` through I inner features. A rank holds some of these features: the
     columns of `gate_up_proj` that make them and the rows of `down_proj` that read them. Its result is a partial sum
@@ -135,7 +135,7 @@ def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], part
     Each rank holds `down_proj_bias` for its share of the outputs, and adds it to its partial sum. So every number of
     the bias lies on one rank and is added once.
 
-    Of an adapter, A [E, r, I] reads what its matrix reads, and B [E, O, r] makes what it makes: where the matrix is not
+    In an adapter, A [E, r, I] reads what its matrix reads, and B [E, O, r] makes what it makes. If the matrix is not
     cut, neither are they, and every rank has the whole.
     """
     features = experts.features
@@ -160,14 +160,14 @@ def feature_splits(experts: Experts, shapes: Mapping[str, tuple[int, ...]], part
 
 
 def _shapes(facts: ModelFacts, experts: Experts) -> dict[str, tuple[int, ...]]:
-    """Of the parameters of a module of experts, by their names in it."""
+    """Shapes of the parameters of a module of experts, by their names in it."""
     inside = f"{experts.name}."
     return {name.removeprefix(inside): p.shape for name, p in facts.parameters.items() if name.startswith(inside)}
 
 
 def _crossed(splits: Sequence[Split]) -> tuple[Split, ...]:
-    """Splits of several dimensions, for all pairs of their parts. Example: a split into 2 parts and one into 3 give two
-    splits into 6 parts; part 4 = 1 x 3 + 1 has part 1 of the first and part 1 of the second."""
+    """Cross splits of several dimensions, for all pairs of their parts. Example: a split into 2 parts and one into 3
+    give two splits into 6 parts; part 4 = 1 x 3 + 1 has part 1 of the first and part 1 of the second."""
     sizes = [len(split.blocks) for split in splits]
     places = list(product(*map(range, sizes)))
     return tuple(

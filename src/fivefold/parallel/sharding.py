@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank holds: the one description that init, load, save and verify read.
+"""The part of each parameter that a rank holds: the one description that init, load, save and verify read.
 
 A parameter is cut twice. First, tensor parallelism cuts it along one dimension into blocks by its role (whole heads,
 vocabulary rows, features); expert parallelism cuts along the experts, and with `expert_tp` along their features too. A
@@ -32,7 +32,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How tensor (or expert) parallelism cuts one parameter.
+    """Cut of one parameter by tensor (or expert) parallelism.
 
     The parameter has `parts` parts. Part p goes to rank p of the axis `over` (`RankGrid.shard_index`). A part is the
     product of its blocks along each split dimension, and all of every other dimension. Several parts may be equal: with
@@ -48,7 +48,7 @@ class ShardSpec:
 
     @classmethod
     def along(cls, name: str, shape: Sequence[int], dim: int, blocks: Sequence[Blocks]) -> "ShardSpec":
-        """A parameter that is cut along one dimension over tp."""
+        """Cut a parameter along one dimension over tp."""
         return cls(name, tuple(shape), (Split(dim, tuple(blocks)),), len(blocks))
 
     def local_shape(self, part: int) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class ShardSpec:
 
     @cached_property
     def held(self) -> tuple[tuple[Blocks, ...], ...]:
-        """`held[part][dim]`: the blocks that a part has along a dimension."""
+        """`held[part][dim]`: the blocks of a part along a dimension."""
         cut = {split.dim: split.blocks for split in self.splits}
         by_dim = [cut.get(dim, (((0, size),),) * self.parts) for dim, size in enumerate(self.shape)]
         return tuple(tuple(blocks[part] for blocks in by_dim) for part in range(self.parts))
@@ -73,12 +73,12 @@ class ShardSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter is one matrix. (Experts [E, O, I] are E matrices.)"""
+        """True if the parameter is one matrix. (Experts [E, O, I] are E matrices.)"""
         return self.over == "tp" and self.dims == 2
 
     @property
     def replicas(self) -> int:
-        """How many parts hold the same values."""
+        """Number of parts that hold the same values."""
         return self.parts // len(set(self.held))
 
 
@@ -88,7 +88,7 @@ def whole(name: str, shape: Sequence[int], tp: int) -> ShardSpec:
 
 
 def split_even(size: int, parts: int) -> tuple[Block, ...]:
-    """`size` items over `parts` ranks as evenly as possible, the longer pieces first (prime sizes are fine)."""
+    """Split `size` items over `parts` ranks as evenly as possible, the longer pieces first (prime sizes are fine)."""
     short, longer = divmod(size, parts)
     edges = [rank * short + min(rank, longer) for rank in range(parts + 1)]
     return tuple(pairwise(edges))
@@ -102,7 +102,7 @@ def fsdp_rows(rows: int, rank: int, size: int) -> Block:
 
 
 def numel(region: Region) -> int:
-    """Numbers in a region."""
+    """Count the numbers in a region."""
     return prod(edge.stop - edge.start for edge in region)
 
 
@@ -110,7 +110,7 @@ def local_regions(spec: ShardSpec, part: int, fsdp_rank: int, fsdp_size: int) ->
     """Pairs (global region, region of this rank's local tensor) that together make up the local tensor.
 
     Example: a [6, 4] weight split over tp2 along dimension 0 into rows 0 to 3 and 3 to 6, part 1, FSDP rank 0 of 2.
-    Of the 3 local rows rank 0 keeps 2: the one pair is ((rows 3 to 5, columns 0 to 4), (rows 0 to 2, columns 0 to 4)).
+    Rank 0 keeps 2 of the 3 local rows: the one pair is ((rows 3 to 5, columns 0 to 4), (rows 0 to 2, columns 0 to 4)).
     The list is empty when FSDP leaves this rank no rows.
     """
     if not spec.shape:  # a scalar: FSDP keeps it on rank 0 as one row
@@ -125,7 +125,7 @@ def local_regions(spec: ShardSpec, part: int, fsdp_rank: int, fsdp_size: int) ->
 
 
 def _located(blocks: Iterable[Block]) -> Iterator[tuple[slice, slice]]:
-    """Where each block lies in the whole dimension, and in the local one."""
+    """Locate each block in the whole dimension, and in the local one."""
     offset = 0
     for start, stop in blocks:
         yield slice(start, stop), slice(offset, offset + stop - start)
@@ -141,24 +141,24 @@ def _clipped(located: Iterable[tuple[slice, slice]], first: int, last: int) -> I
             yield slice(low + shift, high + shift), slice(low - first, high - first)
 
 
-# ---- tensors with one number for each block of a row -----------------------------------------------------------------
+# ---- tensors with one number per block of a row ----------------------------------------------------------------------
 
 
 def numbers_each(shape: Sequence[int], of: Sequence[int], *, is_scale: bool) -> int:
-    """How many neighbours in a row of the shape `of` share a number of a tensor of `shape`: 1 where the shapes are
-    equal, more for scales, and 0 for what lies otherwise. Example: scales [8, 4] of [8, 64] are one for each 16."""
+    """Number of neighbours in a row of the shape `of` that share a number of a tensor of `shape`: 1 for equal shapes,
+    more for scales, and 0 for all others. Example: scales [8, 4] of [8, 64] are one for each 16."""
     if tuple(shape) == tuple(of):
         return 1
     return of[-1] // shape[-1] if is_scale and shape[-1] else 0
 
 
 def by_block(shape: Sequence[int], length: int) -> tuple[int, ...]:
-    """The shape of what has one number for each `length` of a row."""
+    """Shape of a tensor that has one number for each `length` of a row."""
     return (*shape[:-1], shape[-1] // length) if length > 1 else tuple(shape)
 
 
 def regions_by_block(pairs: Iterable[tuple[Region, Region]], length: int) -> list[tuple[Region, Region]]:
-    """What `local_regions` gives, of such a tensor."""
+    """Convert the pairs of `local_regions` to such a tensor."""
     return [(_by_block(whole, length), _by_block(here, length)) for whole, here in pairs]
 
 

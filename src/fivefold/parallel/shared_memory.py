@@ -1,17 +1,17 @@
 """Collectives on the CPU between processes of one machine, over memory that they share: `shared_memory.c`.
 
 gloo sends between two processes of a machine through TCP: 2 MB take 2.5 ms, and over shared memory 0.3. `connect` gives
-a group of gloo's a segment where it can: all ranks see one `/dev/shm`, have a C compiler, and room for the segment.
-From there on, `torch_internals.carry` lets the segment carry the group's all-gathers, reduce-scatters, all-reduces,
-broadcasts, all-to-alls and barriers of CPU tensors, whoever calls them: FSDP2, DTensor, `torch.distributed`, compiled
-blocks. gloo does the rest: sends and receives, other types, other reductions, other groups.
+a gloo group a segment if it can: all ranks see one `/dev/shm`, have a C compiler, and room for the segment. From then
+on, `torch_internals.carry` lets the segment carry the group's all-gathers, reduce-scatters, all-reduces, broadcasts,
+all-to-alls and barriers of CPU tensors, whoever calls them: FSDP2, DTensor, `torch.distributed`, compiled blocks. gloo
+does the rest: sends and receives, other types, other reductions, other groups.
 
-What every rank must decide alike depends on what they have in common: the kind, the type and the reduction.
+Ranks decide alike, because a decision depends only on what they have in common: the kind, the type and the reduction.
 
-Sums are those of all ranks in their order, of bf16 in fp32 and rounded once: the same bits on each rank.
+Sums run over all ranks in order; bf16 is summed in fp32 and rounded once. So every rank gets the same bits.
 
 An asynchronous collective is posted when it is called, up to `_SLOTS` chunks of it. The rest follows when its process
-waits for any collective. Its `is_completed()` stays false until then.
+waits for any collective. Until then its `is_completed()` is false.
 """
 
 import ctypes
@@ -44,18 +44,18 @@ SWITCH = "FIVEFOLD_TRANSPORT"  # in the environment: `gloo` leaves all to gloo
 _FOLDER = Path("/dev/shm")
 _OPTIONS = ("-std=gnu11", "-O3", "-fwrapv", "-fno-strict-aliasing", "-pthread")
 
-_SLOTS, _CHUNK = 8, 2**18  # of a rank, and bytes of each: 2 MiB
+_SLOTS, _CHUNK = 8, 2**18  # slots of a rank, and bytes of each: 2 MiB
 _MOST_RANKS = 32
-_SPIN_NS = 100_000  # a sleeper is woken after 50,000; none spins where there are more processes than cores
-_SLICE_NS = 20_000_000  # in C at a time: then Python handles signals
-_LOOK_SECONDS = 0.1  # between looks whether the rank that is waited for is still there
+_SPIN_NS = 100_000  # waking a sleeper takes 50,000; none spins if there are more processes than cores
+_SLICE_NS = 20_000_000  # in C at a time, so that Python handles signals
+_LOOK_SECONDS = 0.1  # between checks that the awaited rank is still there
 _TOKEN = 16  # bytes
 
 _TYPES = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 3, torch.int32: 4, torch.int64: 5}
 _SUM, _AVG, _MIN, _MAX = 0, 1, 3, 4  # as c10d numbers them
 _GATHER, _SCATTER, _REDUCE, _BROADCAST, _EXCHANGE = range(5)
 _NAMES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-_UNLIKE = 2  # what `wait_for` returns, plus the rank
+_UNLIKE = 2  # `wait_for` returns this plus the rank
 
 
 class _Call(ctypes.Structure):
@@ -70,7 +70,7 @@ class _Call(ctypes.Structure):
 
 
 def lacks() -> str:
-    """Why the processes of this machine do not share memory; "" where they do. The first call may compile it (1 s)."""
+    """Return why processes of this machine do not share memory; "" if they do. The first call may compile it (1 s)."""
     if _switch() == "gloo":
         return f"{SWITCH} is gloo"
     if not can_carry():
@@ -122,14 +122,14 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_connected(group: dist.ProcessGroup | None) -> bool:
-    """Whether a segment carries the group's collectives."""
+    """True if a segment carries the group's collectives."""
     return group is not None and carried_by(group) is not None
 
 
 def connect(group: dist.ProcessGroup) -> None:
-    """Let the ranks of a gloo group share memory, if they can: all of them call this, and all agree.
+    """Let the ranks of a gloo group share memory, if they can. All of them call this, and all agree.
 
-    A group that has a segment, is of one rank or of another backend is left as it is. Raises `UserError` where the
+    A group that has a segment, has one rank or is of another backend stays as it is. Raises `UserError` if the
     environment asks for another transport.
     """
     if _switch() not in ("", "gloo"):
@@ -143,7 +143,7 @@ def connect(group: dist.ProcessGroup) -> None:
 
 
 def _agreed(group: dist.ProcessGroup, timeout: timedelta) -> "Channel | None":
-    """The ranks of a group meet in a file that is gone before anything is sent. They speak by gloo until then."""
+    """Meet the ranks of a group in a file that is gone before anything is sent. They use gloo until then."""
     made = _Segment.make(group.size()) if group.rank() == 0 and not lacks() else None
     try:
         name = torch.tensor([*(made.name if made else "").encode().ljust(64, b"\0")], dtype=torch.uint8)
@@ -156,7 +156,7 @@ def _agreed(group: dist.ProcessGroup, timeout: timedelta) -> "Channel | None":
         if made:
             made.unlink()
     assert segment is not None
-    # A file system without locks would take each rank for one that has ended.
+    # Without file locks, each rank would look like one that has ended.
     if not _all(group, all(segment.is_held(rank) for rank in range(group.size()) if rank != group.rank())):
         return None
     channel = Channel.open(segment, group, timeout)
@@ -164,15 +164,15 @@ def _agreed(group: dist.ProcessGroup, timeout: timedelta) -> "Channel | None":
 
 
 def _all(group: dist.ProcessGroup, is_so: bool) -> bool:
-    """Whether it is so on every rank."""
+    """True if `is_so` is true on every rank."""
     told = torch.tensor([int(is_so)])
     dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
     return bool(told.item())
 
 
 class _Segment:
-    """An open file that the ranks of a group share. A rank holds a lock of one byte of it for as long as it lives: the
-    kernel lets go of it, however the process ends."""
+    """An open file that the ranks of a group share. A rank locks one byte of it for as long as it lives: the kernel
+    releases the lock, however the process ends."""
 
     def __init__(self, name: str, file: int) -> None:
         self.name, self.file = name, file
@@ -181,7 +181,7 @@ class _Segment:
 
     @classmethod
     def make(cls, ranks: int) -> "_Segment | None":
-        """A new file with all its memory: what is reserved cannot be lacking later. None without room."""
+        """Make a file and reserve all its memory, so that none can be lacking later. None without room."""
         library = _library()
         assert isinstance(library, ctypes.CDLL)
         token = secrets.token_hex(_TOKEN)
@@ -202,7 +202,7 @@ class _Segment:
 
     @classmethod
     def open(cls, name: str) -> "_Segment | None":
-        """The file of this name. None where it is not there, or another: not all ranks are on this machine."""
+        """Open the file of this name. None if it is missing or another one: not all ranks are on this machine."""
         try:
             found = cls(name, os.open(_FOLDER / name, os.O_RDWR))
             token = name.partition("-")[2].encode()
@@ -215,7 +215,7 @@ class _Segment:
         (_FOLDER / self.name).unlink(missing_ok=True)
 
     def hold(self, rank: int) -> bool:
-        """Take the lock of a rank; whether nobody has it."""
+        """Take the lock of a rank; True if nobody had it."""
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
@@ -223,7 +223,7 @@ class _Segment:
         return True
 
     def is_held(self, rank: int) -> bool:
-        """Whether another process has it."""
+        """True if another process has the lock of a rank."""
         if self.hold(rank):
             fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
             return False
@@ -236,7 +236,7 @@ _channels: "WeakValueDictionary[int, Channel]" = WeakValueDictionary()  # for th
 
 
 class Channel:
-    """What carries the collectives of a group: each method takes one up, or returns None, on all ranks alike."""
+    """Carrier of a group's collectives: a method takes one, or returns None for gloo, alike on all ranks."""
 
     def __init__(self, segment: _Segment, library: Any, address: int, group: dist.ProcessGroup, timeout: timedelta):
         self._segment, self._library, self._address = segment, library, address
@@ -250,7 +250,7 @@ class Channel:
 
     @classmethod
     def open(cls, segment: _Segment, group: dist.ProcessGroup, timeout: timedelta) -> "Channel | None":
-        """None without memory."""
+        """Open a channel; None without memory."""
         library = _library()
         assert isinstance(library, ctypes.CDLL)
         spin = _SPIN_NS if dist.get_world_size() <= len(os.sched_getaffinity(0)) else 0
@@ -279,7 +279,7 @@ class Channel:
     def all_to_all(
         self, output: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> "Pending | None":
-        """`received` and `sent`: rows from and for each rank, or nothing where they are equal."""
+        """`received` and `sent`: rows from and for each rank; empty if they are equal."""
         if output.dtype != given.dtype:
             return None
         counts = _row_bytes(output, received, self.size), _row_bytes(given, sent, self.size)
@@ -292,7 +292,7 @@ class Channel:
         return self._issue(_REDUCE, nothing, nothing, 0, may_share=True)
 
     def ended(self) -> int | None:
-        """The rank of the world that is waited for, if it has left."""
+        """Rank of the world that is waited for, if it has left."""
         awaited = int(self._library.blocker(self._address))
         return None if awaited == self.rank or self._segment.is_held(awaited) else self.ranks[awaited]
 
@@ -335,7 +335,7 @@ def _reduces(tensor: Tensor, how: int) -> bool:
 
 
 def _row_bytes(tensor: Tensor, rows: Sequence[int], ranks: int) -> list[int] | None:
-    """Bytes of the rows for each rank; None where these are not the tensor's."""
+    """Bytes of the rows for each rank; None if these rows are not the tensor's."""
     length = len(tensor) if tensor.dim() else 0
     if not rows and length % ranks == 0:
         return [tensor.nbytes // ranks] * ranks
@@ -360,8 +360,7 @@ class Sent:
 
 @dataclass(eq=False)
 class Pending:
-    """One that was taken up. `held`: the memory that it reads and writes, while it does: source, result, where the
-    result goes, counts."""
+    """A collective in flight. `held`: its memory until it is done: source, result, target of the result, counts."""
 
     channel: Channel
     sent: Sent
@@ -372,10 +371,10 @@ class Pending:
         return bool(self.sent.call.is_done)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Until it is done. Raises `DistBackendError` where a rank has left, calls another collective, or does not
-        come for `timeout` (the group's, where it says none)."""
+        """Wait until it is done. Raises `DistBackendError` if a rank has left, calls another collective, or does not
+        come for `timeout` (None: the group's)."""
         limit = (timeout or self.channel.timeout).total_seconds()
-        waited = 0.0  # while this process ran: one that was stopped has not waited
+        waited = 0.0  # only while this process ran: a stopped one has not waited
         before = looked = time.monotonic()
         while (found := self.channel.wait_for(self.sent.call, _SLICE_NS)) != 0:
             if found >= _UNLIKE:
@@ -393,7 +392,7 @@ class Pending:
         self.end()
 
     def end(self) -> None:
-        """Put the result where it belongs, once, and let go of the memory."""
+        """Copy the result to its place, once, and release the memory."""
         if self.held:
             _, result, output, _ = self.held
             self.held = []
@@ -408,7 +407,7 @@ class Pending:
 
 
 def entries(*, only_active: bool = False) -> Iterator[dict[str, Any]]:
-    """Collectives of this process as PyTorch's flight recorder writes them: those under way, and the last one."""
+    """Yield this process's collectives as PyTorch's flight recorder writes them: those in flight, and the last one."""
     for channel in filter(None, [known() for known in _channels.valuerefs()]):
         found = [pending.sent for pending in list(channel.under_way.values())]
         if channel.last is not None and not (only_active or channel.last in found):

@@ -1,4 +1,4 @@
-"""Which layers every pipeline rank has, and where everything around them runs. No torch."""
+"""Layers of every pipeline rank, and the places of everything around them. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fivefold.models.facts import ModelFacts
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Where every module with parameters of its own runs. Without a pipeline: all of them in the one stage of rank 0.
+    """Stages of every module with parameters of its own. Without a pipeline: all of them in the one stage of rank 0.
 
     `splits`: layers of each stage, first and past the last. `stages_of_module`: the stages that a module is part of.
     """
@@ -38,11 +38,11 @@ class StagePlan:
         return tuple(layer for stage in self.stages_of(rank) for layer in self.layers[slice(*self.splits[stage])])
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The pipeline ranks that hold a parameter; of a tied embedding there may be two."""
+        """Pipeline ranks that hold a parameter; a tied embedding may have two."""
         return tuple(dict.fromkeys(self.rank_of(stage) for stage in self.users(name)))
 
     def users(self, name: str) -> tuple[int, ...]:
-        """The stages in which a parameter gets a gradient."""
+        """Stages in which a parameter gets a gradient."""
         if self.count == 1:
             return (0,)
         owner = max((each for each in self.stages_of_module if name.startswith(f"{each}.")), key=len)
@@ -50,7 +50,7 @@ class StagePlan:
 
 
 def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
-    """The model in the stages of `layout`, which is legal for it."""
+    """Divide the model into the stages of `layout`, which is legal for it."""
     anatomy = facts.anatomy
     if layout.pp == 1:
         return StagePlan(layout, anatomy.layers, ((0, len(anatomy.layers)),), {})
@@ -66,7 +66,7 @@ def stage_plan(facts: ModelFacts, layout: Layout) -> StagePlan:
 
 
 def _split(facts: ModelFacts, layout: Layout, count: int) -> tuple[int, ...]:
-    """Layers of each stage; `auto`: by what a token is multiplied with in them, and in the head."""
+    """Layers of each stage; `auto` balances the weights that a token is multiplied with, the head's included."""
     if layout.split is not None:
         return layout.split
     costs = tuple(float(cost.active) for cost in facts.layer_costs)

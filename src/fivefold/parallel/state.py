@@ -1,6 +1,6 @@
-"""A parallelized model, live: its plan, and the groups and objects of this rank that realise it.
+"""State of a live parallelized model: its plan, and the groups and objects of this rank that realise it.
 
-`parallelize` leaves it at `model.fivefold`. What a layout is says the plan; here is what runs.
+`parallelize` puts it at `model.fivefold`. The plan says what a layout is; this is what runs.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.sharding import Region
 from fivefold.parallel.tensor import runtime as tensor
 
-_AT_ONCE = 2**26  # bytes that are read, or drawn, at a time
+_AT_ONCE = 2**26  # bytes read, or drawn, at a time
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """One parallelized model on this rank. Every model has each of these; a fold of one rank does nothing."""
+    """One parallelized model on this rank. Every model has each of these; a dimension of one rank does nothing."""
 
     plan: ParallelPlan
     mesh: Mesh
@@ -50,32 +50,32 @@ class ParallelState:
     offload: Offload  # to host memory
     amax: AmaxHistory  # of linears in fp8
     fp8_scales: Fp8Scales  # of their weights
-    compiled: Compiled | None = None  # None where blocks run as they are
+    compiled: Compiled | None = None  # None if blocks are not compiled
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)
-    copies: Copies | None = None  # None where FSDP makes them, or parameters are computed with as they rest
+    copies: Copies | None = None  # None if FSDP makes them, or if parameters are stored in the compute dtype
 
     @property
     def placement(self) -> Placement:
-        """Which part of every parameter is where."""
+        """The place of each part of every parameter."""
         return self.plan.placement
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
-        """Inside, every rank has whole rows: generation takes single tokens, and its cache holds all of them."""
+        """Give every rank whole rows in this context: generation takes single tokens, and its cache holds all."""
         with _temporarily(self.tensor, sequence_parallel=False), _temporarily(self.context, is_on=False):
             yield
 
     @contextmanager
     def chunked_head(self) -> Iterator[None]:
-        """Inside, logits stay split by vocabulary and where their tokens are."""
+        """Keep logits split by vocabulary, on the ranks of their tokens, in this context."""
         with _temporarily(self.tensor, head_in_chunks=True), _temporarily(self.context, head_in_chunks=True):
             yield
 
 
 @contextmanager
 def _temporarily(fold: Any, **values: bool) -> Iterator[None]:
-    """Inside, these attributes of `fold` have these values; afterwards those from before."""
+    """Set these attributes of `fold` in this context, and restore them afterwards."""
     before = {name: getattr(fold, name) for name in values}
     vars(fold).update(values)
     try:
@@ -85,12 +85,12 @@ def _temporarily(fold: Any, **values: bool) -> Iterator[None]:
 
 
 def state_of(model: nn.Module) -> ParallelState:
-    """The record of a parallelized model."""
+    """The state of a parallelized model."""
     return cast(ParallelState, model.fivefold)
 
 
 def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None = None) -> None:
-    """Overwrite every parameter (of `names`; None: all) with this rank's part of `source`, and what routers keep,
+    """Overwrite every parameter (of `names`; None: all), and buffers of routers, with this rank's part of `source`,
     reading nothing else."""
     state = state_of(model)
     with torch.no_grad():
@@ -112,8 +112,8 @@ def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None =
 
 
 def _pieces(region: Region, own: Tensor) -> Iterator[tuple[Region, Tensor]]:
-    """A region of a parameter and this rank's part of it, in rows of at most `_AT_ONCE` bytes: what is read lies beside
-    the shard, and an embedding may be larger than a layer. 1 GiB of 4 KiB rows: 16 times 16,384 rows."""
+    """Yield a region of a parameter and this rank's part of it, in rows of at most `_AT_ONCE` bytes: what is read
+    exists besides the shard, and an embedding may be larger than a layer. 1 GiB of 4 KiB rows: 16 times 16,384 rows."""
     if own.nbytes <= _AT_ONCE:
         yield region, own
         return

@@ -1,4 +1,4 @@
-"""A step of a plan, of which features say what they send. No torch."""
+"""A step of a plan, from which features derive what they send. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from fivefold.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a plan, and what several of its calls ask."""
+    """A step of a plan, with the answers that several of its calls need."""
 
     plan: ParallelPlan
     shape: StepShape
 
     def layer_of(self, module: str) -> str:
-        """The layer of this rank that a module is in, "" where it is in none."""
+        """Layer of this rank that a module is in; "" if none."""
         parts = module.split(".")
         outer = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
         return next((name for name in outer if name in self._layers), "")
@@ -29,7 +29,7 @@ class Step:
     def call(
         self, axis: str, kind: str, size: int, phase: Phase, layer: str, *, times: int = 1, overlaps: bool = False
     ) -> Call:
-        """A call that every micro batch makes `times` times."""
+        """Describe a call that every micro batch makes `times` times."""
         times *= self.shape.micro_batches
         return Call(axis=axis, kind=kind, bytes=size, phase=phase, layer=layer, times=times, overlaps=overlaps)
 
@@ -37,8 +37,8 @@ class Step:
         self, axis: str, kind: str, size: int, site: str, *, layer: str | None = None, is_last: bool = False,
         is_kept: bool = False, overlaps: bool = False,
     ) -> Iterator[Call]:  # fmt: skip
-        """A call that every forward of the module `site` makes. A recomputed forward counts as backward. `is_kept`:
-        selective recompute keeps what it gives."""
+        """Yield a call that every forward of the module `site` makes. A recomputed forward counts as backward.
+        `is_kept`: selective recompute saves its output."""
         layer = self.layer_of(site) if layer is None else layer
         yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
         if again := self.shape.recompute.forwards(Site(site, is_last, is_kept)) - 1:

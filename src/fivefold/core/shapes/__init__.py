@@ -22,7 +22,7 @@ def shape_folder(name: str) -> Path | None:
 
 
 def no_model(name: str, *, key: str = "", more: str | None = None) -> UserError:
-    """The error for a name of nothing that is here, nor a hub id. `key`: of the run file, where the name is from it."""
+    """Error for a name that is no folder, no shape and no hub id. `key`: the run file's key for it, if it has one."""
     near = get_close_matches(name.lower(), shape_names(), n=3)
     places = (
         f"paths are relative to {Path.cwd()}, those of a run to the folder that it was started in: give the command "

@@ -1,15 +1,15 @@
-"""What keeps experts busy: a loss for uneven load, one for large router logits, and a bias moved after the step.
+"""Balance of experts: a loss for uneven load, one for large router logits, and a bias moved after the step.
 
 Both losses are computed per layer and per packed row, then averaged over the layers with experts and over the rows of
-the global batch. So the number is the same for every layout. (`transformers` pools the tokens of all rows; that form
-would depend on which rows share a rank.) For one row, f_e is the number of tokens that go to expert e over the number
-of tokens, and P_e the mean probability of e (https://arxiv.org/abs/2101.03961):
+the global batch. So they are the same for every layout. (`transformers` pools the tokens of all rows; that form would
+depend on which rows share a rank.) For one row, f_e is the number of tokens that go to expert e over the number of
+tokens, and P_e the mean probability of e (https://arxiv.org/abs/2101.03961):
 
     load of a row, a layer      E * sum_e f_e * P_e
     z of a row, a layer         mean of logsumexp(logits)^2
 
-Gradients enter at the router, beside the cross entropy, which stays the training loss alone. Padding counts nowhere.
-What a capacity (`capacity.py`) drops is dropped here as well: such a pick is of expert E, which is none.
+Gradients enter at the router, in addition to those of the cross entropy, which alone is the training loss. Padding is
+not counted. Picks beyond a capacity (`capacity.py`) are dropped here as well: they get expert E, which does not exist.
 
 Legend: B rows, T tokens of a row (those of this rank), E experts, K experts per token.
 """
@@ -41,8 +41,8 @@ BIAS = "e_score_correction_bias"
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """`load`, `z`: coefficients of the two losses; `bias_rate`: what a step adds to or takes from a router's bias;
-    `capacity_factor`: of what an expert takes of a row, None: all."""
+    """Options of the balance. `load`, `z`: coefficients of the two losses; `bias_rate`: what a step adds to or takes
+    from a router's bias; `capacity_factor`: for what an expert takes of a row, None: all."""
 
     load: float = 0.0
     z: float = 0.0
@@ -52,9 +52,9 @@ class BalanceOptions:
 
 @dataclass(frozen=True)
 class BalanceResult:
-    """What routers did in one step, over the global batch. `load`, `z`: the two losses, without their coefficients.
-    `tokens_per_expert`: what each router wants to send [layers, E], dropped ones included, padding not (ragged where
-    layers differ, empty without routers). `dropped`: picks beyond the capacity; None without a capacity."""
+    """Router results of one step, over the global batch. `load`, `z`: the two losses, without their coefficients.
+    `tokens_per_expert`: picks of each router [layers, E], with dropped ones, without padding (ragged if layers differ,
+    empty without routers). `dropped`: picks beyond the capacity; None without a capacity."""
 
     load: float
     z: float
@@ -62,8 +62,8 @@ class BalanceResult:
     dropped: int | None = None
 
     def metrics(self) -> dict[str, Any]:
-        """The metrics of a step: the busiest expert over the mean of its layer, the share of experts without a token,
-        the tokens of every expert, and the picks that were dropped. None without routers."""
+        """Metrics of a step: the busiest expert over the mean of its layer, the share of experts without a token, the
+        tokens of every expert, and the dropped picks. Empty without routers."""
         if not self.tokens_per_expert:
             return {}
         means = [max(sum(each) / len(each), 1e-9) for each in self.tokens_per_expert]
@@ -79,10 +79,10 @@ class BalanceResult:
 
 @dataclass
 class Balance:
-    """Watches the routers of one model, on this rank. Every model has one; without `modules` it does nothing.
+    """Balance of the routers of one model, on this rank. Every model has one; without `modules` it does nothing.
 
-    `options` may be set until the first step. `senders`: how many tp ranks send the same token to its experts: tp with
-    `expert_tp`, else 1. `unsent`: router -> this rank's picks that the last step dropped.
+    `options` may be set until the first step. `senders`: number of tp ranks that send the same token to its experts: tp
+    with `expert_tp`, else 1. `unsent`: router -> this rank's picks that the last step dropped.
     """
 
     modules: tuple[Experts, ...]
@@ -92,43 +92,43 @@ class Balance:
     device: torch.device
     options: BalanceOptions = field(default_factory=BalanceOptions)
     _scale: float = 0.0  # of a row's loss: one over rows and layers
-    _tokens_B: Tensor | None = None  # real tokens of the rows under way
+    _tokens_B: Tensor | None = None  # real tokens of the current rows
     unsent: dict[str, int] = field(default_factory=dict)
-    _is_again: bool = False  # they were counted before
-    _seen: dict[str, Tensor] = field(default_factory=dict)  # of the micro batch under way: see `_numbers`
+    _is_again: bool = False  # a recomputed forward, counted before
+    _seen: dict[str, Tensor] = field(default_factory=dict)  # of the current micro batch: see `_note`
     _summed: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def _row_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The ranks that have other tokens of the same rows."""
+        """Groups of the ranks that have other tokens of the same rows."""
         return (*self.tensor.row_groups, *self.context.row_groups)
 
     @property
     def is_begun(self) -> bool:
-        """Whether a step is under way: only then are routers watched."""
+        """True during a step: only then are routers watched."""
         return self._scale > 0
 
     def drops(self) -> bool:
-        """Whether routers may drop picks now."""
+        """True if routers may drop picks now."""
         return self.is_begun and self.options.capacity_factor is not None
 
     def begin_step(self, rows: int) -> None:
-        """`rows`: of the global batch."""
+        """Begin a step; `rows`: of the global batch."""
         self._scale = 1.0 / (max(rows, 1) * max(len(self.modules), 1))
         self._seen, self._summed = {}, {}
 
     def begin_micro_batch(self, tokens_B: Tensor | None, *, again: bool = False) -> None:
-        """`tokens_B`: real tokens of each row, int64 [B] on the device; None: no rows. `again`: a forward that is
-        recomputed in backward, whose tokens are already counted. Only pipelines pass it: there, other micro batches run
-        in between."""
+        """Begin a micro batch. `tokens_B`: real tokens of each row, int64 [B] on the device; None: no rows. `again`: a
+        forward that backward recomputes, whose tokens are already counted. Only pipelines pass it, because there other
+        micro batches run in between."""
         for name, each in self._seen.items():
             self._summed[name] = self._summed[name] + each if name in self._summed else each
         self._seen, self._tokens_B, self._is_again = {}, tokens_B, again
 
     def end_step(self) -> BalanceResult:
-        """What the routers of all ranks did. Every rank calls this."""
+        """End the step, and return what the routers of all ranks did. Every rank calls this."""
         self.begin_micro_batch(None)
-        self._scale = 0.0  # until the next step begins, nobody watches
+        self._scale = 0.0  # routers are not watched between steps
         if not self.modules:
             return BalanceResult(0.0, 0.0, ())
         elsewhere = [
@@ -152,7 +152,7 @@ class Balance:
         return BalanceResult(load, z, tuple(rows), dropped if drops else None)
 
     def move_biases(self, model: nn.Module, result: BalanceResult) -> None:
-        """After the step: up for experts below the mean load, down for those above (https://arxiv.org/abs/2408.15664)."""
+        """Move biases up for experts below the mean load, down for those above (https://arxiv.org/abs/2408.15664)."""
         if not self.options.bias_rate:
             return
         buffers = dict(model.named_buffers())
@@ -166,10 +166,10 @@ class Balance:
     # ---- at a router -------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module, experts: Experts) -> None:
-        """Hook a router that gives logits, weights and indices."""
+        """Hook a router that returns logits, weights and indices."""
         router = model.get_submodule(experts.router)
         hook = self._after(experts.router, has_bias=hasattr(router, BIAS))
-        # Not compiled: it knows its router by name, and would be compiled for every layer anew.
+        # Not compiled: it knows its router by name, so it would be recompiled for every layer.
         router.register_forward_hook(torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
 
     def _after(self, name: str, *, has_bias: bool) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ class Balance:
         return self.options.load * load + self.options.z * z, taken
 
     def _within(self, index: Tensor, chosen_BTE: Tensor, real_BT: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
-        """The indices, with E (no expert) for every pick whose expert is full; and the number of these picks."""
+        """Replace every pick whose expert is full by E (no expert). Also returns the number of these picks."""
         factor, experts = self.options.capacity_factor, chosen_BTE.shape[-1]
         if factor is None:
             return index, tokens_B.new_zeros(())
@@ -233,7 +233,7 @@ class Balance:
         return positions_T < tokens_B.unsqueeze(-1), tokens_B
 
     def _shares(self, length: int) -> Shares:
-        """The token blocks of every cp x tp rank, for rows of which this rank has `length` tokens."""
+        """Token blocks of every cp x tp rank, for rows of which this rank has `length` tokens."""
         cp, cp_rank = self.context.size, self.context.rank
         tp, tp_rank = (self.tensor.size, self.tensor.rank) if self.tensor.sequence_parallel else (1, 0)
         everyone = tokens_by_rank(length * cp * tp, cp, tp)
@@ -241,7 +241,7 @@ class Balance:
 
 
 class AuxLossScaler(torch.autograd.Function):
-    """`x` as it is; backward gives `loss` a gradient of one, as if it had been added to the training loss."""
+    """Pass `x` on; backward gives `loss` a gradient of one, as if it had been added to the training loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -254,26 +254,25 @@ class AuxLossScaler(torch.autograd.Function):
 
 
 def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and indices of a router's output."""
+    """Split a router's output into logits, weights and indices."""
     floats = [each for each in output if isinstance(each, Tensor) and each.is_floating_point()]
     index = next(each for each in output if isinstance(each, Tensor) and not each.is_floating_point())
     return floats[0], floats[1], index
 
 
 def balance_of(plan: ParallelPlan, tensor: TensorParallel, context: ContextParallel, device: torch.device) -> Balance:
-    """The balance of a plan, which has every router if all of them say what a router says. Nothing is done to a module
-    yet."""
+    """Make the balance of a plan, with every router if all of them return logits. No module is changed yet."""
     modules = plan.facts.experts if plan.watches_routers else ()
     return Balance(modules, plan.layout.etp, tensor, context, device)
 
 
 def builders(model: nn.Module, balance: Balance) -> Builders:
-    """What watches routers."""
+    """Builders that watch routers."""
     return {WatchRouter: lambda edit: balance.watch(model, edit.experts)}
 
 
 def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffers: Collection[str]) -> None:
-    """Set what a run asks for. `buffers`: of the model's routers. Raises `UserError` for what its model cannot do."""
+    """Set the options of a run. `buffers`: of the model's routers. Raises `UserError` for what its model cannot do."""
     if options != BalanceOptions() and not balance.modules:
         raise UserError(
             f"the experts of {type(model).__name__} cannot be balanced: it has no routers that give logits",
@@ -288,7 +287,7 @@ def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffe
 
 
 def movable_biases(routers: Sequence[str], buffers: Collection[str]) -> list[str]:
-    """The bias of each of `routers`, by name; none where one of them has no bias to move. `buffers`: of the model's."""
+    """Name the bias of each of `routers`; none if one of them has no bias to move. `buffers`: of the model's."""
     names = [f"{router}.{BIAS}" for router in routers]
     return names if all(name in buffers for name in names) else []
 
@@ -306,5 +305,5 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
 
 
 def on_host(numbers: Tensor) -> Tensor:
-    """What the routers of all ranks counted, for the host to read."""
+    """Copy the counts of all ranks' routers to the host."""
     return numbers.cpu()

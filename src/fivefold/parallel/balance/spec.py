@@ -1,4 +1,4 @@
-"""What routers send of what they count. No torch."""
+"""Collectives of the balance of experts. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from fivefold.parallel.step import Step
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """One all-reduce a step sums the counts of all routers. If the tokens of a row lie on several ranks (sequence or
-    context parallelism), a loss for uneven load or a capacity also needs a collective for each router."""
+    """Yield one all-reduce a step for the counts of all routers. If the tokens of a row lie on several ranks (sequence
+    or context parallelism), a loss for uneven load or a capacity also needs a collective for each router."""
     plan, shape = step.plan, step.shape
     if not plan.watches_routers:
         return
@@ -35,20 +35,20 @@ def router_numbers(experts: Experts) -> int:
 
 
 def _slots(plan: ParallelPlan, shape: StepShape) -> int:
-    """The most blocks of a row that a rank has."""
+    """Number of blocks of a row on the rank that has most."""
     cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
     return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
 
 
 @dataclass(frozen=True)
 class WatchRouter(Edit):
-    """What experts get is counted, and held even."""
+    """Count what experts get, and keep it even."""
 
     kind = "hook"
     experts: Experts
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Routers are watched."""
+    """Watch routers."""
     for each in plan.facts.experts if plan.watches_routers else ():
         yield WatchRouter(each.router, "balance", "what experts get is counted, and held even", each)

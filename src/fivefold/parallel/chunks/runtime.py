@@ -1,7 +1,7 @@
-"""MLPs that run over a long sequence piece by piece, so that what lies between their matrices exists for one piece.
+"""MLPs that process a long sequence in pieces, so that their intermediate activations exist for one piece only.
 
-An MLP computes token by token. Forward runs its pieces one after the other and keeps the input of each; backward runs
-a piece again, takes its gradients, and lets go of it before the next (TiledMLP of Arctic Long Sequence Training,
+An MLP computes token by token. Forward runs its pieces one after the other and saves the input of each; backward runs
+a piece again, takes its gradients, and frees it before the next (TiledMLP of Arctic Long Sequence Training,
 arXiv:2506.13996). Gradients of weights add up over the pieces. A piece is one of this rank's own tokens: under sequence
 parallelism the ranks of tp gather theirs into one, and each gets its own back.
 
@@ -20,7 +20,7 @@ from fivefold.parallel.edits import Builders
 
 
 def builders(model: nn.Module, enter: Callable[[Tensor], Tensor]) -> Builders:
-    """`enter`: what the hidden states of an MLP pass through on their way in."""
+    """Builders of MLPs in pieces. `enter`: applied to the hidden states of an MLP on their way in."""
 
     def in_pieces(edit: InPieces) -> None:
         mlp = model.get_submodule(edit.path)
@@ -33,11 +33,11 @@ def builders(model: nn.Module, enter: Callable[[Tensor], Tensor]) -> Builders:
 def _in_pieces(
     plain: Callable[..., Tensor], enter: Callable[[Tensor], Tensor], pieces: int, *args: Tensor, **named: Tensor
 ) -> Tensor:
-    """The forward of an MLP, whose one argument are hidden states [B, T, D]."""
+    """Forward of an MLP with one argument, hidden states [B, T, D]."""
     assert len(args) + len(named) == 1, "an MLP that is given more than hidden states is not run in pieces"
     hidden, name = next(iter((*args, *named.values()))), next(iter(named), None)
 
-    def piece(part: Tensor) -> Tensor:  # holds no tensor: until backward it is kept for each piece
+    def piece(part: Tensor) -> Tensor:  # holds no tensor: each piece keeps it until backward
         return plain(enter(part)) if name is None else plain(**{name: enter(part)})
 
     run = partial(checkpoint, piece, use_reentrant=False) if torch.is_grad_enabled() else piece

@@ -16,20 +16,20 @@ _OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
 
 
 class ChunkPlan:
-    """Which MLPs of a rank run in pieces, and how long these are."""
+    """MLPs of a rank that run in pieces, and the lengths of the pieces."""
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
 
     @cached_property
     def mlps(self) -> tuple[str, ...]:
-        """The MLPs of this rank's layers that run in pieces: those made of linears alone and given hidden states alone.
-        Experts are not, nor what stands beside them."""
+        """MLPs of this rank's layers that run in pieces: those of linears alone, given hidden states alone.
+        Experts are excluded, and so is everything beside them."""
         return _dense_mlps(self._plan.facts, self._plan.placement.layers) if self._plan.layout.mlp_chunks > 1 else ()
 
     @cached_property
     def linears(self) -> frozenset[str]:
-        """Their linears, by their names within a layer."""
+        """Linears of these MLPs, by their names within a layer."""
         mlps = set(self.mlps)
         blocks = [each for each in self._plan.facts.partition.tp_blocks if each.owner in mlps]
         names = {name for each in blocks for name in (*each.columns, each.row)}
@@ -39,13 +39,13 @@ class ChunkPlan:
         )
 
     def pieces(self, tokens: int) -> tuple[int, ...]:
-        """Of how many tokens of a row each piece of a chunked MLP is, of `tokens` that this rank has of it."""
+        """Tokens in each piece of a chunked MLP, for `tokens` of a row on this rank."""
         size = -(-tokens // self._plan.layout.mlp_chunks)
         return tuple(min(size, tokens - start) for start in range(0, tokens, size))
 
 
 def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
-    """The MLPs of layers that compute token by token: pairs of linears alone, given hidden states alone."""
+    """MLPs of layers that compute token by token: pairs of linears alone, given hidden states alone."""
     found, outer = facts.partition.of_layers(layers), [each.name.rpartition(".")[0] for each in facts.experts]
     return tuple(
         block.owner for block in found.tp_blocks
@@ -55,16 +55,15 @@ def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
-    """There are MLPs to run in pieces."""
+    """`mlp_chunks` needs a dense MLP."""
     if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
         what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
         yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
 
 
 def calls(step: Step, block: TPBlock) -> Iterator[Call]:
-    """Into an MLP that runs in pieces, and out of it. Each piece enters once more in backward, and stops before its
-    sum. Where its layer is computed again, all pieces run then too; the last one of an MLP that ends the layer does
-    not."""
+    """Calls into an MLP in pieces, and out of it. Each piece enters once more in backward, and stops before its sum. In
+    a recomputed layer all pieces run again as well, except the last one of an MLP that ends the layer."""
     plan, shape, layer = step.plan, step.shape, step.layer_of(block.row)
     split = plan.layout.tp if plan.splits_sequence else 1
     pieces, again = plan.feature(ChunkPlan).pieces(shape.tokens // split), shape.recompute.wraps(layer)
@@ -75,23 +74,23 @@ def calls(step: Step, block: TPBlock) -> Iterator[Call]:
         if plan.splits_sequence:
             yield step.call("tp", there, size, "forward", layer)
             yield step.call("tp", there, size, "backward", layer, times=recomputed + 1)
-            yield step.call("tp", there, size, "backward", layer)  # of the gradients of what leaves
+            yield step.call("tp", there, size, "backward", layer)  # of the gradients of the output
         yield step.call("tp", back, size, "forward", layer)
         if recomputed:
             yield step.call("tp", back, size, "backward", layer)
-        yield step.call("tp", back, size, "backward", layer)  # of the gradients of what enters
+        yield step.call("tp", back, size, "backward", layer)  # of the gradients of the input
 
 
 @dataclass(frozen=True)
 class InPieces(Edit):
-    """An MLP runs `pieces` of the sequence in turn."""
+    """Run an MLP on `pieces` of the sequence in turn."""
 
     kind = "forward"
     pieces: int
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """MLPs run in pieces."""
+    """Run MLPs in pieces."""
     for mlp in plan.feature(ChunkPlan).mlps:
         pieces = plan.layout.mlp_chunks
         yield InPieces(mlp, "chunks", f"runs {pieces} pieces of the sequence in turn", pieces)

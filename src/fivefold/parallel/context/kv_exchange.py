@@ -1,9 +1,9 @@
-"""How the ranks of a context exchange what attention needs of each other's tokens.
+"""Exchange between the ranks of cp of what attention needs of each other's tokens.
 
 `Ring` or `AllGatherKV` brings keys and values of other ranks' tokens to the queries of a rank, and returns their
 gradients. `ulysses_all_to_all` (Ulysses, arXiv:2309.14509) gives each rank all tokens of some heads instead.
 
-Keys and values travel as the model made them: each key/value head once, in the type that the model computes in.
+Keys and values travel as the model made them: each key/value head once, in the compute dtype.
 
 Legend: B rows, L tokens of a rank, n ranks, T = n L, h heads, G key/value heads, D head size; "kv" is keys and values,
 [2,B,L,G,D]; "tokens" are the blocks of a row that each rank of the group has.
@@ -22,22 +22,22 @@ from fivefold.parallel.ranks import Tokens, narrowed, ring_gradients, ring_keys
 from fivefold.parallel.tensor.mappings import exchange, mapping
 from fivefold.torch_internals import collectives
 
-Pending = Callable[[], Tensor]  # waits for a tensor that is on its way
+Pending = Callable[[], Tensor]  # waits for a tensor in transit
 
 
 class Exchange(Protocol):
-    """How keys and values come to the queries, in parts. Every rank of the group goes through the same steps."""
+    """Exchange that brings keys and values to the queries, in parts. Every rank of the group takes the same steps."""
 
     @property
     def group(self) -> dist.ProcessGroup: ...
 
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
         """Yield (blocks of a row, their kv) for the queries to attend to, this rank's own first. While the caller works
-        on one part, the next is on its way."""
+        on one part, the next is in transit."""
 
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
-        """Send the gradient of part `step` (from 0) to the owner of its keys, in the type `wire`. The result, when
-        it is waited for, is what other ranks sent for this rank's kv."""
+        """Send the gradient of part `step` (from 0) to the owner of its keys, in the dtype `wire`. The result, once
+        waited for, is what other ranks sent for this rank's kv."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Ring:
 
     Keys and values move from rank r to rank r - 1. Each hop forwards only the keys that later ranks can still attend
     to; in zigzag order that is what the next rank attends to, never more. Gradients go straight to the rank that owns
-    the keys, which adds them up in fp32. A running sum that went round the ring would be rounded on every rank, or take
-    twice the bytes.
+    the keys, which adds them up in fp32. A running sum around the ring would be rounded on every rank, or take twice
+    the bytes.
     """
 
     group: dist.ProcessGroup
@@ -70,7 +70,7 @@ class Ring:
         return self._swap(grad[:, :, :sent].to(wire), step, received)
 
     def _swap(self, kv: Tensor, distance: int, tokens: int) -> Pending:
-        """Send to the rank `distance` further on, receive the kv of `tokens` tokens from the one as far behind."""
+        """Send to the rank `distance` further on, and receive the kv of `tokens` tokens from the one as far behind."""
         rank, size, sent = self.group.rank(), self.group.size(), kv.contiguous()
         received = kv.new_empty(*kv.shape[:2], tokens, *kv.shape[3:])
         works = dist.batch_isend_irecv(
@@ -80,7 +80,7 @@ class Ring:
             ]
         )
 
-        def wait(_: Tensor = sent) -> Tensor:  # which must live until it has been sent
+        def wait(_: Tensor = sent) -> Tensor:  # `sent` must live until it has been sent
             for work in works:
                 work.wait()
             return received
@@ -90,19 +90,19 @@ class Ring:
 
 @dataclass(frozen=True)
 class AllGatherKV:
-    """Keys and values of all tokens on every rank, in the row's order, as Llama 3 was trained (arXiv:2407.21783).
+    """All-gather of the keys and values of all tokens, in the row's order, as in Llama 3 (arXiv:2407.21783).
 
     One all-to-all sends the gradients to the ranks that own the keys, which add them up in fp32. A reduce-scatter would
-    add them up in the type in which they are sent.
+    add them up in the dtype in which they are sent.
     """
 
     group: dist.ProcessGroup
 
     def parts(self, kv: Tensor, tokens: Tokens) -> Iterator[tuple[Blocks, Tensor]]:
         arriving = collectives.all_gather_into_tensor(kv, len(tokens), self.group.group_name)
-        yield (), kv  # its own come again among all
+        yield (), kv  # its own arrive again among all
         whole = in_order(collectives.wait_tensor(arriving).view(len(tokens), *kv.shape), tokens, 2)
-        del arriving  # as large once more
+        del arriving  # a second copy of `whole`'s size
         yield ((0, whole.shape[2]),), whole
 
     def return_dkv(self, step: int, grad: Tensor, tokens: Tokens, wire: torch.dtype) -> Pending:
@@ -126,12 +126,12 @@ def _to_tokens(x_BThD: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tens
 
 
 def _all_to_all(x_nx: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x[i] to rank i; what rank i sent becomes [i]."""
+    """Send x[i] to rank i; [i] of the result comes from rank i."""
     each = [1] * group.size()
     return exchange(x_nx, each, each, group)
 
 
-# [B,L,n,h,D] -> [B,T,h,D]: rank i is sent the heads [:, :, i] of the tokens of all ranks, in the row's order.
+# [B,L,n,h,D] -> [B,T,h,D]: rank i gets the heads [:, :, i] of the tokens of all ranks, in the row's order.
 ulysses_all_to_all = mapping(_to_heads, _to_tokens, is_kept=True)
 # [B,T,h,D] -> [B,L,n,h,D]: the way back.
 tokens_for_heads = mapping(_to_tokens, _to_heads, is_kept=True)
@@ -141,18 +141,18 @@ tokens_for_heads = mapping(_to_tokens, _to_heads, is_kept=True)
 
 
 def gathered(x_BLx: Tensor, group: dist.ProcessGroup, tokens: Tokens) -> Tensor:
-    """[B,L,...] on each rank -> [B,T,...] in the order of the row."""
+    """Gather [B,L,...] on each rank into [B,T,...] in the order of the row."""
     stacked = collectives.all_gather_into_tensor(x_BLx.contiguous(), len(tokens), group.group_name)
     return in_order(collectives.wait_tensor(stacked).view(len(tokens), *x_BLx.shape), tokens, 1)
 
 
 def in_order(x_nxLx: Tensor, tokens: Tokens, dim: int) -> Tensor:
-    """The tokens of all ranks, rank r's in x[r] along `dim`, in the order of the row."""
+    """Put the tokens of all ranks, rank r's in x[r] along `dim`, in the order of the row."""
     return torch.cat([x_nxLx[rank].narrow(dim, at, size) for rank, at, size in _places(tokens)], dim)
 
 
 def by_rank(x_xTx: Tensor, tokens: Tokens, dim: int) -> Tensor:
-    """The other way round: [n, ...]."""
+    """Undo `in_order`: [n, ...]."""
     size = x_xTx.shape[dim] // len(tokens)
     out = x_xTx.new_empty(len(tokens), *x_xTx.shape[:dim], size, *x_xTx.shape[dim + 1 :])
     whole_at = 0
@@ -163,7 +163,7 @@ def by_rank(x_xTx: Tensor, tokens: Tokens, dim: int) -> Tensor:
 
 
 def _places(tokens: Sequence[Blocks]) -> list[tuple[int, int, int]]:
-    """(rank, where a block begins in what the rank holds, its length), in the order of the row."""
+    """List (rank, start of a block within the rank's tokens, its length), in the order of the row."""
     found = []
     for rank, blocks in enumerate(tokens):
         at = 0

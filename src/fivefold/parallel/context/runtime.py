@@ -1,13 +1,13 @@
 """Context parallelism: the tokens of a row over the ranks of `cp`, for any model that attends through `transformers`.
 
-Rank r of n has chunks r and 2n-1-r of the 2n equal chunks of each row. So causal attention is the same work for every
-rank. All modules but attention work token by token, on the tokens of this rank. Attention exchanges keys and values, or
-heads (`kv_exchange.py`). Hooks from outside add context parallelism to a model:
+Rank r of n has chunks r and 2n-1-r of the 2n equal chunks of each row, so that causal attention is the same work for
+every rank. All modules but attention work token by token, on the tokens of this rank. Attention exchanges keys and
+values, or heads (`kv_exchange.py`). Hooks from outside add context parallelism to a model:
 
     base: whole rows -> cut -> [B, L, D] -> ... attention calls `ContextParallel.attend` ... -> head -> whole logits
     (in the chunked loss logits stay where they are, and labels are cut)
 
-Positions are always explicit, and count through the whole row. `cu_seqlens` are those of the whole row too.
+Positions are always explicit, and count through the whole row. `cu_seqlens` cover the whole row too.
 
 Legend: B rows, T tokens of a row, L = T/n of them on this rank, n ranks of cp in rings of r and groups of u; H query
 heads, G key/value heads, D head size.
@@ -48,16 +48,16 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, tokens_by_rank
 from fivefold.parallel.tensor.mappings import mapping
 
-# ---- the fold --------------------------------------------------------------------------------------------------------
+# ---- context parallelism of a model ----------------------------------------------------------------------------------
 
 
 @dataclass
 class ContextParallel:
     """Context parallelism of one model on this rank.
 
-    Every model has one. `group` is None where cp is 1: then rows stay as they are. `is_on` changes during a run:
-    generation with a cache works on whole rows, and every rank computes the same. `head_in_chunks`, of the chunked
-    loss: logits stay where their tokens are.
+    Every model has one. `group` is None if cp is 1: then rows stay as they are. `is_on` changes during a run:
+    generation with a cache works on whole rows, and every rank computes the same. `head_in_chunks`: logits stay with
+    their tokens, in the chunked loss.
     """
 
     group: dist.ProcessGroup | None
@@ -72,15 +72,15 @@ class ContextParallel:
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
-        """The group of the ranks that have other tokens of the same rows, if there are any."""
+        """Group of the ranks that have other tokens of the same rows, if there are any."""
         return [] if self.group is None else [self.group]
 
     def share(self, tokens: int) -> int:
-        """Of so many tokens of a row, how many this rank has."""
+        """Number of this rank's tokens, for `tokens` of a row."""
         return tokens // self.size if self.is_on else tokens
 
     def cut(self, x_BT: Tensor) -> Tensor:
-        """This rank's tokens [B, L, ...] of whole rows [B, T, ...]. Raises `UserError` for rows that cannot be cut."""
+        """Cut rows [B, T, ...] to this rank's tokens [B, L, ...]. Raises `UserError` for rows that cannot be cut."""
         length = x_BT.shape[1]
         if self.group is None:
             return x_BT
@@ -93,7 +93,7 @@ class ContextParallel:
             )
         return torch.cat([x_BT[:, start:stop] for start, stop in tokens_by_rank(length, self.size)[self.rank]], 1)
 
-    # A graph break under torch.compile: collectives within an operator of its own would not be seen by `record`.
+    # A graph break under torch.compile: `record` would not see collectives within an operator of its own.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
@@ -104,13 +104,13 @@ class ContextParallel:
         rule: AttentionParams,
         sinks: Tensor | None,
     ) -> Tensor:
-        """query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `cu_seqlens` are over the B*T
-        tokens of whole rows, None: each row is a document. See `attention.attention_forward`."""
+        """Attend: query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `cu_seqlens` are over
+        the B*T tokens of whole rows, None: each row is a document. See `attention.attention_forward`."""
         q_BLHD, k_BLGD, v_BLGD = (each.transpose(1, 2) for each in (query, key, value))
         (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
         length = local * self.size
         edges = tuple(range(0, (rows + 1) * length, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        first = self.rank // u * u  # its Ulysses group has, together, the tokens of one rank of a ring of cp / u
+        first = self.rank // u * u  # its Ulysses group together has the tokens of one rank of a ring of cp / u
         rings, group = tokens_by_rank(length, self.size // u), tokens_by_rank(length, self.size)[first : first + u]
         if self.ulysses is not None:
             shared = max(1, k_BLGD.shape[2] // u)
@@ -126,8 +126,8 @@ class ContextParallel:
 
 
 def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
-    """[B,L,u,h,D]: the heads of each of u ranks. With fewer key/value heads than ranks, several ranks get the same
-    head: 2 heads over 4 ranks are 0, 0, 1, 1."""
+    """Group heads by rank of u: [B,L,u,h,D]. With fewer key/value heads than ranks, several ranks get the same head:
+    2 heads over 4 ranks are 0, 0, 1, 1."""
     heads = x_BLHD.shape[2]
     if heads % u:
         x_BLHD = x_BLHD[:, :, [rank * heads // u for rank in range(u)]]
@@ -135,7 +135,7 @@ def _by_rank_of_heads(x_BLHD: Tensor, u: int) -> Tensor:
 
 
 def _whole_rows(x_BLx: Tensor, fold: ContextParallel) -> Tensor:
-    """[B,L,...] of this rank's tokens -> [B,T,...] on every rank; every rank must compute the same with them."""
+    """Gather [B,L,...] of this rank's tokens to [B,T,...] on every rank, where all must compute the same with them."""
     assert fold.group is not None, "rows are whole already"
     return gathered(x_BLx, fold.group, tokens_by_rank(x_BLx.shape[1] * fold.size, fold.size))
 
@@ -148,8 +148,8 @@ _gather_rows = mapping(_whole_rows, lambda grad, fold: fold.cut(grad))
 
 @dataclass(frozen=True)
 class CPAttentionArgs:
-    """The arguments of one attention call. `edges`: `cu_seqlens` of `rows` rows of `length` tokens. `tokens`: the
-    blocks of each rank that exchanges keys. `exchange`: how they do; None where every rank has whole rows."""
+    """Arguments of one attention call. `edges`: `cu_seqlens` of `rows` rows of `length` tokens. `tokens`: the blocks of
+    each rank that exchanges keys. `exchange`: the way they do; None if every rank has whole rows."""
 
     edges: tuple[int, ...]
     rows: int
@@ -161,7 +161,7 @@ class CPAttentionArgs:
 
     @property
     def mine(self) -> Blocks:
-        """The blocks of the queries."""
+        """Blocks of the queries."""
         return self.tokens[self.exchange.group.rank() if self.exchange else 0]
 
     @property
@@ -178,7 +178,7 @@ class CPAttentionArgs:
         return self.exchange.return_dkv(step, grad, self.tokens, wire) if self.exchange else lambda: grad
 
     def offdiagonal_blocks(self, keys: Blocks) -> Sequence[offdiagonal.OffdiagonalBlock]:
-        """The off-diagonal blocks of this rank's queries and the keys of these blocks."""
+        """Off-diagonal blocks of this rank's queries and the keys of these blocks."""
         return offdiagonal.offdiagonal_blocks(self.edges, self.rows, self.length, self.mine, keys, self.rule.window)
 
 
@@ -186,7 +186,7 @@ _cu_seqlens = lru_cache(maxsize=64)(offdiagonal.local_cu_seqlens)
 
 
 class _Attention(torch.autograd.Function):
-    """Queries, keys and values of this rank [B,L,H or G,D], sinks [H] or None -> [B,L,H,D]."""
+    """Attention of this rank: q, k, v [B,L,H or G,D], sinks [H] or None -> [B,L,H,D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: CPAttentionArgs) -> Tensor:
@@ -223,9 +223,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs) -> tuple[Tensor, Tensor]:
-    """Output [B,L,H,D] and log-sum-exp [B,L,H] of this rank's queries."""
+    """Compute output [B,L,H,D] and log-sum-exp [B,L,H] of this rank's queries."""
     rule, parts = job.rule, job.parts(kv)
-    first = next(parts)  # from here on the next is on its way
+    first = next(parts)  # from here on the next is in transit
     own, lse = packed_attention(
         *(each.transpose(1, 2) for each in (q, *kv)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
     )
@@ -244,11 +244,11 @@ def _add_first(total_2BLGD: Tensor, part_2BlGD: Tensor) -> None:
     total_2BLGD[:, :, : part_2BlGD.shape[2]] += part_2BlGD
 
 
-# ---- placing it in a model -------------------------------------------------------------------------------------------
+# ---- context parallelism in a model ----------------------------------------------------------------------------------
 
 
 def context_parallel(plan: ParallelPlan, mesh: Mesh, combine: offdiagonal.Combine) -> ContextParallel:
-    """The fold of a plan. `combine`: see `models/offdiagonal.py`. Nothing is done to a module yet."""
+    """Make the context parallelism of a plan. `combine`: see `models/offdiagonal.py`. No module is changed yet."""
     group = mesh.groups.get("cp")
     if group is None:
         return ContextParallel(None, 0, 1, plan.cp_method, None, None, is_on=False, combine=combine)
@@ -258,9 +258,9 @@ def context_parallel(plan: ParallelPlan, mesh: Mesh, combine: offdiagonal.Combin
 
 
 def builders(model: nn.Module, fold: ContextParallel) -> Builders:
-    """What hooks the base, the head and the attention modules of `model`."""
+    """Builders that hook the base, the head and the attention modules of `model`."""
 
-    def cut_rows(edit: spec.CutRows) -> None:  # before anything counts tokens
+    def cut_rows(edit: spec.CutRows) -> None:  # prepended: before anything counts tokens
         model.get_submodule(edit.path).register_forward_pre_hook(_cut_rows(fold), with_kwargs=True, prepend=True)
 
     def whole_rows(edit: spec.WholeRows) -> None:
@@ -276,7 +276,7 @@ def builders(model: nn.Module, fold: ContextParallel) -> Builders:
 
 
 def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.ProcessGroup | None]:
-    """(how keys and values are exchanged, the Ulysses group); None for the one that the method does not use."""
+    """(exchange of keys and values, Ulysses group); None for the one that the method does not use."""
     if method.ring == 1:
         return None, mesh.groups["cp"]
     if method.ulysses == 1:
@@ -285,7 +285,7 @@ def _groups(mesh: Mesh, method: CPMethod) -> tuple[Exchange | None, dist.Process
 
 
 def _cut_rows(fold: ContextParallel) -> Callable[..., tuple[Any, Any]]:
-    """Pre-hook of the base: whole rows become this rank's tokens, with their positions in the whole rows."""
+    """Pre-hook of the base that cuts whole rows to this rank's tokens, with their positions in the whole rows."""
 
     def hook(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if not fold.is_on:

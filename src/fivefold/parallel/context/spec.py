@@ -1,4 +1,4 @@
-"""Context parallelism: what is done to modules, and what ranks send. No torch."""
+"""Context parallelism: edits of modules, and collectives between ranks. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from fivefold.parallel.step import Step
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses exchanges heads for tokens.
-    `RxU` does both."""
+    """Collectives of attention. A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses
+    exchanges heads for tokens. `RxU` does both."""
     plan, shape = step.plan, step.shape
     u, rings = plan.cp_method.ulysses, plan.rings(shape.tokens)
     ring_axis, ulysses_axis = ("cp" if u == 1 else "cp_ring"), ("cp" if len(rings) == 1 else "cp_ulysses")
@@ -30,8 +30,8 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
-    """Keys and values go round the ring in forward, and once more in backward, when their gradients go straight to the
-    owners. `size`: bytes of the keys and values of one token."""
+    """Calls of a ring. Keys and values go round in forward, and once more in backward, when their gradients go straight
+    to the owners. `size`: bytes of the keys and values of one token."""
     for keys, gradients in ring_hops(tokens, rank):
         for kind, of_keys, of_gradients in zip(("send", "recv"), keys, gradients, strict=True):
             yield from step.forwards(axis, kind, of_keys * size, site, is_kept=True, overlaps=True)
@@ -40,7 +40,7 @@ def _ring(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int
 
 
 def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank: int) -> Iterator[Call]:
-    """Every rank gathers the keys and values of whole rows. One all-to-all sends their gradients to the owners."""
+    """Calls of an all-gather of keys and values of whole rows. One all-to-all sends their gradients to the owners."""
     whole = sum(stop - start for blocks in tokens for start, stop in blocks) * size
     yield from step.forwards(axis, "all_gather", whole, site, is_kept=True, overlaps=True)
     yield step.call(axis, "all_gather", whole, "backward", step.layer_of(site), overlaps=True)
@@ -49,27 +49,27 @@ def _gathered(step: Step, axis: str, site: str, size: int, tokens: Tokens, rank:
 
 @dataclass(frozen=True)
 class CutRows(Edit):
-    """Whole rows become this rank's tokens."""
+    """Cut whole rows to this rank's tokens."""
 
     kind = "pre-hook"
 
 
 @dataclass(frozen=True)
 class WholeRows(Edit):
-    """Logits of whole rows leave the head."""
+    """Gather the logits of whole rows behind the head."""
 
     kind = "hook"
 
 
 @dataclass(frozen=True)
 class Exchange(Edit):
-    """An attention module exchanges keys and values, or heads, with other ranks."""
+    """Let an attention module exchange keys and values, or heads, with other ranks."""
 
     kind = "attribute"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Rows are dealt, and attention sends."""
+    """Cut rows, and let attention communicate."""
     if plan.layout.cp == 1:
         return
     anatomy = plan.anatomy

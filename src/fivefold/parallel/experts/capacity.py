@@ -1,9 +1,9 @@
-"""A capacity: how many tokens of a packed row an expert takes at most; picks beyond it are dropped.
+"""Capacity of experts: the most tokens of a packed row that an expert takes; picks beyond it are dropped.
 
 With a factor c, K picks per token, E experts and a row of n real tokens, an expert takes the first ceil(c * K * n / E)
-tokens that pick it, by position. Padding stands after the real tokens and takes no capacity. The capacity is per row,
-so every layout drops the same picks. Ranks with parts of a row (sequence or context parallelism) gather the picks of
-each expert in each of their blocks, and count on from the blocks before their own.
+tokens that pick it, by position. Padding follows the real tokens and takes no capacity. The capacity is per row, so
+every layout drops the same picks. Ranks with parts of a row (sequence or context parallelism) gather the picks of each
+expert in each of their blocks, and count on from the blocks before their own.
 
 Legend: B rows, T tokens of a row (those of this rank), L of the whole row, E experts, K experts per token.
 """
@@ -20,13 +20,13 @@ from torch import Tensor
 from fivefold.models.offdiagonal import Blocks
 from fivefold.parallel.tensor.mappings import gather
 
-SHORTEST = 10**6  # a factor is taken as it is written, to so many parts of one
+SHORTEST = 10**6  # largest denominator of a factor, which is taken as it is written
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The token blocks of a row: `own` of this rank, and `everyone`, of all ranks with a part of the row, in the order
-    of a gather over one of `groups` after the other."""
+    """Token blocks of a row: `own` of this rank, and `everyone`, of all ranks with a part of the row, in the order of a
+    gather over one of `groups` after the other."""
 
     own: Blocks
     everyone: tuple[Blocks, ...]
@@ -35,7 +35,7 @@ class Shares:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # exact fractions
 def capacity(factor: float, top_k: int, experts: int, tokens_B: Tensor) -> Tensor:
-    """How many tokens an expert takes of rows with `tokens_B` real ones, int64 [B]: exact, of `factor` as written."""
+    """Tokens that an expert takes of rows with `tokens_B` real ones, int64 [B]: exact, for `factor` as written."""
     over, under = Fraction(str(factor)).limit_denominator(SHORTEST).as_integer_ratio()
     return -((-over * top_k * tokens_B) // (under * experts))
 
@@ -43,13 +43,13 @@ def capacity(factor: float, top_k: int, experts: int, tokens_B: Tensor) -> Tenso
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives, as in attention
 @torch.no_grad()
 def beyond(chosen_BTE: Tensor, index_BTK: Tensor, capacity_B: Tensor, shares: Shares) -> Tensor:
-    """Which picks find their expert full, bool [B, T, K]. `chosen_BTE`: 1 where a real token goes to an expert."""
+    """Find the picks whose expert is full, bool [B, T, K]. `chosen_BTE`: 1 where a real token goes to an expert."""
     before_BTE = _before(chosen_BTE.long(), shares)
     return before_BTE.gather(-1, index_BTK) >= capacity_B[:, None, None]
 
 
 def _before(chosen_BTE: Tensor, shares: Shares) -> Tensor:
-    """For each token and expert, the earlier tokens of the row that go to this expert, int64 [B, T, E]."""
+    """Count, for each token and expert, the earlier tokens of the row that go to this expert, int64 [B, T, E]."""
     parts = torch.split(chosen_BTE, [stop - start for start, stop in shares.own], 1)
     before = [part.cumsum(1) - part for part in parts]
     if not shares.groups:
@@ -67,7 +67,7 @@ def _before(chosen_BTE: Tensor, shares: Shares) -> Tensor:
 
 
 def _slots(everyone: Sequence[Blocks]) -> int:
-    """How many blocks each rank sends counts for: the most that any rank has."""
+    """Number of blocks that each rank sends counts for: the most that any rank has."""
     return max(map(len, everyone))
 
 

@@ -38,14 +38,14 @@ from fivefold.parallel.sharding import Block, split_even
 from fivefold.parallel.tensor.mappings import exchange, gather, mapping
 from fivefold.parallel.tensor.runtime import TensorParallel
 
-# ---- placing them in a model -----------------------------------------------------------------------------------------
+# ---- experts in a model ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Expert parallelism of one model on this rank. `group`: None where every rank has all experts. With `expert_tp`
-    this rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1. `drops`: whether
-    routers may drop picks now. `names`: of modules."""
+    """Expert parallelism of one model on this rank. `group`: None if every rank has all experts. With `expert_tp` this
+    rank has part `part` of the `parts` = tp parts of each of its experts; else part 0 of 1. `drops`: tells if routers
+    may drop picks now. `names`: of modules."""
 
     modules: tuple[Experts, ...]
     group: dist.ProcessGroup | None
@@ -59,7 +59,7 @@ class ExpertParallel:
     names: dict[nn.Module, str] = field(default_factory=dict)
 
     def forward(self, module: nn.Module, experts: int, *given: Any, **named: Any) -> Tensor:
-        """In place of a module's own forward, in any of its signatures: hidden states, indices, weights."""
+        """Replace a module's own forward, in any of its signatures: hidden states, indices, weights."""
         hidden_ND, index_NK, weights_NK = _arguments(given, named)
         if weights_NK.dtype != torch.float64:
             weights_NK = weights_NK.float()
@@ -73,33 +73,33 @@ class ExpertParallel:
         return routed(hidden, index, weights, experts, partial(self.compute, module), self.kernels)
 
     def _add_up(self, module: nn.Module, experts: int, *given: Tensor) -> Tensor:
-        """All tp ranks see all tokens, and each makes its part of their results."""
+        """Run on all tokens on every tp rank, each of which makes its part of their results; add these up."""
         out = self._routed(module, experts, *map(self.tensor.enter, given))
         return self.tensor.leave(out).clone()  # FSDP cannot hook a view
 
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """All tp ranks have all tokens: each sends its share of them."""
+        """Run on a share of the tokens, which all tp ranks have: each sends its own."""
         group, blocks = self.tensor.group, split_even(len(hidden), self.tensor.size)
         own = (take_share(each, group, blocks) for each in (hidden, index, weights))
         return join_shares(self._routed(module, experts, *own), group, blocks)
 
     def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
-        """What the experts make of rows that are sorted by expert. Rows that no expert counts stand last; nothing is
-        made of them."""
+        """Apply the experts to rows that are sorted by expert. Rows that no expert counts stand last, and are
+        skipped."""
         if self.group is None:
             taken = int(counts_E.sum()) if self.drops() else len(rows_SD)
             return self._made(module, _first(rows_SD, taken), counts_E)
-        # How many rows come for this rank's experts, by who sends, and how many go to each rank.
+        # Rows that arrive for this rank's experts, by sender, and rows that go to each rank.
         counts_nE, sent, received = kept(lambda: self._counts(counts_E))
         order, counts = by_expert(counts_nE, sum(received))
         back = inverse(order)
-        # As in `routed`, rows in an order that is no longer needed are held by no name.
+        # As in `routed`, no name holds rows in an order that is no longer needed.
         rows = _permuted(all_to_all(_first(rows_SD, sum(sent)), received, sent, self.group), order, back)
         return all_to_all(_permuted(self._made(module, rows, counts), back, order), sent, received, self.group)
 
     def _counts(self, counts_E: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Rows from each rank to each of this rank's experts, int64 [n, experts held here]; rows to each rank, and from
-        each."""
+        """Count rows from each rank to each of this rank's experts, int64 [n, experts held here]; rows to each rank,
+        and from each."""
         assert self.group is not None, "rows stay here"
         held = [stop - start for start, stop in split_even(len(counts_E), dist.get_world_size(self.group))]
         counts_nE = exchange_counts(counts_E, held, self.rank, self.group)
@@ -109,7 +109,7 @@ class ExpertParallel:
         return counts_nE, sent, [sum(row) for row in come]
 
     def _made(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
-        """What this rank's part of its experts makes of their rows."""
+        """Apply this rank's part of its experts to their rows."""
         first, _ = split_even(rows_SD.shape[1], self.parts)[self.part]
         return expert_mlp(module, rows_SD, counts_E, biased_from=first, linears=self.linears.of(self.names[module]))
 
@@ -122,17 +122,17 @@ def expert_parallel(
     linears: Linears = PLAIN,
     kernels: RowKernels = EAGER,
 ) -> ExpertParallel:
-    """The fold of a plan. Nothing is done to a module yet.
+    """Make the expert parallelism of a plan. No module is changed yet.
 
-    `group`: the ranks that experts are dealt to. `drops`: whether routers may drop picks now. `linears`: how experts
-    multiply. `kernels`: what is computed of their rows.
+    `group`: the ranks that experts are distributed to. `drops`: tells if routers may drop picks now. `linears`: how
+    experts multiply. `kernels`: for the other operations on their rows.
     """
     cut, parts = plan.placement.grid.shard_index(plan.placement.rank, "ep").part, plan.layout.etp
     return ExpertParallel(plan.facts.experts, group, cut // parts, tensor, cut % parts, parts, drops, linears, kernels)
 
 
 def builders(model: nn.Module, fold: ExpertParallel) -> Builders:
-    """What cuts the experts of `model` to this rank's, and takes over their modules' forward."""
+    """Builders that cut the experts of `model` to this rank's, and replace their modules' forward."""
 
     def cut(edit: spec.CutExperts) -> None:
         owner, _, leaf = edit.name.rpartition(".")
@@ -164,29 +164,29 @@ def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Ten
 
 
 def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
-    """How many rows come from each of n ranks to each of this rank's experts, int64 [n, experts held here]."""
+    """Exchange the rows' counts from each of n ranks to each of this rank's experts, int64 [n, experts held here]."""
     mine = held[rank]
     received = exchange(counts_E, [mine] * len(held), list(held), group)
     return received.view(len(held), mine)
 
 
 def on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
-    """The counts of rows that go and that come, for the host to read: one copy, for which it waits."""
+    """Copy the counts of outgoing and of incoming rows to the host, which waits for this one copy."""
     flat = torch.cat([counts_E, counts_nE.flatten()]).tolist()
     own, experts = len(counts_E), counts_nE.shape[1]
     return flat[:own], [flat[own + at * experts :][:experts] for at in range(len(counts_nE))]
 
 
 def by_expert(counts_nE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Received rows are sorted by sender, then by expert. Returns the order that sorts them by expert, then by sender,
-    and the rows of each expert. `rows`: their number, which the host knows. Example: 2 senders and 2 experts with
-    counts [[1, 2], [1, 0]] give the order [0, 3, 1, 2] and the rows [2, 2]."""
+    """Sort received rows, which are in the order of senders and then of experts. Returns the order that sorts them by
+    expert, then by sender, and the rows of each expert. `rows`: their number, which the host knows. Example: 2 senders
+    and 2 experts with counts [[1, 2], [1, 0]] give the order [0, 3, 1, 2] and the rows [2, 2]."""
     experts = torch.arange(counts_nE.shape[1], device=counts_nE.device).repeat(len(counts_nE))
     return experts.repeat_interleave(counts_nE.flatten(), output_size=rows).argsort(stable=True), counts_nE.sum(0)
 
 
 def _first(rows_SD: Tensor, count: int) -> Tensor:
-    """The first `count` rows. All of them as they are: the gradient of a part is copied into one of the whole."""
+    """Take the first `count` rows. All are returned as they are: the gradient of a slice is copied into one of all."""
     return rows_SD if count == len(rows_SD) else rows_SD[:count]
 
 
@@ -195,7 +195,7 @@ def _permuted(rows_SD: Tensor, order_S: Tensor, back_S: Tensor) -> Tensor:
 
 
 def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
-    """The shares of all tp ranks -> [N, ...] on each."""
+    """Join the shares of all tp ranks to [N, ...] on each."""
     longest = max(stop - start for start, stop in blocks)
     padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, longest - len(x)))
     parts = torch.split(gather(padded[None], group)[0], longest)
@@ -203,11 +203,11 @@ def _joined(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> T
 
 
 def _share(x: Tensor, group: dist.ProcessGroup, blocks: tuple[Block, ...]) -> Tensor:
-    """[N, ...] that all tp ranks have -> this rank's share of the rows."""
+    """Take this rank's share of rows [N, ...] that all tp ranks have."""
     return x[slice(*blocks[dist.get_rank(group)])]
 
 
-# Rows to other ranks, `sent[r]` of them to rank r, for `received[r]` of theirs; backward sends gradients back.
+# Sends rows to other ranks, `sent[r]` to rank r, for `received[r]` of theirs; backward sends gradients back.
 all_to_all = mapping(exchange, lambda grad, received, sent, group: exchange(grad, sent, received, group), is_kept=True)
 take_share = mapping(_share, _joined)
 join_shares = mapping(_joined, _share, is_kept=True)
@@ -217,9 +217,9 @@ join_shares = mapping(_joined, _share, is_kept=True)
 
 
 def route_in_fp32(router: nn.Module) -> None:
-    """Let a router compute in fp32, where the model computes in a type of 16 bits.
+    """Let a router compute in fp32, in a model that computes in a type of 16 bits.
 
-    A router says where tokens go, and with which weights. Its gathered parameters and its input are 16-bit; both are
+    A router decides where tokens go, and with which weights. Its gathered parameters and its input are 16-bit; both are
     cast to fp32. So different logits are not rounded to a tie, and the weights reach the experts in fp32. (Megatron:
     `moe_router_dtype`.) The router keeps its class and its forward; only the arguments of the forward change.
     """
@@ -227,7 +227,7 @@ def route_in_fp32(router: nn.Module) -> None:
 
 
 class _Own(nn.Module):
-    """A router's own forward, without its hooks: those run around it, once."""
+    """A router's own forward without its hooks, which run around it, once."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -244,6 +244,6 @@ def _forward(own: _Own, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_fp32(value: Any) -> Any:
-    """What is of 16 bits and floats, in fp32."""
+    """Cast 16-bit floats to fp32, and leave everything else."""
     is_short = isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
     return value.float() if is_short else value

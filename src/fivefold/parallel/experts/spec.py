@@ -1,4 +1,4 @@
-"""Expert parallelism: what is done to modules, and what ranks send. No torch."""
+"""Expert parallelism: edits of modules, and collectives between ranks. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fivefold.parallel.step import Step
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Tokens go to the ranks of their experts, and the results come back.
+    """Collectives that send tokens to the ranks of their experts, and the results back.
 
     The bytes of the all-to-alls assume balanced routing. They are exact only when summed over ranks.
     """
@@ -33,8 +33,8 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def _summed_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
-    """With `expert_tp`: the tokens that enter, their gradients, and the sum over tp. A recomputed forward stops before
-    the sum if nothing follows it in the layer."""
+    """Collectives of `expert_tp`: of the tokens that enter, their gradients, and the sum over tp. A recomputed forward
+    stops before the sum if nothing follows it in the layer."""
     shape, site = step.shape, experts.name
     tokens, hidden = shape.rows * shape.tokens, shape.hidden_bytes
     weights = tokens * experts.top_k * max(4, shape.compute_bytes)
@@ -43,7 +43,7 @@ def _summed_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
         yield step.call("tp", "all_reduce", hidden, "backward", layer)
         yield step.call("tp", "all_reduce", weights, "backward", layer)
         return
-    for size in (hidden, weights, tokens * experts.top_k * 8):  # the last: which experts, int64
+    for size in (hidden, weights, tokens * experts.top_k * 8):  # the last: indices of experts, int64
         yield from step.forwards("tp", "all_gather", size, site)
     yield step.call("tp", "all_gather", hidden, "backward", layer)
     yield from step.forwards("tp", "reduce_scatter", hidden, site, is_last=experts.is_last, is_kept=True)
@@ -52,8 +52,8 @@ def _summed_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
 
 
 def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
-    """With `+nosp` all tp ranks have the same tokens. Each sends its share of them, and the results are gathered,
-    padded to the longest share."""
+    """Collectives of `+nosp`, where all tp ranks have the same tokens. Each sends its share of them, and the results
+    are gathered, padded to the longest share."""
     shape, tp = step.shape, step.plan.layout.tp
     longest = -(-shape.rows * shape.tokens // tp) * tp
     rows = longest * shape.hidden * shape.compute_bytes
@@ -64,7 +64,7 @@ def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
 
 @dataclass(frozen=True)
 class CutExperts(Edit):
-    """A parameter of experts is cut to those of this rank, or to its features of them: to `shape`."""
+    """Cut a parameter of experts to those of this rank, or to its features of them: to `shape`."""
 
     kind = "cut"
     name: str
@@ -73,7 +73,7 @@ class CutExperts(Edit):
 
 @dataclass(frozen=True)
 class SendRows(Edit):
-    """Rows of tokens go to the ranks of their experts."""
+    """Send rows of tokens to the ranks of their experts."""
 
     kind = "forward"
     experts: Experts
@@ -81,13 +81,13 @@ class SendRows(Edit):
 
 @dataclass(frozen=True)
 class RouteInFp32(Edit):
-    """A router of a model that computes in 16 bits computes in fp32."""
+    """Let a router compute in fp32, in a model that computes in 16 bits."""
 
     kind = "forward"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Rows go to the ranks of their experts, and routers compute in fp32."""
+    """Send rows to the ranks of their experts, and let routers compute in fp32."""
     placement = plan.placement
     part = placement.grid.shard_index(placement.rank, "ep").part
     for each in plan.facts.experts:

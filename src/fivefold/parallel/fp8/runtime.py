@@ -1,4 +1,4 @@
-"""How linears and experts multiply in fp8, by role."""
+"""Products of linears and experts in fp8, by role."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from fivefold.parallel.tensor.mappings import max_all
 
 
 def products(model: nn.Module, mesh: Mesh, amax: AmaxHistory) -> dict[Role, Callable[..., Products]]:
-    """The products of each role; none without fp8. Ranks that split a dimension agree on largest values over its
+    """Make the products of each role; none without fp8. Ranks that split a dimension agree on largest values over its
     axis."""
     if mesh.layout.fp8 == "none":
         return {}
@@ -32,7 +32,7 @@ def _float8(
     recipe: Recipe, agree: Mapping[Dim, Agree], names: Mapping[nn.Module, str], amax: AmaxHistory,
     linears: Sequence[nn.Module], is_transposed: bool,
 ) -> Float8:  # fmt: skip
-    """The products of linears that are given the same input."""
+    """Make the products of linears that share an input."""
     if not recipe.history:
         return Float8(recipe, agree, is_transposed)
     return Delayed(recipe, agree, is_transposed, amax, tuple(amax.names.index(names[each]) for each in linears))

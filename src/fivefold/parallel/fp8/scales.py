@@ -1,9 +1,9 @@
-"""FSDP gathers the weights of linears in fp8: half the bytes of bf16. Each is cast where it rests, not whenever it is
-used.
+"""Scales of the weights that FSDP gathers in fp8, which halves the bytes of bf16. Each weight is cast where it is
+stored, not at every use.
 
-A weight has one scale, which follows from its largest value on all ranks: those that FSDP deals it out to and those
-that tp splits it over. Ranks agree on the largest values of all weights of the model at once, over the world, when
-passes begin. (With delayed scaling their history says them, and they only note those of now.)
+A weight has one scale, which follows from its largest value on all ranks: FSDP's shards of it, and tp's parts. Ranks
+agree on the largest values of all weights of the model at once, over the world, when passes begin. (Delayed scaling
+takes them from its history, and only notes the values of now.)
 
 Example, a weight [8, 4] over dp_shard2: each rank casts its 4 rows by the scale of all 8, and gathers 32 bytes, not 64.
 """
@@ -22,12 +22,12 @@ from fivefold.parallel.plan import ParallelPlan
 
 
 class Fp8Scales:
-    """Of the weights `plan.feature(Fp8Plan).gathers` of the whole model. Where there are none it does nothing."""
+    """Scales of the weights `plan.feature(Fp8Plan).gathers` of the whole model. Without any it does nothing."""
 
     def __init__(
         self, plan: ParallelPlan, gathers: Mapping[str, Gather], amax: AmaxHistory, dtype: torch.dtype
     ) -> None:
-        """`gathers`: of parameters that are here. `dtype`: of compute."""
+        """`gathers`: of the parameters on this rank. `dtype`: of compute."""
         self._names, self._amax, self._dtype = plan.feature(Fp8Plan).gathers, amax, dtype
         here = ((place, gathers.get(name)) for place, name in enumerate(self._names))
         self._gathers = {place: each for place, each in here if each is not None and each.in_fp8}
@@ -36,7 +36,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin_passes(self) -> None:
-        """Find the scales of the weights as they are now. All ranks of the world call this together."""
+        """Compute the scales of the weights as they are now. All ranks of the world call this together."""
         if self._cast is None:
             return
         device = self._amax.device

@@ -1,4 +1,4 @@
-"""What of a plan multiplies in fp8. No torch."""
+"""Linears and experts of a plan that multiply in fp8. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.step import Step
 
-# Kind of a parameter -> the axes over which the dimensions of its linear are split, of those that multiply in fp8.
+# Kind of a parameter that multiplies in fp8 -> the axes that split the dimensions of its linear.
 _SPLIT_OVER = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
 
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """A linear that multiplies in fp8: its weight's name, its size on this rank when gathered, and the axes over which
-    its dimensions are split."""
+    """A linear that multiplies in fp8: its weight's name, its gathered size on this rank, and the axes that split its
+    dimensions."""
 
     name: str
     inputs: int
@@ -30,20 +30,20 @@ class Fp8Linear:
 
 
 class Fp8Plan:
-    """Which linears and experts of a rank multiply in fp8, and what ranks agree on for it."""
+    """Linears and experts of a rank that multiply in fp8, and what ranks agree on for them."""
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan, self._placement = plan, plan.placement
 
     def covers(self, module: str) -> bool:
-        """Whether linears and experts multiply in fp8 in the layer of a module: of one that is not at an end."""
+        """True if the layer of a module multiplies in fp8: a layer that is not at an end, and no adapter."""
         layers, high = self._plan.anatomy.layers, self._plan.layout.fp8_high_layers
         if module.endswith((".lora_A", ".lora_B")):
             return False
         return self._plan.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
 
     def unaligned(self, tokens: int) -> list[str]:
-        """What of fp8 no kernel multiplies for its size, in words; a micro batch has `tokens` tokens on this rank."""
+        """Describe what no fp8 kernel multiplies for its size; a micro batch has `tokens` tokens on this rank."""
         if not self.linears:
             return []
         recipe = RECIPES[self._plan.layout.fp8]
@@ -58,12 +58,12 @@ class Fp8Plan:
 
     @property
     def expert_modules(self) -> tuple[Experts, ...]:
-        """The experts of this rank's layers that multiply in fp8."""
+        """Experts of this rank's layers that multiply in fp8."""
         return tuple(each for each in self._plan.experts if self.covers(each.name))
 
     @cached_property
     def linears(self) -> tuple[Fp8Linear, ...]:
-        """The linears of this rank's layers that multiply in fp8, beside the experts.
+        """Linears of this rank's layers that multiply in fp8, without the experts.
 
         The head, routers and latent projections stay in the compute dtype. (A latent projection gets the
         gradients of this rank's heads. Cast one by one, their sum is not the cast sum.)
@@ -78,7 +78,7 @@ class Fp8Plan:
 
     @cached_property
     def inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
-        """`fp8_linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
+        """`linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
         own = {linear.name.removesuffix(".weight"): linear for linear in self.linears}
         shared = {names[0]: names for block in self._plan.facts.partition.tp_blocks for names in block.shared}
         later = {name for names in shared.values() for name in names[1:]}
@@ -86,7 +86,7 @@ class Fp8Plan:
         return tuple(tuple(own[name] for name in group) for group in groups)
 
     def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
-        """The weights of `layers` that multiply in fp8, beside the experts, by name."""
+        """Yield the weights of `layers` that multiply in fp8, without the experts, by name."""
         for layer, cost in zip(self._plan.anatomy.layers, self._plan.facts.layer_costs, strict=True):
             for matmul in cost.matmuls if layer in layers and self.covers(layer) else ():
                 name = f"{layer}.{matmul.name}"
@@ -95,18 +95,18 @@ class Fp8Plan:
 
     @property
     def amax_steps(self) -> int:
-        """Steps of which delayed scaling keeps largest values; 0: other recipes keep none."""
+        """Number of steps whose largest values delayed scaling keeps; 0 for other recipes."""
         return 0 if self._plan.layout.fp8 == "none" else RECIPES[self._plan.layout.fp8].history
 
     @property
     def amax_names(self) -> tuple[str, ...]:
-        """The weights of the whole model of whose linears delayed scaling keeps largest values."""
+        """Weights of the whole model whose linears have a history of largest values (delayed scaling)."""
         return self.gathers if self.amax_steps else ()
 
     @cached_property
     def gathers(self) -> tuple[str, ...]:
-        """The weights of the whole model that FSDP gathers in fp8, those that share their input one behind the other:
-        of recipes that cast whole weights, once."""
+        """Weights of the whole model that FSDP gathers in fp8, under recipes that cast whole weights once. Those that
+        share an input are next to each other."""
         if self._plan.layout.fp8 == "none" or not RECIPES[self._plan.layout.fp8].casts_once:
             return ()
         names = [name for name, _ in self.matmuls(self._plan.anatomy.layers)]
@@ -120,8 +120,8 @@ class Fp8Plan:
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
-    """Every rank casts the numbers that one process would cast together: none has a part of a gradient, and none a part
-    of a block with one scale."""
+    """Every rank must cast the numbers that one process would cast together: no rank has a part of a gradient, or of a
+    block with one scale."""
     layout = plan.layout
     layers = len(plan.anatomy.layers)
     if layout.fp8 != "none" and layout.fp8_high_layers * 2 >= layers:
@@ -144,8 +144,8 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Ranks that split a dimension of a linear agree on the largest values that its regions have, together with those
-    of linears that are given the same input."""
+    """Collectives of ranks that split a dimension of a linear, on the largest values of its regions. Linears that share
+    an input share them."""
     plan, shape = step.plan, step.shape
     if plan.feature(Fp8Plan).amax_names and shape.has_amax:
         return

@@ -1,11 +1,10 @@
-"""What stands in for parameters while they are computed with, where nothing is to be gathered: in one process, or on
-tensor ranks alone.
+"""Stand-ins for parameters in compute, if nothing is to be gathered: in one process, or on tensor ranks alone.
 
-Parameters rest in fp32, the optimizer's type; what stands in for them is a copy in the compute type. Those of tensor
-ranks rest as DTensors; where the type is the same, this rank's tensor stands in. They are in place from a forward until
-its backward is done. The semantics are FSDP's, and so are the times: inputs of layers are cast, every gradient reaches
-its copy in the compute type, and is added to the parameter's own in fp32. FSDP's hooks at every unit are what is saved:
-with a model of 1M parameters they take a quarter of a step.
+Parameters are stored in fp32, the optimizer's dtype; their stand-ins are copies in the compute dtype. Those of tensor
+ranks are stored as DTensors; if the dtype is the same, this rank's tensor stands in. They are in place from a forward
+until its backward is done. The semantics and the times are FSDP's: inputs of layers are cast, every gradient reaches
+its copy in the compute dtype, and is added to the parameter's own in fp32. This saves FSDP's hooks at every unit, which
+take a quarter of a step with a model of 1M parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +26,9 @@ from fivefold.torch_internals import (
 
 
 class Copies:
-    """Of `names`, in `dtype`: made once, they stay in memory. A parameter that is of this type is not copied.
+    """Copies of `names` in `dtype`: made once, they stay in memory. A parameter of this dtype is not copied.
 
-    `is_held`: they stay in place until `put_back` is called, as ZeRO-1 and 2 keep what is gathered.
+    `is_held`: they stay in place until `put_back` is called, as ZeRO-1 and 2 keep gathered parameters.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
@@ -52,7 +51,7 @@ class Copies:
         ]
 
     def put_in(self) -> None:
-        """Let the copies, with the values that the parameters have now, stand in their places."""
+        """Put the copies in the parameters' places, with the parameters' current values."""
         if self._is_in:
             return
         self._is_in = True
@@ -65,9 +64,9 @@ class Copies:
             places[leaf] = self._of[parameter]
 
     def put_back(self) -> None:
-        """Let the parameters stand in their places again.
+        """Put the parameters in their places again.
 
-        Raises `UserError` where a copy was written to: that change is lost.
+        Raises `UserError` if a copy was written to: that change is lost.
         """
         self.is_held = self._is_waiting = False
         if self._is_in:
@@ -93,7 +92,7 @@ class Copies:
     # ---- hooks of the model ------------------------------------------------------------------------------------------
 
     def around_model(self, model: nn.Module, methods: Sequence[str]) -> None:
-        """Around calls of the model and of its `methods`."""
+        """Hook calls of the model and of its `methods`."""
         model.register_forward_pre_hook(lambda *_: self.put_in())
         if self._copied:
             model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
@@ -102,7 +101,7 @@ class Copies:
             setattr(model, name, self._around(getattr(model, name)))
 
     def before_layer(self, layer: nn.Module) -> None:
-        """What enters a layer is cast."""
+        """Cast the inputs of a layer."""
         layer.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +118,7 @@ class Copies:
         return out
 
     def _before_backward(self, _: Tensor) -> None:
-        """What is computed again in backward is computed with copies too."""
+        """Put copies in for backward too, which may recompute layers."""
         self.put_in()
         if not self._is_waiting:
             self._is_waiting = True
@@ -149,7 +148,7 @@ def before_backward(output: Any, hook: Callable[[Tensor], None]) -> None:
 
 
 def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:
-    """Adds a copy's gradient to the parameter's, in its type."""
+    """Make a hook that adds a copy's gradient to the parameter's, in its type."""
 
     def add(copy: Tensor) -> None:
         gradient, copy.grad = copy.grad, None

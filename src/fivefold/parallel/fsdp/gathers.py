@@ -1,12 +1,12 @@
-"""How FSDP gathers a parameter that rests in host memory, or that travels in fp8: an all-gather extension of FSDP2.
+"""All-gather extensions of FSDP2 for parameters that are stored in host memory, or that travel in fp8.
 
     at rest                    sent                  gathered
     fp32, on the device        e4m3 and a scale      `Fp8Weight`
     fp32, in host memory       the compute dtype     a plain tensor
     fp32, in host memory       e4m3 and a scale      `Fp8Weight`
 
-A parameter of no kind of these FSDP gathers by itself: at rest in fp32 on the device, sent in the compute dtype.
-FSDP calls `before` on the stream on which it copies what it sends, so what comes from host memory comes beside compute.
+FSDP gathers all other parameters by itself: stored in fp32 on the device, sent in the compute dtype. It calls `before`
+on the stream that copies what it sends, so that transfers from host memory overlap compute.
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ from fivefold.torch_internals import fsdp_gather_by, fsdp_pad, fsdp_shards
 
 
 class Gather:
-    """Of one parameter, computed with in `dtype`. `cast`: its way to fp8. `memory`: where it rests; None: on the
-    device."""
+    """All-gather extension of one parameter, computed with in `dtype`. `cast`: to fp8, if any. `memory`: its place in
+    the host; None: on the device."""
 
     shard: Tensor  # of this rank [rows of the shard, ..]
-    rows: int  # to which FSDP pads it
-    scale: Tensor | None = None  # [1, 1], of a weight in fp8
+    rows: int  # padded by FSDP
+    scale: Tensor | None = None  # [1, 1], for a weight in fp8
 
     def __init__(self, dtype: torch.dtype, device: torch.device, cast: Cast | None, memory: HostMemory | None) -> None:
         self._dtype, self._device, self._cast, self._memory = dtype, device, cast, memory
@@ -41,13 +41,13 @@ class Gather:
         return self._cast is not None
 
     def rest(self, size: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Room for the padded shard."""
+        """Allocate host memory for the padded shard; None on the device."""
         if self._memory is None:
             return None
         return self._memory.take(size.numel() * dtype.itemsize).view(dtype).view(size)
 
     def there(self) -> Tensor:
-        """The shard on the device."""
+        """Return the shard on the device."""
         if self._memory is None:
             return self.shard
         found = self.shard.to(self._device, non_blocking=True)
@@ -55,7 +55,7 @@ class Gather:
         return found
 
     def largest(self) -> Tensor:
-        """The largest absolute value of the shard, a scalar; of no rows, 0."""
+        """Largest absolute value of the shard, a scalar; 0 without rows."""
         return self.there().abs().amax() if self.shard.numel() else torch.zeros((), device=self._device)
 
     # ---- FSDP2's hooks of a shard ------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Gather:
     def before(
         self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor], Tensor | None]:
-        """(what this rank sends, the scale). What is in fp8 is sent as bytes, for not every backend sends fp8."""
+        """(values that this rank sends, scale). fp8 is sent as bytes, because not every backend sends fp8."""
         values = self.there().to(self._dtype)
         if self._cast is not None:
             assert self.scale is not None, "passes have begun"
@@ -73,7 +73,7 @@ class Gather:
         return (values,), self.scale
 
     def after(self, gathered: tuple[Tensor], scale: Tensor | None, dtype: Any, *, out: Any = None) -> Any:
-        """The parameter, padded. `out`: the one that was made first, whose storage `gathered` shares."""
+        """Return the padded parameter. `out`: the one that was made first, whose storage `gathered` shares."""
         (values,) = gathered
         if self._cast is None:
             return None if out is not None else (values, ())
@@ -87,18 +87,18 @@ class Gather:
 def gather_parameters(
     model: nn.Module, plan: ParallelPlan, device: torch.device, dtype: torch.dtype, memory: HostMemory | None
 ) -> dict[str, Gather]:
-    """Put the parameters, dealt out on the meta device, where they rest, and let FSDP gather them from there. Returns
-    those that it does not gather by itself, by name.
+    """Allocate the parameters, sharded on the meta device, where they are stored, and let FSDP gather them from there.
+    Returns those that FSDP does not gather by itself, by name.
 
-    `memory`: the parameters rest there. Their DTensors say the device: their gradients are there, and the optimizer
-    brings them (`offload.py`). This goes module by module, so that the device has to hold one of them at a time.
+    `memory`: their storage. Their DTensors report the device, because their gradients are there, and the optimizer
+    fetches them (`offload/runtime.py`). Modules go one by one, so that the device holds one of them at a time.
     """
     found = dict[str, Gather]()
     in_fp8, shards = frozenset(plan.feature(Fp8Plan).gathers), fsdp_shards(model)
     for path, module in model.named_modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if tensors and not any(each.is_meta for each in tensors):
-            continue  # the other name of a tied one
+            continue  # the other name of a tied parameter
         module.to_empty(device=device, recurse=False)
         for leaf in module._parameters:
             name, of = f"{path}.{leaf}", shards.get((module, leaf))

@@ -1,8 +1,8 @@
 """Data parallelism: FSDP2 over `dp_shard * cp`, copies over `dp_replicate`, and the three ZeRO stages.
 
 Gradients are summed, never averaged: the loss is already divided by the global count of target tokens, so data
-ranks, accumulation and later folds agree by construction (and gloo, which has no pre-multiplied sum, works). What each
-stage gathers and reduces, and when, is the table of `unshards.py`.
+ranks, accumulation and later folds agree by construction (and gloo, which has no pre-multiplied sum, works).
+`unshards.py` has the table of what each stage gathers and reduces, and when.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,20 +30,20 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.torch_internals import fsdp_forget
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-# In what a model computes that came in such a type, where nothing else is asked for.
+# Default precision of a model stored in such a dtype.
 PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()} | {torch.float16: "bf16"}
 
 
 def master_dtype(precision: str) -> torch.dtype:
-    """What parameters and optimizer state are kept in: fp32, or fp64 when that is what a proof computes in."""
+    """Dtype of parameters and optimizer state: fp32, or fp64 in a proof that computes in it."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def builders(
     model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype, stand_ins: Callable[[], Copies], methods: Sequence[str]
 ) -> Builders:
-    """What shards a model in place with FSDP2. `reduce_dtype`: in which gradients are summed. `stand_ins`: see
-    `copies.py`. `methods`: that run the model, beside its forward."""
+    """Builders that shard a model in place with FSDP2. `reduce_dtype`: the type of gradient sums. `stand_ins`: see
+    `copies.py`. `methods`: those that run the model, besides its forward."""
     return {
         Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, reduce_dtype),
         PrefetchWithinStages: lambda edit: _prefetch_within(model, edit.stages),
@@ -57,7 +57,7 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[mesh.layout.precision],
         reduce_dtype=reduce_dtype,
-        cast_forward_inputs=unit.over != "ep",  # the router's weights stay in its type
+        cast_forward_inputs=unit.over != "ep",  # the router's weights keep their dtype
     )
     fsdp, drop = mesh.fsdp_mesh(unit.over), not keeps_gathered(mesh.layout, unit.name)
     sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
@@ -67,18 +67,18 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
 
 
 def _prefetch_within(model: Any, stages: Sequence[Sequence[str]]) -> None:
-    """By default FSDP would follow the order of the last forward, which may have been that of another stage."""
+    """Prefetch within stages. By default FSDP follows the order of the last forward, which may be another stage's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_modules_to_backward_prefetch([module])  # of itself: nothing ahead
+            module.set_modules_to_backward_prefetch([module])  # itself: nothing ahead
     for names in stages:
         for before, layer in pairwise(map(model.get_submodule, names)):
             layer.set_modules_to_backward_prefetch([before])
 
 
 def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
-    """Let parameters rest as FSDP leaves them where there is nothing to shard: as DTensors over one rank, which refuse
-    to be taken for whole parameters."""
+    """Store parameters as FSDP leaves them when there is nothing to shard: as DTensors over one rank, which refuse to
+    be taken for whole parameters."""
     resting = dict[nn.Parameter, nn.Parameter]()  # a tied one stays one
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -92,7 +92,7 @@ def rest_in_dtensors(model: nn.Module, mesh: Mesh) -> None:
 
 
 def reshard(model: Any) -> None:
-    """Drop what is gathered or copied, so that the next use sees the parameters as they are then."""
+    """Drop gathered and copied parameters, so that the next use sees the parameters as they are then."""
     for module in model.modules() if model.fivefold.plan.feature(FsdpPlan).is_used else ():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -101,9 +101,9 @@ def reshard(model: Any) -> None:
 
 
 def put_in_order(model: Any) -> None:
-    """Sharded and idle: what a call that raised half-way has left gathered, or under way, is as before it."""
+    """Make the model sharded and idle again, after a call that raised half-way left units gathered or in flight."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            fsdp_forget(module)  # first: a unit that believes to be in a forward stays gathered
-            module.set_requires_gradient_sync(True, recurse=False)  # as a backward of the user's own takes it
+            fsdp_forget(module)  # first: a unit that believes it is in a forward stays gathered
+            module.set_requires_gradient_sync(True, recurse=False)  # as a user's own backward needs it
     reshard(model)

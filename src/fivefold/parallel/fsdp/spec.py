@@ -1,4 +1,4 @@
-"""What of a plan FSDP gathers and reduces, and what is copied in its place. No torch."""
+"""Parameters of a plan that FSDP gathers and reduces, or that are copied instead. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,38 +26,38 @@ class Unit:
 
     name: str
     parameters: tuple[str, ...]
-    over: Over = "tp"  # whose ranks the blocks of its parameters go to
+    over: Over = "tp"  # the ranks that get the blocks of its parameters
     frozen: frozenset[str] = frozenset()
 
 
-COPIED_BYTES = 2**30  # more memory than that is worth the time of FSDP's hooks
+COPIED_BYTES = 2**30  # more memory than this is worth the time of FSDP's hooks
 
 
 def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
-    """Whether tensor ranks, or one process, that train in bf16 copy all their parameters at once, where FSDP copies
-    those of a unit when the unit is used: the copies are small. Example: 500M parameters, 1 GB of copies."""
+    """True if tensor ranks, or one process, that train in bf16 copy all their parameters at once. FSDP copies those of
+    a unit when it is used. The copies must be small. Example: 500M parameters, 1 GB of copies."""
     numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
     is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
     return is_plain and numbers * layout.compute_bytes <= COPIED_BYTES
 
 
 def keeps_gathered(layout: Layout, unit: str) -> bool:
-    """Whether a unit's parameters stay gathered between forward and backward. The model's own unit ("") always does:
+    """True if a unit's parameters stay gathered between forward and backward. The model's own unit ("") always does:
     backward begins with it."""
     return layout.zero < 3 or unit == ""
 
 
 class FsdpPlan:
-    """The units of a rank, how large they are, and how often each is gathered and reduced."""
+    """Units of a rank, their sizes, and how often each is gathered and reduced."""
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan, self._placement = plan, plan.placement
 
     @cached_property
     def is_used(self) -> bool:
-        """Whether FSDP has something to do: among tensor ranks alone, and on one process, only where experts are
-        sharded, or parameters are computed with in another type, or from another place, than they rest in, and are not
-        copied as a whole (`copies.py`)."""
+        """True if FSDP has something to do. On tensor ranks alone, and in one process, only if experts are sharded, or
+        if parameters compute in another dtype or place than they are stored in and are not copied as a whole
+        (`copies.py`)."""
         layout = self._plan.layout
         is_shared = layout.world > layout.tp or self._placement.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self._plan.in_copies
@@ -67,30 +67,29 @@ class FsdpPlan:
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """The parameters that are computed with in copies of another type, without FSDP: those that do not rest in
-        it."""
+        """Parameters that compute in copies of another dtype, without FSDP: those that are not stored in it."""
         if self.is_used or not self._plan.in_copies:
             return ()
         return tuple(name for name in self._placement.shards if not self._placement.rests_as_computed(name))
 
     @property
     def rests_in_dtensors(self) -> bool:
-        """Whether parameters are DTensors, and gradients so too, which refuse to be taken for whole ones."""
+        """True if parameters and their gradients are DTensors, which refuse to be taken for whole tensors."""
         return self.is_used or self._plan.layout.world > 1
 
     @property
     def stood_in_for(self) -> tuple[str, ...]:
-        """The parameters for which other tensors stand in while they are computed with (`copies.py`), without FSDP."""
+        """Parameters that other tensors replace in compute (`copies.py`), without FSDP."""
         return tuple(self._placement.shards) if self.rests_in_dtensors and not self.is_used else self.copied
 
     @property
     def sharded(self) -> tuple[Unit, ...]:
-        """The units that FSDP gathers and reduces."""
+        """Units that FSDP gathers and reduces."""
         return self.units if self.is_used else ()
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """The parameters of this rank by what is gathered at once, inner before outer: the experts of each layer; the
+        """Parameters of this rank by what is gathered at once, inner before outer: the experts of each layer; the
         embedding; each layer; last the rest, which is the final norm and the head. An embedding that is tied, or whose
         weight the model reads outside of the module (Gemma 4), is gathered with the rest."""
         placement, anatomy = self._placement, self._plan.anatomy
@@ -110,7 +109,7 @@ class FsdpPlan:
 
     def padded_sizes(self, unit: Unit) -> tuple[int, int]:
         """(numbers that a unit gathers, numbers that it reduces). FSDP pads dimension 0 up to a multiple of the shards:
-        7 rows over 4 shards count as 8. None without FSDP: parameters and gradients are used where they are."""
+        7 rows over 4 shards count as 8. 0 without FSDP: parameters and gradients are used in place."""
         if not self.is_used:
             return 0, 0
         shards = self._placement.grid.fsdp_shards(unit.over)
@@ -118,8 +117,8 @@ class FsdpPlan:
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
     def gathered_bytes(self, unit: Unit) -> int:
-        """Bytes that a unit gathers, with padding: numbers of the compute dtype, and of one byte. Without FSDP, of its
-        copies."""
+        """Bytes that a unit gathers, with padding: numbers of the compute dtype, of fp8 or of NF4. Without FSDP, bytes
+        of its copies."""
         if not self.is_used:
             own = set(unit.parameters).intersection(self.copied)
             return sum(prod(self._placement.gathered_shape(name)) for name in own) * self._plan.layout.compute_bytes
@@ -128,7 +127,7 @@ class FsdpPlan:
         return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
 
     def _sent_in(self, name: str) -> float:
-        """Bytes of a number of a parameter that FSDP gathers."""
+        """Bytes per number of a parameter that FSDP gathers."""
         return 1 if name in self._in_fp8 else self._placement.rests_in(name, self._plan.layout.compute_bytes)
 
     @cached_property
@@ -140,12 +139,12 @@ class FsdpPlan:
         return max((prod(self._placement.gathered_shape(name)) for name in unit.parameters), default=0)
 
     def users(self, unit: Unit) -> frozenset[int]:
-        """The stages of this rank in which a unit's parameters get a gradient."""
+        """Stages of this rank in which a unit's parameters get a gradient."""
         users = {stage for name in unit.parameters for stage in self._placement.stages.users(name)}
         return frozenset(users.intersection(self._placement.own_stages))
 
     def unshards(self, micro_batches: int) -> Mapping[str, Unshards]:
-        """How often FSDP gathers and reduces each unit of this rank in a step."""
+        """Count how often FSDP gathers and reduces each unit of this rank in a step."""
         users = {unit.name: self.users(unit) for unit in self.units}
         order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._placement.coords.pp]
         return of_slots(order, users, micro_batches, self._placement.own_stages, self._plan.layout.zero)
@@ -161,8 +160,8 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """FSDP gathers a unit before it is used and reduce-scatters its gradients. Replicas all-reduce their shards once a
-    step."""
+    """Collectives of FSDP, which gathers a unit before it is used and reduce-scatters its gradients. Replicas
+    all-reduce their shards once a step."""
     fsdp, grid, shape = step.plan.feature(FsdpPlan), step.plan.placement.grid, step.shape
     counts = fsdp.unshards(shape.micro_batches)
     for unit in filter(lambda unit: unit.parameters, fsdp.units):
@@ -186,12 +185,12 @@ def calls(step: Step) -> Iterator[Call]:
             yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shard(Edit):
-    """The parameters of a unit are gathered and reduced as one."""
+    """Gather and reduce the parameters of a unit as one."""
 
     kind = "shard"
     unit: Unit
@@ -199,8 +198,8 @@ class Shard(Edit):
 
 @dataclass(frozen=True)
 class PrefetchWithinStages(Edit):
-    """In backward a unit prefetches the layer before, if that is of the same stage. `stages`: the layers of each of
-    this rank."""
+    """Let a unit prefetch the layer before it in backward, if that is of the same stage. `stages`: the layers of each
+    stage of this rank."""
 
     kind = "attribute"
     stages: tuple[tuple[str, ...], ...]
@@ -208,27 +207,27 @@ class PrefetchWithinStages(Edit):
 
 @dataclass(frozen=True)
 class RestAsDTensors(Edit):
-    """Parameters rest as DTensors where there is nothing to shard."""
+    """Store parameters as DTensors if there is nothing to shard."""
 
     kind, needs_memory = "rest", True
 
 
 @dataclass(frozen=True)
 class StandIn(Edit):
-    """Other tensors stand in for parameters while they are computed with."""
+    """Replace parameters by other tensors in compute."""
 
     kind, needs_memory = "hook", True
 
 
 @dataclass(frozen=True)
 class CastInputs(Edit):
-    """What enters a layer is cast to the type that it computes in."""
+    """Cast the inputs of a layer to its compute dtype."""
 
     kind, needs_memory = "pre-hook", True
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Units are sharded; without FSDP other tensors stand in for parameters."""
+    """Shard units; without FSDP, replace parameters by other tensors."""
     fsdp, placement = plan.feature(FsdpPlan), plan.placement
     for unit in fsdp.sharded:
         axis = placement.grid.fsdp_axis(unit.over)

@@ -1,4 +1,4 @@
-"""How often FSDP gathers the parameters of a unit in a step, and reduces its gradients. No torch.
+"""Counts of FSDP's gathers of a unit's parameters, and of its reductions of gradients, in a step. No torch.
 
 | zero | parameters gathered | gradients reduced |
 | ---- | ------------------- | ----------------- |
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from fivefold.core.schedule import Slot
 
-WITHOUT_FSDP = 2  # the stage that a process alone is like: copies of parameters stay, gradients are added at once
-DEFERRED = {"I": 1, "W": -1}  # what a slot adds to the gradients of weights that wait
+WITHOUT_FSDP = 2  # the stage that resembles a single process: copies of parameters stay, gradients are added at once
+DEFERRED = {"I": 1, "W": -1}  # what a slot adds to the waiting gradients of weights
 
 
 @dataclass(frozen=True)
 class Unshards:
-    """Of one unit in a step: gathers in forward and in backward passes, and reductions."""
+    """Counts for one unit in a step: gathers in forward and in backward passes, and reductions."""
 
     forward: int
     backward: int
@@ -29,10 +29,10 @@ class Unshards:
 def of_slots(
     order: Sequence[Slot], users: Mapping[str, frozenset[int]], micro_batches: int, own: Sequence[int], zero: int
 ) -> dict[str, Unshards]:
-    """The table at the top, of a rank whose slots come in `order`. `users`: unit -> its stages here; `own`: all stages
+    """Apply the table at the top to a rank with slots in `order`. `users`: unit -> its stages here; `own`: all stages
     here.
 
-    The model's own unit is gathered for every stage, as FSDP's root is, and stays gathered after a forward.
+    The model's own unit is gathered for every stage, like FSDP's root, and stays gathered after a forward.
     """
     progress, gathered = Progress(micro_batches, own, zero), set[str]()
     forward, backward, reductions = Counter[str](), Counter[str](), Counter[str]()
@@ -49,7 +49,7 @@ def of_slots(
 
 
 class Progress:
-    """Which backwards of this rank are still to come, and after which one FSDP reduces a unit.
+    """Remaining backwards of this rank, and the ones after which FSDP reduces a unit.
 
     ZeRO-1 reduces a unit once, after its last backward. ZeRO-2 and 3 reduce after every backward, except (a) while
     weight gradients are still deferred, and (b) if several stages of this rank share the unit.
@@ -61,18 +61,18 @@ class Progress:
         self._waiting = dict.fromkeys(own, 0)
 
     def note(self, slot: Slot) -> None:
-        """A backward, or a part of one, is done."""
+        """Note that a backward, or a part of one, is done."""
         if slot.kind in DEFERRED:
             self._waiting[slot.stage] += DEFERRED[slot.kind]
         if slot.kind in "BW":
             self._left[slot.stage] -= 1
 
     def is_last(self, users: frozenset[int]) -> bool:
-        """Whether no backward is left in the stages that give to a unit."""
+        """True if no backward is left in the stages that add to a unit."""
         return not any(self._left[stage] for stage in users)
 
     def reduces(self, slot: Slot, users: frozenset[int]) -> bool:
-        """Whether the unit to which `users` give is reduced now, after `slot` was noted."""
+        """True if the unit that `users` add to is reduced now, after `slot` was noted."""
         if slot.stage not in users or slot.kind not in "BW":
             return False
         return self.is_last(users) or (self._zero > 1 and len(users) == 1 and not self._waiting[slot.stage])

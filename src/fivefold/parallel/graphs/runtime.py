@@ -1,7 +1,7 @@
-"""Blocks under `torch.compile`: one compiled function for all that are alike, and a word when Dynamo gives one up.
+"""Blocks under `torch.compile`: one compiled function for all equal blocks, and a warning when Dynamo gives one up.
 
-Dynamo compiles a function anew whenever something that it guards on has changed. After a number of versions it runs
-what else comes uncompiled, and only its log says so: a run would go on at half of its speed and nobody would know.
+Dynamo recompiles a function whenever one of its guards fails. After a number of versions it runs the rest uncompiled,
+and only its log says so: a run would go on at half its speed unnoticed.
 """
 
 import warnings
@@ -18,8 +18,8 @@ from fivefold.parallel.graphs.spec import Compile, Outside
 from fivefold.torch_internals import compiled_versions, heard_from_dynamo
 
 VERSIONS = 64  # of one function; torch's 8 are used up by a model with several kinds of layers
-# A graph waits for a collective where its result is first read: kernels that do not read it run beside it. In backward
-# these are the products behind a gather or a sum over tp.
+# A graph waits for a collective where its result is first read, so that other kernels overlap it. In backward these are
+# the matmuls after a gather or a sum over tp.
 LATE_WAITS: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
@@ -28,13 +28,13 @@ LATE_WAITS: dict[str, Any] = {
 
 @dataclass
 class Compiled:
-    """The compiled blocks of one model. `given_up`: those at which Dynamo stopped compiling, and its reason."""
+    """Compiled blocks of one model. `given_up`: those at which Dynamo stopped compiling, and its reason."""
 
     given_up: dict[str, str] = field(default_factory=dict)
     _told: int = 0
 
     def block(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """`forward` of block `name`, compiled."""
+        """Compile `forward` of block `name`."""
         compiled_versions(at_least=VERSIONS)
         compiled = torch.compile(forward, options=LATE_WAITS)
 
@@ -45,7 +45,7 @@ class Compiled:
         return run
 
     def news(self) -> list[str]:
-        """What is to be said of the blocks that were given up since this was last asked."""
+        """Messages on the blocks that were given up since the last call."""
         new = list(self.given_up.items())[self._told :]
         self._told = len(self.given_up)
         return [said(name, reason) for name, reason in new]
@@ -57,7 +57,7 @@ class Compiled:
 
 
 def said(name: str, reason: str) -> str:
-    """For the user: what happened at block `name`, and what to do."""
+    """Tell the user what happened at block `name`, and what to do."""
     return (
         f"torch.compile gave up at {name} after {compiled_versions()} versions of it: from here on it runs uncompiled, "
         f"and slower; train.compile: false does without compiling (Dynamo's reason: {reason})"
@@ -65,7 +65,7 @@ def said(name: str, reason: str) -> str:
 
 
 def builders(model: nn.Module, compiled: Compiled) -> Builders:
-    """What compiles layers."""
+    """Builders that compile layers."""
 
     def outside(edit: Outside) -> None:
         row = model.get_submodule(edit.path)

@@ -1,4 +1,4 @@
-"""Linears of any registered class that multiply as `ops/linear.py` says."""
+"""Linears of any registered class that multiply by `ops/linear.py`."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from fivefold.parallel.linears import spec
 
 
 def builders(model: nn.Module, linears: Linears, reduce: Multiply) -> Builders:
-    """`linears`: how they multiply. `reduce`: sums up the partial products of a row."""
+    """Builders of linears. `linears`: how they multiply. `reduce`: sums the partial products of a row."""
 
     def multiply(edit: spec.Multiply) -> None:
         place(
@@ -28,13 +28,13 @@ def builders(model: nn.Module, linears: Linears, reduce: Multiply) -> Builders:
 
 
 def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply | None = None) -> None:
-    """Let a linear multiply as `linears` say. `reduce`: sums up the partial products of a row."""
+    """Let a linear multiply by `linears`. `reduce`: sums the partial products of a row."""
     is_transposed, is_plain = hf_internals.linear_dims(linear) == (1, 0), hf_internals.is_plain_linear(linear)
     linears.place(linear, role, is_transposed=is_transposed, is_plain=is_plain, reduce=reduce)
 
 
 def place_together(linears: Sequence[nn.Module], role: Role, how: Linears) -> None:
-    """Let linears that are given the same input multiply as one, as `how` says."""
+    """Let linears that share an input multiply as one, by `how`."""
     dims = {hf_internals.linear_dims(each) for each in linears}
     assert len(dims) == 1, "linears that share their input are of one kind"
     if all(map(hf_internals.is_plain_linear, linears)):

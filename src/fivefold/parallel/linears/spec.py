@@ -1,4 +1,4 @@
-"""How linears multiply: which get a forward of fivefold's, and why. No torch."""
+"""Linears that get a forward of fivefold's, and the reasons. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Role = Literal["column", "row", "dense", "latent"]  # see `ops/linear.py`
 
 @dataclass(frozen=True)
 class Multiply(Edit):
-    """A linear multiplies as its role asks."""
+    """Let a linear multiply as its role needs."""
 
     kind = "forward"
     role: Role
@@ -23,21 +23,21 @@ class Multiply(Edit):
 
 @dataclass(frozen=True)
 class MultiplyTogether(Edit):
-    """Linears that are given the same input multiply as one: the first for all."""
+    """Let linears that share an input multiply as one: the first for all."""
 
     kind = "forward"
     modules: tuple[str, ...]
 
 
 class LinearPlan:
-    """The linears of this rank's layers whose forwards are replaced."""
+    """Linears of this rank's layers whose forwards are replaced."""
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
 
     @cached_property
     def roles(self) -> dict[str, Role]:
-        """Of every linear that can have one. Routers and the head keep their own forwards."""
+        """Role of every linear that can have one. Routers and the head keep their own forwards."""
         plan, kinds = self._plan, self._plan.facts.partition.roles
         apart = [*(each.router for each in plan.facts.experts), *(each.name for each in plan.facts.experts)]
         names = [name for name in self._weights() if not is_within(name, apart)]
@@ -60,7 +60,7 @@ class LinearPlan:
                     yield from (each for each in (f"{stem}lora_A.weight", f"{stem}lora_B.weight") if each in parameters)
 
     def reasons(self, module: str, role: Role) -> Iterator[tuple[str, str]]:
-        """(what asks, why) of each reason for which a linear multiplies otherwise than by itself."""
+        """Yield each reason for another forward of a linear, as (feature that asks, reason)."""
         parameters, weight = self._plan.facts.parameters, f"{module}.weight"
         if role == "row":
             yield "tp", "partial sums are added up, then the bias"
@@ -79,7 +79,7 @@ class LinearPlan:
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Linears that multiply otherwise than by themselves; those that share their input in fp8 together."""
+    """Replace the forwards of linears that need it; linears that share an input in fp8 multiply together."""
     linears = plan.feature(LinearPlan)
     for module, role in linears.roles.items():
         if reasons := dict(linears.reasons(module, role)):

@@ -1,12 +1,12 @@
-"""The training loss in chunks, split by vocabulary: full logits never exist, forward or backward.
+"""The training loss in chunks, over a split vocabulary: full logits never exist, forward or backward.
 
 Each chunk of hidden states goes through the model's *own* forward with its base swapped for a pass-through, so
 that soft-capping, logit scales and biases of the head survive. The gradients of a chunk are computed on the spot
 and only [tokens, D] and the head's own gradients are kept (the idea of Liger Kernel, arXiv:2410.10989, with the
 head under tensor parallelism).
 
-What is computed of the logits of a chunk are three functions, between which tp exchanges vectors. They run operator by
-operator, or compiled (`Kernels`).
+Three functions work on the logits of a chunk, and tp exchanges vectors between them. They run operator by operator, or
+compiled (`Kernels`).
 
 Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank, K tokens that a teacher finds likeliest.
 """
@@ -29,7 +29,7 @@ Logits = Callable[[Tensor], Tensor]  # hidden states [1, N, D] -> logits [1, N, 
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """What a teacher says comes next: its K likeliest tokens and their log-probabilities, [B, T, K] each.
+    """A teacher's prediction: its K likeliest tokens and their log-probabilities, [B, T, K] each.
 
     The loss of a position becomes (1 - alpha) * cross entropy of its target + alpha * temperature^2 * KL(p, q): p is
     the teacher's softmax over these K tokens, q the model's over the vocabulary, both of logits / temperature
@@ -41,11 +41,11 @@ class SoftTargets:
     alpha: float
 
     def cut(self, cut: Callable[[Tensor], Tensor]) -> "SoftTargets":
-        """Of the tokens that `cut` leaves of [B, T, ...]."""
+        """Cut the targets to the tokens that `cut` leaves of [B, T, ...]."""
         return SoftTargets(cut(self.tokens), cut(self.log_probs), self.temperature, self.alpha)
 
     def split(self, sizes: Sequence[int]) -> Iterator["SoftTargets"]:
-        """Of each chunk, [N, K]."""
+        """Yield the targets of each chunk, [N, K]."""
         flat = (torch.split(each.flatten(0, -2), list(sizes)) for each in (self.tokens, self.log_probs))
         for tokens, log_probs in zip(*flat, strict=True):
             yield SoftTargets(tokens, log_probs, self.temperature, self.alpha)
@@ -63,10 +63,10 @@ def chunked_loss(
     soft: SoftTargets | None = None,
     kernels: "Kernels | None" = None,
 ) -> Tensor:
-    """Cross entropy summed over the targets of [B, T], each times its weight (None: 1), times `scale` (fp32 scalar).
-    With `soft` a teacher is followed at these positions. `kernels`: None for operator by operator.
+    """Sum the cross entropy over the targets of [B, T], each times its weight (None: 1), times `scale` (fp32 scalar).
+    With `soft` it also follows a teacher at these positions. `kernels`: None for operator by operator.
 
-    The gradients reach `hidden_BTD` and `head_parameters`. Without gradients enabled, nothing is kept.
+    The gradients reach `hidden_BTD` and `head_parameters`. Without gradients enabled, nothing is saved.
     """
     hidden, labels = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
     weights = None if weights_BT is None else weights_BT.reshape(-1).double()
@@ -92,7 +92,7 @@ def target_log_probs(
 def top_log_probs(
     logits_of: Logits, hidden_BTD: Tensor, sizes: tuple[int, ...], fold: TensorParallel, *, top_k: int, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Of every position the `top_k` likeliest of the first `vocabulary` tokens, int64 [B * T, K], and their
+    """Find the `top_k` likeliest of the first `vocabulary` tokens at every position, int64 [B * T, K], and their
     log-probabilities, fp32 or fp64, without gradient."""
     hidden = hidden_BTD.reshape(1, -1, hidden_BTD.shape[-1])
     with torch.no_grad():
@@ -101,12 +101,12 @@ def top_log_probs(
 
 
 def _total(nll_N: Tensor, weights_N: Tensor | None) -> Tensor:
-    """The weighted sum, fp64."""
+    """Weighted sum, fp64."""
     return nll_N.sum(dtype=torch.float64) if weights_N is None else nll_N.double().mul(weights_N).sum()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Forward computes the gradients too; backward hands them out."""
+    """Loss whose forward computes the gradients too; backward returns them."""
 
     @staticmethod
     def forward(
@@ -115,7 +115,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
-        sums: list[Tensor | None] = []  # None: of a parameter that the logits do not depend on
+        sums: list[Tensor | None] = []  # None for a parameter that the logits do not depend on
         parts = (torch.split(t, list(sizes), d) for t, d in ((hidden, 1), (labels, 0), (hidden_grad, 1)))
         weight_parts = [None] * len(sizes) if weights is None else torch.split(weights, list(sizes))
         soft_parts = [None] * len(sizes) if soft is None else soft.split(sizes)
@@ -123,7 +123,7 @@ class _ChunkedLoss(torch.autograd.Function):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
-            free = not saves_memory_of(logits)  # then their memory becomes that of their gradient
+            free = not saves_memory_of(logits)  # then their gradient takes their memory
             nll, logits_grad = _loss_and_gradient(
                 logits.detach(), _softmaxes(y, teacher), fold, _factor(y, weight, scale), overwrite=free,
                 kernels=kernels,
@@ -133,7 +133,7 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss if scale is None else loss * scale
             grad.copy_(chunk_grad)
             sums = [*grads] if len(sizes) == 1 else _accumulate(sums, grads)
-            del logits, logits_grad, chunk_grad, grads  # or they would be there beside the next chunk's
+            del logits, logits_grad, chunk_grad, grads  # or they would coexist with the next chunk's
         typed = (s if s is None else s.to(p.dtype) for s, p in zip(sums, parameters, strict=True))
         ctx.save_for_backward(hidden_grad, *typed)
         return total
@@ -160,22 +160,22 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _factor(labels_N: Tensor, weights_N: Tensor | None, scale: Tensor | None) -> Tensor:
-    """What the gradient of each target's cross entropy is multiplied by, [N]; 0 without a target."""
+    """Factor of the gradient of each target's cross entropy, [N]; 0 without a target."""
     has_target = labels_N != IGNORE
     factor = has_target if weights_N is None else torch.where(has_target, weights_N, 0.0)
     return factor if scale is None else factor * scale
 
 
-# ---- softmaxes over a vocabulary that is split -----------------------------------------------------------------------
+# ---- softmaxes over a split vocabulary -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Softmax:
-    """What one softmax over the vocabulary, of logits / `temperature`, is asked for: the sum over `targets` of
-    share * (share's own logarithm, where `entropies` have it, - log-probability of the token), times `weight`.
+    """A softmax over the vocabulary, of logits / `temperature`, and its loss: the sum over `targets` of share * (log of
+    the share, if `entropies` has it, - log-probability of the token), times `weight`.
 
-    `targets`: tokens and their shares, [N, K] each: K is 1 for the tokens of the text, whose share is 1. The shares of
-    a position add up to 1, or to 0 where it has no target."""
+    `targets`: tokens and their shares, [N, K] each; tokens of the text have K 1 and share 1. The shares of a position
+    add up to 1, or to 0 if it has no target."""
 
     targets: tuple[tuple[Tensor, Tensor], ...]
     entropies: Tensor | None = None  # [N]
@@ -184,7 +184,7 @@ class _Softmax:
 
 
 def _softmaxes(labels_N: Tensor, soft: SoftTargets | None = None) -> tuple[_Softmax, ...]:
-    """One for the text, or for it and a teacher; a teacher with a temperature has one of its own."""
+    """Make one softmax for the text, or for it and a teacher; a teacher with a temperature has one of its own."""
     has_target_N1 = (labels_N != IGNORE).unsqueeze(-1)
     of_text = labels_N.unsqueeze(-1), has_target_N1.double()
     if soft is None:
@@ -203,7 +203,7 @@ def _loss_and_gradient(
     logits: Tensor, softmaxes: Sequence[_Softmax], fold: TensorParallel, factor_N: Tensor | None = None,
     *, kernels: "Kernels", overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sum [N] of `softmaxes` over logits [1, N, V], fp32 or fp64, and the gradient of its sum times `factor_N`."""
+    """Sum `softmaxes` over logits [1, N, V] to [N], fp32 or fp64; also the gradient of its sum times `factor_N`."""
     alone = overwrite and len(softmaxes) == 1
     nll_N, grad = _cross_entropy(logits, softmaxes[0], fold, factor_N, overwrite=alone, kernels=kernels)
     for asked in softmaxes[1:]:
@@ -217,11 +217,11 @@ def _cross_entropy(
     logits: Tensor, asked: _Softmax, fold: TensorParallel, factor_N: Tensor | None = None,
     *, kernels: "Kernels", overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What is asked of vocabulary-split logits [1, N, V], [N] in fp32 or fp64; with `factor_N` also the gradient of its
-    sum with these factors (shape and dtype of the logits, and their memory if it may be overwritten).
+    """Loss `asked` of vocabulary-split logits [1, N, V], [N] in fp32 or fp64; with `factor_N` also the gradient of its
+    sum with these factors (shape and dtype of the logits, and their memory if `overwrite`).
 
     Over tp, two all-reduces of [N]-sized vectors: the maximum logit; then the sum of exponentials together with the
-    targets' logits, each of which exactly one rank holds.
+    targets' logits. Exactly one rank holds each target's logit.
     """
     precise, heat = _accumulator(logits.dtype), asked.temperature
     own = [_held(tokens_NK, shares_NK.to(precise), logits.shape[-1], fold) for tokens_NK, shares_NK in asked.targets]
@@ -243,27 +243,27 @@ def _cross_entropy(
 
 
 def _held(tokens_NK: Tensor, shares_NK: Tensor, columns: int, fold: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Where tokens are among the columns of this rank, and their shares: column 0 with none for tokens of others."""
+    """Locate tokens among the columns of this rank, with their shares: column 0 and share 0 for tokens of others."""
     at_NK = tokens_NK - fold.vocabulary[fold.rank][0]
     mine_NK = (at_NK >= 0) & (at_NK < columns)
     return torch.where(mine_NK, at_NK, 0), torch.where(mine_NK, shares_NK, 0.0)
 
 
-# ---- what is computed of logits --------------------------------------------------------------------------------------
+# ---- functions of logits ---------------------------------------------------------------------------------------------
 
 _Held = list[tuple[Tensor, Tensor]]  # columns and shares, [N, K] each
 
 
 class Kernels:
-    """Operator by operator: one fp32 (fp64) buffer of [N, V], that of the logits themselves if they may be overwritten,
-    is worked on in place: exponentials, softmax, gradient."""
+    """Functions run operator by operator. One fp32 (fp64) buffer of [N, V] is updated in place: exponentials, softmax,
+    gradient. The logits themselves serve as the buffer if they may be overwritten."""
 
     def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:
-        """The maximum, and the targets' logits by their shares: fp32 (fp64) [N] each."""
+        """Maximum logit, and the targets' logits weighted by their shares: fp32 (fp64) [N] each."""
         return _highest(logits_NV, own, heat)
 
     def sums(self, logits_NV: Tensor, highest_N: Tensor, heat: float, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-        """Of the exponentials, less the maximum, [N]; and the exponentials, where they are kept."""
+        """Sum of the exponentials, less the maximum, [N]; and the exponentials, if they are kept."""
         exponentials_NV = _exponentials(logits_NV, highest_N, heat, copy=not overwrite)
         return exponentials_NV.sum(dim=-1), exponentials_NV
 
@@ -277,8 +277,8 @@ class Kernels:
 
 
 class CompiledKernels(Kernels):
-    """Each reads the logits once. No exponentials are kept: the gradient computes them again, and takes the memory of
-    the logits where that may be."""
+    """Compiled functions, which each read the logits once. Exponentials are not saved: the gradient recomputes them,
+    and takes the memory of the logits if it may."""
 
     def __init__(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         self._highest, self._sums, self._gradient, self._in_place = (
@@ -323,11 +323,11 @@ def _sums(logits_NV: Tensor, highest_N: Tensor, heat: float) -> Tensor:
 
 
 def _gradient(x_NV: Tensor, sum_N: Tensor, factor_N: Tensor, own: _Held) -> Tensor:
-    """From exponentials, in place."""
+    """Turn exponentials into the gradient, in place."""
     x_NV.mul_((factor_N / sum_N).unsqueeze(-1))
     for at_NK, shares_NK in own:
         given_NK = -factor_N.unsqueeze(-1) * shares_NK
-        if torch.compiler.is_compiling() and at_NK.shape[-1] == 1:  # no write of its own to where the target is
+        if torch.compiler.is_compiling() and at_NK.shape[-1] == 1:  # saves a separate write at the target
             columns_V = torch.arange(x_NV.shape[-1], device=x_NV.device)
             x_NV = x_NV + torch.where(columns_V == at_NK, given_NK, 0.0)
         else:
@@ -346,12 +346,12 @@ def _gradient_in_place(logits_NV: Tensor, *rest: Any) -> None:
 
 
 def _over(x: Tensor, heat: float) -> Tensor:
-    """In place."""
+    """Divide in place."""
     return x if heat == 1 else x.div_(heat)
 
 
 def _top(logits: Tensor, fold: TensorParallel, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities [N, K] of vocabulary-split logits [1, N, V]."""
+    """Find the likeliest tokens and log-probabilities [N, K] of vocabulary-split logits [1, N, V]."""
     x_NV = logits[0].to(_accumulator(logits.dtype))
     highest_N = x_NV.amax(dim=-1)
     fold.all_reduce(highest_N, dist.ReduceOp.MAX)

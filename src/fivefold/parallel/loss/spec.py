@@ -1,4 +1,4 @@
-"""The loss over a vocabulary that ranks share: what they send. No torch."""
+"""Collectives of the loss over a split vocabulary. No torch."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from fivefold.parallel.step import Step
 
 def calls(step: Step) -> Iterator[Call]:
     """Two all-reduces for each chunk of N tokens, in fp32 (fp64): N largest logits; then N sums of exponentials and N
-    logits of the targets. Where answers are judged, their log-probabilities need the same once before, and a sum over
-    cp of one fp64 number for each answer of a micro batch."""
+    logits of the targets. Judged answers need the same once before, for their log-probabilities, and a sum over cp of
+    one fp64 number for each answer of a micro batch."""
     if not step.plan.placement.has_ends[1]:
         return
     head = step.plan.facts.anatomy.head

@@ -141,7 +141,7 @@ def _of_targets(weights_A: Tensor, answers_BT: Tensor) -> Tensor:
 
 
 def _of_whole_rows(found_N: Tensor, context: ContextParallel, rows: int, length: int) -> Tensor:
-    """[B, T, ...] from the results of each rank of cp for its own tokens [N, ...]."""
+    """Assemble [B, T, ...] from the results of each cp rank for its own tokens, [N, ...]."""
     places_BT = torch.arange(length, device=found_N.device).expand(rows, length)
     whole = found_N.new_zeros(rows, length, *found_N.shape[1:])
     whole[:, context.cut(places_BT)[0]] = found_N.view(rows, -1, *found_N.shape[1:])

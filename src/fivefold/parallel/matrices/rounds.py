@@ -1,4 +1,4 @@
-"""Which rank sends which part of which matrix to its owner, and back: the arithmetic of `runtime.py`. No torch."""
+"""Arithmetic of `runtime.py`: the parts of matrices that each rank sends to their owners, and back. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from fivefold.parallel.sharding import Region, numel
 
 @dataclass(frozen=True)
 class Round:
-    """What this rank sends and receives. Lists go by rank; a rank beyond the matrices of the round owns none."""
+    """Transfers of this rank. Lists go by rank; a rank beyond the matrices of the round owns none."""
 
-    names: tuple[str, ...]  # names[i] is put together on rank i
-    sent: list[list[Region]]  # local regions of each matrix; none where the owner has them from another copy
+    names: tuple[str, ...]  # names[i] is assembled on rank i
+    sent: list[list[Region]]  # local regions of each matrix; none if the owner has them from another copy
     kept: list[list[Region]]  # local regions of each matrix
-    gathered: list[list[Region]]  # of the matrix put together here: what each rank sends
+    gathered: list[list[Region]]  # of the matrix assembled here: what each rank sends
     dealt: list[list[Region]]  # and what each rank keeps
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """What this rank sends, to put matrices together and to deal results out."""
+        """Numbers that this rank sends, to assemble matrices and to distribute results."""
         return tuple(sum(numel(region) for each in lists for region in each) for lists in (self.sent, self.dealt))  # type: ignore[return-value]
 
 
 def matrix_rounds(placement: Placement, names: Sequence[str]) -> tuple[Round, ...]:
-    """The rounds in which the 2-D parameters `names` are seen whole, the most costly first."""
+    """Rounds that assemble the 2-D parameters `names`, the most costly first."""
     ordered = sorted(names, key=lambda name: -_cost(placement, name))
     return tuple(
         _round(placement, ordered[at : at + placement.world]) for at in range(0, len(ordered), placement.world)
@@ -59,7 +59,7 @@ def _regions(placement: Placement, name: str, rank: int, *, local: bool) -> list
 
 
 def _sends(placement: Placement, name: str, rank: int, owner: int) -> bool:
-    """Whether `rank` sends its part to `owner`: of all ranks with the same values, only the first one in the owner's
+    """True if `rank` sends its part to `owner`: of all ranks with the same values, only the first one in the owner's
     own replica does."""
     is_own_copy = placement.grid.coords(rank).dp_replicate == placement.grid.coords(owner).dp_replicate
     return is_own_copy and placement.shards[name].is_owner(placement.shard_index(name, rank).part)

@@ -20,7 +20,7 @@ from fivefold.parallel.sharding import Region, numel
 
 
 class FullMatrices:
-    """The 2-D parameters `names` of a parallelized model, each to be seen whole on one rank."""
+    """2-D parameters `names` of a parallelized model, each assembled on one rank."""
 
     def __init__(self, plan: ParallelPlan, names: Sequence[str]) -> None:
         self._shards, self._rank, self._world = plan.placement.shards, plan.placement.rank, plan.placement.world
@@ -28,13 +28,13 @@ class FullMatrices:
 
     @property
     def names(self) -> list[str]:
-        """The matrices in the order in which `map` asks for their parts."""
+        """Matrices in the order in which `map` asks for their parts."""
         return [name for each in self._rounds for name in each.names]
 
     def map(self, part: Callable[[str], Tensor], work: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's part of `work(whole)`) for every matrix, `part(name)` being its part of what goes in.
+        """Yield (name, this rank's part of `work(whole)`) for every matrix; `part(name)`: its part of the input.
 
-        Every rank takes all that this yields, in its order. `work` keeps the shape and the type.
+        Every rank takes all items, in their order. `work` keeps the shape and the type.
         """
         for each in self._rounds:
             parts = [part(name) for name in each.names]
@@ -46,14 +46,14 @@ class FullMatrices:
                     _paste(whole, regions, values)
                 whole = work(whole)
             else:
-                whole = like  # not read: nothing is dealt
+                whole = like  # not read: nothing is distributed
             received = self._exchange(like, _cut([whole] * self._world, each.dealt), each.kept)
             for name, own, regions, values in zip(each.names, parts, each.kept, received, strict=False):
                 _paste(own, regions, values)
                 yield name, own
 
     def _exchange(self, like: Tensor, outgoing: list[list[Tensor]], incoming: list[list[Region]]) -> list[Tensor]:
-        """What every rank sends to this one, flat, for what this one sends to every rank."""
+        """Send `outgoing` to every rank, and return what every rank sends to this one, flat."""
         pieces = [piece.reshape(-1) for to_rank in outgoing for piece in to_rank]
         flat = torch.cat(pieces) if pieces else like.new_empty(0)
         sizes = [sum(map(numel, regions)) for regions in incoming]
@@ -65,11 +65,11 @@ class FullMatrices:
 
 
 def _cut(tensors: Sequence[Tensor], regions: Sequence[Sequence[Region]]) -> list[list[Tensor]]:
-    """Views of the regions of each tensor; a list without regions has no tensor of its own."""
+    """Cut the regions of each tensor as views; a list without regions has no tensor of its own."""
     return [[tensors[i][region] for region in each] for i, each in enumerate(regions)]
 
 
 def _paste(tensor: Tensor, regions: Sequence[Region], values: Tensor) -> None:
-    """Fill the regions of `tensor` with `values`, which lie flat one after the other."""
+    """Fill the regions of `tensor` with `values`, flat and consecutive."""
     for region, part in zip(regions, torch.split(values, [numel(region) for region in regions]), strict=True):
         tensor[region].copy_(part.view_as(tensor[region]))

@@ -1,4 +1,4 @@
-"""Matrices that are seen whole, by Muon: what ranks send. No torch."""
+"""Collectives that assemble matrices for Muon. No torch."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from fivefold.parallel.step import Step
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Muon: all-to-alls put each matrix together on one rank, and send the shards of its update back."""
+    """All-to-alls of Muon, which assemble each matrix on one rank, and send the shards of its update back."""
     placement, optimizer = step.plan.placement, OPTIMIZERS[step.shape.optimizer]
     for each in matrix_rounds(placement, placement.block_matrices if optimizer.of_matrices is not None else ()):
         for numbers in each.numbers:

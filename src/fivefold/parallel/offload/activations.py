@@ -1,12 +1,12 @@
-"""What the forward pass of a layer saves for backward, in host memory until then.
+"""Saved activations of layers, in host memory until backward.
 
     forward     layer 1      layer 2      layer 3                  backward   3            2            1
     to the host              1            2                        from it    2            1
 
-While a layer runs forward, what the one before it saved is copied to the host. The last layer of a stage keeps what it
-saved: its backward may come next, and while it runs the layer before it is fetched. What a layer saves is told by its
-memory: tensors that are views of the same memory are one copy. What the layer was given besides its input, its
-parameters, and what is small beside its input stay where they are.
+While a layer runs forward, the tensors that the layer before it saved are copied to the host. The last layer of a stage
+keeps its own: its backward may come next, and while it runs, the layer before it is fetched. Saved tensors are
+identified by their memory: views of the same memory are one copy. Some stay on the device: what the layer was given
+besides its input, its parameters, and tensors that are small beside its input.
 """
 
 import weakref
@@ -26,7 +26,7 @@ from fivefold.torch_internals import plain_tensors, storage_key
 
 
 class Saved:
-    """Memory that a layer saved, away until backward. It lives as long as something in the graph asks for it."""
+    """Memory that a layer saved, away until backward. It lives as long as something in the graph refers to it."""
 
     def __init__(self, values: Tensor, home: Tensor, owner: "HostActivations") -> None:
         self.values: Tensor | None = values  # uint8 on the device, while they are there
@@ -37,24 +37,24 @@ class Saved:
 @dataclass
 class Pass:
     """One forward pass of one layer. `before`: that of the layer before it in the same micro batch; None at the first
-    layer of a stage. `saved`: what is still needed of it."""
+    layer of a stage. `saved`: the tensors that are still needed."""
 
     before: "Pass | None"
     saved: list["weakref.ref[Saved]"] = field(default_factory=list)
     copies: Copies = field(default_factory=lambda: Copies(()))
-    has_begun: bool = False  # its backward
+    has_begun: bool = False  # its backward has
 
     def away(self) -> list[Saved]:
-        """What has no values on the device; backward asks for the last first."""
+        """Saved memory without values on the device; backward asks for the last first."""
         there = (each() for each in reversed(self.saved))
         return [each for each in there if each is not None and each.values is None]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor that is a view of what was saved."""
+    """A saved tensor, which is a view of saved memory."""
 
-    of: Saved | None  # None: it stays
+    of: Saved | None  # None: it stays on the device
     made_in: Pass
     kept: Tensor | None
     dtype: torch.dtype
@@ -64,19 +64,19 @@ class Packed:
 
 
 class HostActivations:
-    """Of the layers of one model on this rank."""
+    """Saved activations of the layers of one model on this rank."""
 
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
         self._memory, self._device, self._lane = memory, device, Lane(device)
         self._last: Pass | None = None  # the newest forward pass of the micro batch
-        self._leaving: tuple[Copies, list[Saved]] = Copies(()), []  # under way to the host
+        self._leaving: tuple[Copies, list[Saved]] = Copies(()), []  # in transit to the host
         self._coming = Copies(())  # and from it
 
     def layer(
         self, block: nn.Module, forward: Callable[..., Any], *, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
-        """`forward` of the layer `block`, with what it saves away until its backward. `is_first`, `is_last`: of its
-        stage."""
+        """Wrap `forward` of the layer `block`, with its saved tensors away until its backward. `is_first`, `is_last`:
+        of its stage."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -97,11 +97,11 @@ class HostActivations:
         return Saved(values, self._memory.take(values.nbytes), self)
 
     def give_back(self, home: Tensor) -> None:
-        """The lane comes to it in order: what is copied into it next waits for what is copied out of it now."""
+        """Free a block. The lane keeps order: the next copy into the block waits for the current copy out of it."""
         self._memory.give_back(home)
 
     def _send(self, own: Pass, saving: "_Saving") -> None:
-        """Begin to copy what a layer saved; that of the layer before it is then given up on the device."""
+        """Begin to copy a layer's saved tensors; those of the layer before it are then freed on the device."""
         self._settle()
         moving = list(saving.found.values())
         pairs = [(each.home, each.values) for each in moving if each.values is not None]
@@ -110,7 +110,7 @@ class HostActivations:
             self._settle()
 
     def _settle(self) -> None:
-        """The copies under way to the host have ended, for what comes next on the device."""
+        """End the copies in transit to the host before any later work of the device."""
         copies, moving = self._leaving
         copies.meet()
         for each in moving:
@@ -119,7 +119,7 @@ class HostActivations:
         self._leaving = Copies(()), []
 
     def unpack(self, packed: Packed) -> Tensor:
-        """In backward: the tensor. The first one of a layer has the layer before it fetched."""
+        """Return the tensor, in backward. The first one of a layer starts to fetch the layer before it."""
         own = packed.made_in
         if not own.has_begun:
             own.has_begun = True
@@ -130,16 +130,16 @@ class HostActivations:
         if packed.of is None:
             assert packed.kept is not None
             return packed.kept
-        if packed.of.values is None:  # backward a second time through the same graph
+        if packed.of.values is None:  # a second backward through the same graph
             self._fetch(own)
             own.copies.meet()
         assert packed.of.values is not None
         whole = torch.empty(0, dtype=packed.dtype, device=self._device)
         whole.set_(packed.of.values.untyped_storage(), packed.offset, packed.shape, packed.stride)
-        return whole.data  # which nobody has changed in place yet: its count of changes is zero
+        return whole.data  # with its count of in-place changes at zero
 
     def _fetch(self, own: Pass) -> None:
-        """Begin to copy back what a layer saved."""
+        """Begin to copy a layer's saved tensors back."""
         away = own.away()
         if not away:
             return
@@ -152,14 +152,14 @@ class HostActivations:
 
 
 class _Saving:
-    """What one forward pass of a layer saves. `least`: bytes that are worth a copy; `moves`: whether they go away."""
+    """Tensors saved by one forward pass of a layer. `least`: bytes that are worth a copy; `moves`: they go away."""
 
     def __init__(
         self, owner: HostActivations, own: Pass, block: nn.Module, staying: set[int], *, least: int, moves: bool
     ) -> None:
         self._owner, self._own, self._block, self._staying = owner, own, block, staying
         self._least, self._moves = least, moves
-        # By memory and version: as the values of `found` hold the memory, nothing else gets its place meanwhile.
+        # By memory and version. The values of `found` hold the memory, so that nothing else gets its place meanwhile.
         self.found: dict[tuple[int, int], Saved] = {}
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -175,8 +175,8 @@ class _Saving:
         return Packed(self.found[key, tensor._version], self._own, None, *place)
 
     def _stays(self, key: int) -> bool:
-        """Whether it was given to the layer, or is a parameter's. FSDP gathers the parameters of experts after the
-        layer has begun, and frees their memory behind forward: they are looked for when something is saved."""
+        """True if the memory was given to the layer, or is a parameter's. FSDP gathers the parameters of experts after
+        the layer has begun, and frees their memory after forward, so each save looks for them."""
         if key not in self._staying and not any(key == of for of, _ in self.found):
             gathered = (each for each in self._block.parameters() if not isinstance(each, DTensor))
             self._staying.update(storage_key(own) for each in gathered for own in plain_tensors(each))
@@ -184,7 +184,7 @@ class _Saving:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What nested tuples, lists and dicts hold."""
+    """Leaves of nested tuples, lists and dicts."""
     if isinstance(value, dict):
         return [leaf for each in value.values() for leaf in _inside(each)]
     if isinstance(value, tuple | list):

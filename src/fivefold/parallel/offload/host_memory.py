@@ -1,7 +1,7 @@
-"""Memory beside the device's: of this machine, page-locked where a GPU copies to it, or a file's.
+"""Memory besides the device's: of this machine, page-locked if a GPU copies to it, or of a file.
 
-A file is for a device that is the CPU itself, or a machine with little memory: the kernel writes its pages to the disk
-and takes them back when others need them. It has no name, and is gone with the process, however that ends.
+A file is for a device that is the CPU itself, or for a machine with little memory: the kernel writes its pages to disk
+and reclaims them when others need them. It has no name, and is gone with the process, however that ends.
 """
 
 import errno
@@ -22,15 +22,15 @@ from fivefold.core.files import take_space
 from fivefold.core.units import human_bytes
 
 HOST = "host"  # of `offload_to`: not a folder
-SEGMENT = 32 * 2**20  # bytes asked for at once, where fewer are needed
+SEGMENT = 32 * 2**20  # bytes of a segment, at least
 _FINE = 64  # sizes between two powers of two: a block is at most a sixty-fourth larger than what is asked for
 
 
 class HostMemory:
-    """Blocks of bytes at `place`: `host`, or a folder for a file. A block that is given back is used again.
+    """Blocks of bytes at `place`: `host`, or a folder for a file. A freed block is used again.
 
-    `locks`: page-locked, for a GPU to copy to while it computes. Raises `UserError` where the folder cannot be written
-    or its disk is full.
+    `locks`: page-locked, for a GPU to copy to while it computes. Raises `UserError` if the folder cannot be written or
+    its disk is full.
     """
 
     def __init__(self, place: str, *, locks: bool) -> None:
@@ -53,7 +53,7 @@ class HostMemory:
             self._grow(size)
 
     def take(self, size: int) -> Tensor:
-        """A block, uint8 [size], not set."""
+        """Take a block, uint8 [size], not initialised."""
         rounded = _rounded(size)
         if self._free.get(rounded):
             return self._free[rounded].pop()[:size]
@@ -63,13 +63,13 @@ class HostMemory:
         return block[:size]
 
     def give_back(self, block: Tensor) -> None:
-        """A block that nothing reads any more, once the copies under way have ended."""
+        """Free a block that nothing reads any more, once the copies in flight have ended."""
         rounded = _rounded(len(block))
         whole = block.as_strided((rounded,), (1,))
         self._free.setdefault(rounded, []).append(whole)
 
     def rest(self, block: Tensor) -> None:
-        """The block is not read soon: pages of a file need not stay in this process."""
+        """Mark a block that is not read soon: pages of a file need not stay in this process."""
         if self._file is not None and block.nbytes:
             segment = self._sorted()[bisect_right(self._starts, block.data_ptr()) - 1]
             assert segment[1] is not None
@@ -98,7 +98,7 @@ class HostMemory:
         self.bytes += size
 
     def _lengthen(self, size: int) -> None:
-        """The file has so many bytes more, on the disk too."""
+        """Extend the file by so many bytes, on the disk too."""
         assert self._file is not None
         try:
             take_space(self._file, self.bytes, size)
@@ -115,18 +115,18 @@ class HostMemory:
 
 
 def allocate(size: int, dtype: torch.dtype) -> Tensor:
-    """`size` numbers of this machine's memory, not set."""
+    """Allocate `size` numbers in this machine's memory, not initialised."""
     return torch.empty(size, dtype=dtype)
 
 
 def page_lock(buffer: Tensor) -> None:
-    """A GPU copies to and from it by itself, until `unlock`. (torch's own page-locked memory would be rounded up to a
-    power of two, up to twice as much, and kept by its allocator when freed.)"""
+    """Page-lock a buffer, until `unlock`, so that a GPU copies to and from it by itself. (torch's own page-locked
+    memory would be rounded up to a power of two, up to twice as much, and kept by its allocator when freed.)"""
     _check(_runtime().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
 
 
 def unlock(buffer: Tensor) -> None:
-    """Ordinary memory again."""
+    """Undo `page_lock`."""
     _check(_runtime().cudaHostUnregister(buffer.data_ptr()))
 
 
@@ -144,7 +144,7 @@ def _check(error: object) -> None:
 
 
 def _file(folder: Path) -> int:
-    """A new file without a name."""
+    """Create a file without a name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(prefix="fivefold-offload-", dir=folder)
@@ -157,11 +157,11 @@ def _file(folder: Path) -> int:
 
 
 def _rounded(size: int) -> int:
-    """The size of the block for so many bytes: whole pages, and few sizes, so that blocks are used again."""
+    """Size of the block for so many bytes: whole pages, and few sizes, so that blocks are used again."""
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 1 - _FINE.bit_length() + 1))
     return -(-max(size, 1) // step) * step
 
 
 def most_bytes(size: int, blocks: int) -> int:
-    """What so many blocks of `size` bytes in all may take."""
+    """Most bytes that so many blocks of `size` bytes in all may take."""
     return size + size // _FINE + blocks * mmap.PAGESIZE

@@ -1,5 +1,4 @@
-"""Optimizer state, and parameters, in host memory: they come to the device part by part while the optimizer updates
-that part.
+"""Optimizer state and parameters in host memory: each part comes to the device while the optimizer updates it.
 
 The arithmetic is that of the same optimizer on the same values, part after part instead of all at once. So a step gives
 the same bits, for an optimizer that updates a parameter by its own gradient and state.
@@ -10,8 +9,8 @@ the same bits, for an optimizer that updates a parameter by its own gradient and
     back to the host                           1         2        part 1 while part 2 is updated
 
 At most `PARTS` parts of the state are on the device. Between steps `optimizer.state` holds the same tensors with their
-values in host memory: checkpoints and checks read them there. So it is with parameters, which FSDP gathers from there
-(`fsdp/gathers.py`); their gradients stay on the device.
+values in host memory, where checkpoints and checks read them. The same holds for parameters, which FSDP gathers from
+there (`fsdp/gathers.py`); their gradients stay on the device.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,13 +32,13 @@ from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
 from fivefold.parallel.offload.spec import OffloadActivations
 from fivefold.torch_internals import step_hooks
 
-WEIGHT = ""  # the kind of a parameter itself, beside those of its state
+WEIGHT = ""  # the kind of a parameter itself, besides those of its state
 WALKING = "fivefold_walking"  # an attribute of an optimizer whose state is on the device part by part
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What of a model lies in host memory. `memory`: None where nothing does."""
+    """Parts of a model that lie in host memory. `memory`: None if there are none."""
 
     memory: HostMemory | None
     states: "OptimizerStates"
@@ -47,7 +46,7 @@ class Offload:
 
 
 def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
-    """What `layout` asks for, at `place`: see `HostMemory`."""
+    """Set up what `layout` offloads, at `place`: see `HostMemory`."""
     is_on = layout.offload_optimizer or layout.offload_activations or layout.offload_parameters
     memory = HostMemory(place, locks=device.type == "cuda") if is_on else None
     states = OptimizerStates(memory, device, is_on=layout.offload_optimizer)
@@ -55,7 +54,7 @@ def offload_of(layout: Layout, place: str, device: torch.device) -> Offload:
 
 
 def builders(model: nn.Module, offload: Offload) -> Builders:
-    """What lets layers save in host memory."""
+    """Builders that let layers save in host memory."""
 
     def offload_activations(edit: OffloadActivations) -> None:
         assert offload.activations is not None, "the layout offloads them"
@@ -66,22 +65,22 @@ def builders(model: nn.Module, offload: Offload) -> Builders:
 
 
 class OptimizerStates:
-    """What the optimizers of one model update: its parameters and their state. `is_on`: the state lies in `memory`."""
+    """Parameters and state that the optimizers of one model update. `is_on`: the state lies in `memory`."""
 
     def __init__(self, memory: HostMemory | None, device: torch.device, *, is_on: bool) -> None:
         self._memory, self._device, self.is_on = memory, device, is_on
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # parameter -> kind -> its values in host memory
-        self._weights: dict[Tensor, Tensor] = {}  # parameter -> its own values there, of those that rest there
+        self._weights: dict[Tensor, Tensor] = {}  # parameter -> its own values there, if it is stored there
         # A CPU reads and writes a file's pages where they are: nothing is copied.
         self._in_place = memory is not None and memory.is_file and device.type == "cpu"
         self._inward, self._outward = Lane(device), Lane(device)
 
     def rest(self, weights: Mapping[Tensor, Tensor]) -> None:
-        """Parameters rest in host memory; `weights`: their shards there."""
+        """Register parameters that are stored in host memory; `weights`: their shards there."""
         self._weights = {} if self._in_place else dict(weights)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()`, once for each part of its parameters. Its hooks run as for one step.
+        """Call `optimizer.step()` once for each part of its parameters. Its hooks run as for one step.
 
         Raises `UserError` for an optimizer that counts its steps in its parameter groups.
         """
@@ -103,10 +102,9 @@ class OptimizerStates:
     def walk(
         self, optimizer: torch.optim.Optimizer, parts: Iterable[Sequence[Tensor]], *, weights: bool = False
     ) -> Iterator[Sequence[Tensor]]:
-        """Each of `parts`, lists of parameters, while the state of these parameters is on the device; `weights`: they
-        are there too.
+        """Yield each of `parts`, lists of parameters, while their state is on the device; `weights`: with their values.
 
-        What runs between two of them must update the first. All that was put back is in host memory at the end.
+        The caller must update a part before it takes the next. At the end everything is back in host memory.
         """
         if not (self.is_on or (weights and self._weights)):
             yield from parts
@@ -127,13 +125,13 @@ class OptimizerStates:
             values.clear()
             leaving.meet()
             leaving = self._put(optimizer, part, weights=weights)
-        leaving.wait()  # what reads host memory asks no stream
+        leaving.wait()  # readers of host memory wait for no stream
         leaving.meet()
 
     @contextmanager
     def there(self, parameter: Tensor) -> Iterator[Tensor]:
-        """Inside, the values of a parameter are on the device, to be changed: for an optimizer that walks its states
-        itself, and changes parameters later."""
+        """Bring the values of a parameter to the device in this context, to be changed: for an optimizer that walks its
+        states itself, and changes parameters later."""
         if parameter not in self._weights:
             yield local(parameter)
             return
@@ -145,14 +143,14 @@ class OptimizerStates:
         copies.meet()
 
     def keep(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
-        """The state of a parameter, which was set anew, goes to host memory."""
+        """Move the state of a parameter, which was set anew, to host memory."""
         if self.is_on:
             copies = self._put(optimizer, [parameter], weights=False)
             copies.wait()
             copies.meet()
 
     def reserve(self, optimizer_bytes: int, tensors: int) -> None:
-        """Have room for state of so many bytes in so many tensors. Raises `UserError` where there is none."""
+        """Reserve room for state of so many bytes in so many tensors. Raises `UserError` if there is none."""
         if self._memory is not None:
             self._memory.reserve(most_bytes(optimizer_bytes, tensors))
 
@@ -172,7 +170,7 @@ class OptimizerStates:
         return found, self._inward.copy(pairs)
 
     def _use(self, optimizer: torch.optim.Optimizer, values: Iterable[tuple[Tensor, str, Tensor]]) -> None:
-        """What was fetched is what the optimizer updates."""
+        """Let the optimizer update the fetched values."""
         for parameter, kind, value in values:
             if kind == WEIGHT:
                 put_local(parameter, value)
@@ -205,18 +203,18 @@ class OptimizerStates:
         return copies
 
     def _home(self, parameter: Tensor, kind: str, tensor: Tensor) -> Tensor | None:
-        """Where the values of a state lie in host memory; None for a state that something else has set since."""
+        """Find the values of a state in host memory; None for a state that something else has set since."""
         home = self._homes.get(parameter, {}).get(kind)
         return home if home is not None and home.data_ptr() == local(tensor).data_ptr() else None
 
 
 def _tensors(state: Any) -> list[tuple[str, Tensor]]:
-    """Of a parameter's state by kind; what is kept once per parameter, such as a count of steps, stays where it is."""
+    """List a parameter's state by kind; what exists once per parameter, such as a step count, stays where it is."""
     return [(kind, value) for kind, value in (state or {}).items() if isinstance(value, Tensor) and value.ndim > 0]
 
 
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
+    """Yield lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
     part, size = list[Tensor](), 0
     most = part_bytes(sum(local(each).nbytes for each in parameters))
     for parameter in parameters:
@@ -232,7 +230,7 @@ def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _only(optimizer: torch.optim.Optimizer, part: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the groups of the optimizer have these parameters alone."""
+    """Limit the groups of the optimizer to these parameters in this context."""
     chosen, whole = set(map(id, part)), [group["params"] for group in optimizer.param_groups]
     for group, parameters in zip(optimizer.param_groups, whole, strict=True):
         group["params"] = [each for each in parameters if id(each) in chosen]
@@ -244,5 +242,5 @@ def _only(optimizer: torch.optim.Optimizer, part: Sequence[Tensor]) -> Iterator[
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Numbers of a group: what an optimizer may count there."""
+    """Numbers of a group, in which an optimizer may count."""
     return {key: value for key, value in group.items() if isinstance(value, int | float)}

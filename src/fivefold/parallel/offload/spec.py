@@ -1,4 +1,4 @@
-"""What rests in host memory. No torch."""
+"""Offload of saved activations to host memory. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from fivefold.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class OffloadActivations(Edit):
-    """What a layer saves for backward lies in host memory. `is_first`, `is_last`: of a stage."""
+    """Keep the tensors that a layer saves for backward in host memory. `is_first`, `is_last`: of a stage."""
 
     kind = "forward"
     is_first: bool
@@ -17,7 +17,7 @@ class OffloadActivations(Edit):
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """What layers save lies in host memory."""
+    """Keep the tensors that layers save in host memory."""
     firsts, lasts = plan.placement.stage_ends
     for layer in plan.placement.layers if plan.layout.offload_activations else ():
         why = "what it saves for backward lies in host memory"

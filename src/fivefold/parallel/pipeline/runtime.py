@@ -1,7 +1,7 @@
 """Pipeline parallelism: one optimizer step over the stages of this rank, in the order of a schedule.
 
 Every model runs here. Without pipeline parallelism it is one stage, whose micro batches go forward and back one after
-the other, and nothing is sent.
+the other; nothing is sent.
 
 `run` executes this rank's actions of a `SchedulePlan`: slots (forward, backward) and the transfers between them.
 Hidden states go to the next stage, their gradients to the stage before; the last stage computes the loss. The orders
@@ -38,12 +38,11 @@ from fivefold.torch_internals import fsdp_add_late, fsdp_reduce_now
 
 @dataclass
 class Pipeline:
-    """The pipeline fold of one model on this rank.
+    """Pipeline parallelism of one model on this rank.
 
-    `group`: None where one rank has all stages. `embedding_group`: the group in which the gradient of a tied embedding
-    is summed; None where one rank has both ends. `store`: of the weight gradients that a schedule computes later; None
-    where it does not. `running`: the slot under way, for those who watch. `timed`: slots with their times, if it is a
-    list.
+    `group`: None if one rank has all stages. `embedding_group`: sums the gradient of a tied embedding; None if one rank
+    has both ends. `store`: weight gradients that a schedule defers; None if it defers none. `running`: the current
+    slot, for observers. `timed`: slots with their times, if it is a list.
     """
 
     plan: ParallelPlan
@@ -56,14 +55,14 @@ class Pipeline:
     timed: list[Timed] | None = None
 
     def timeline(self) -> Timeline:
-        """What `timed` holds, of all ranks of the pipeline. Each calls this; zero is the step's begin."""
+        """Timeline of `timed` on all ranks of the pipeline. Each calls this; zero is the step's begin."""
         everyone = plain.everywhere([asdict(each) for each in self.timed or ()], self.group)
         slots = [Timed(**each | {"slot": Slot(*each["slot"])}) for own in everyone for each in own]
         return Timeline(self.plan.layout.pp, tuple(slots))
 
 
 def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
-    """Forward and backward of every micro batch (`passes.Inputs`); gradients end up reduced. Returns the sum of the
+    """Run forward and backward of every micro batch (`passes.Inputs`); gradients end up reduced. Returns the sum of the
     losses, fp64: 0 on ranks without the last stage."""
     plan = pipeline.plan.feature(PipelinePlan).schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
@@ -74,7 +73,7 @@ def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
 
 
 class _Step:
-    """One optimizer step on this rank: what has been received, and what backward still needs."""
+    """One optimizer step on this rank: the tensors received, and those that backward still needs."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: SchedulePlan, inputs: Sequence[Any]) -> None:
         self.model, self.pipeline, self.plan, self.inputs = model, pipeline, plan, inputs
@@ -90,7 +89,7 @@ class _Step:
         self._watch = None if pipeline.timed is None else Stopwatch(self.loss.device, pipeline.group)
 
     def do(self, action: Slot | Transfer) -> None:
-        """A slot, or a transfer's beginning."""
+        """Run a slot, or begin a transfer."""
         if isinstance(action, Transfer):
             (self._send if action.way == "send" else self._receive)(action)
             return
@@ -108,7 +107,7 @@ class _Step:
             self._watch.mark()
 
     def finish(self) -> None:
-        """Everything has been sent; a tied embedding's two gradients are one."""
+        """Wait until everything is sent, and sum a tied embedding's two gradients."""
         if self._watch and self.pipeline.timed is not None:
             self.pipeline.timed += self._watch.timed(self.pipeline.plan.placement.coords.pp)
         for work, _ in self._sent:
@@ -138,7 +137,7 @@ class _Step:
         self._fsdp.before_backward(slot)
         self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
         with self._collecting(stage, at):
-            if out.requires_grad:  # not where all that ran is frozen
+            if out.requires_grad:  # not if all that ran is frozen
                 torch.autograd.backward(out, gradient)
         if hidden is not None:
             assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
@@ -157,14 +156,14 @@ class _Step:
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
     def _give(self, of: str, stage: int, at: int, tensor: Tensor) -> None:
-        """To another stage: of this rank at once, of another when its transfer comes."""
+        """Pass to another stage: on this rank at once, on another when its transfer comes."""
         if stage in self.pipeline.plan.placement.own_stages:
             self._given[of, stage, at] = tensor, None
         else:
             self._outbox[of, stage, at] = tensor.contiguous()
 
     def _wait_for(self, slot: Slot) -> None:
-        """Until what the slot takes from another rank is here."""
+        """Wait for the slot's input from another rank."""
         key = "F" if slot.kind == "F" else "B", slot.stage, slot.micro_batch
         tensor, work = self._given.get(key, (None, None))
         if tensor is not None and work is not None:
@@ -208,16 +207,16 @@ def _irecv(buffer: Tensor, group: dist.ProcessGroup | None, peer: int) -> dist.W
     return work
 
 
-# ---- when slots ran --------------------------------------------------------------------------------------------------
+# ---- times of slots --------------------------------------------------------------------------------------------------
 
 Mark = float | torch.cuda.Event
 
 
 class Stopwatch:
-    """When the slots of a step ran on this rank. Starts at zero on all ranks of a group at once, which all make one.
+    """Times of a step's slots on this rank. Starts at zero on all ranks of a group at once, which all make one.
 
     On a CPU the wall clock measures the slots. On a GPU a slot is only queued, so CUDA events between the slots measure
-    them. The time that a slot waits for hidden states or a gradient ends at its start, and is kept apart.
+    them. The time that a slot waits for hidden states or a gradient ends at its start, and is recorded apart.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -229,16 +228,16 @@ class Stopwatch:
         self._zero = self._now()
 
     def asked(self, slot: Slot) -> None:
-        """The rank has come to `slot`, which may have to wait."""
+        """Note that the rank has come to `slot`, which may have to wait."""
         self._slots.append(slot)
         self._marks.append(self._now())
 
     def mark(self) -> None:
-        """What the slot needs is here; and again, when the slot is done."""
+        """Note that the slot's input is here; and again, that the slot is done."""
         self._marks.append(self._now())
 
     def timed(self, rank: int) -> list[Timed]:
-        """The slots with their seconds since zero. Waits for the device."""
+        """Return the slots with their seconds since zero. Waits for the device."""
         self._synchronize()
         seconds = [self._seconds(mark) for mark in self._marks]
         of_slots = zip(self._slots, seconds[::3], seconds[1::3], seconds[2::3], strict=True)
@@ -262,11 +261,11 @@ class Stopwatch:
             torch.cuda.synchronize()
 
 
-# ---- what FSDP is told -----------------------------------------------------------------------------------------------
+# ---- settings of FSDP ------------------------------------------------------------------------------------------------
 
 
 class _Flags:
-    """Tells FSDP, unit by unit, what each backward reduces and keeps gathered. With deferred weight gradients (W
+    """Settings of FSDP, unit by unit: what each backward reduces and keeps gathered. With deferred weight gradients (W
     slots), FSDP's own hooks come too early: the unit is then reduced after a W slot."""
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: SchedulePlan) -> None:
@@ -304,7 +303,7 @@ class _Flags:
 
 
 def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor | None], Tensor]) -> Tensor | None:
-    """Run `work(stage, hidden)` through all stages, one after the other; what the last gives, on its rank."""
+    """Run `work(stage, hidden)` through all stages in order. Returns the last result on its rank, None elsewhere."""
     staged, placement, hidden = pipeline.staged, pipeline.plan.placement, None
     stages, own = placement.stages, placement.own_stages
     for stage in own:
@@ -324,7 +323,7 @@ def forward_only(pipeline: Pipeline, ids_BT: Tensor, work: Callable[[int, Tensor
 def broadcast_from_last_stage(
     pipeline: Pipeline, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
-    """What the last stage's rank has, on all ranks of the pipeline."""
+    """Broadcast the tensor of the last stage's rank to all ranks of the pipeline."""
     if pipeline.group is None and tensor is not None:
         return tensor
     source = pipeline.plan.placement.stages.rank_of(pipeline.plan.placement.stages.count - 1)

@@ -1,4 +1,4 @@
-"""The order of the passes of a plan. No torch."""
+"""Order of the passes of a plan. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from fivefold.parallel.step import Step
 
 
 class PipelinePlan:
-    """When each stage runs which micro batch, and for how long."""
+    """Order of each stage's micro batches, and their durations."""
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
 
     def schedule(self, micro_batches: int) -> SchedulePlan:
-        """The order of the passes; without a pipeline, of one stage. Raises `UserError` where it does not take so many
-        micro batches."""
+        """Make the order of the passes; without a pipeline, of one stage. Raises `UserError` if it does not take so
+        many micro batches."""
         return _schedule(self._plan.layout, micro_batches)
 
     def slot_duration(self, slot: Slot) -> float:
@@ -44,7 +44,7 @@ def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Hidden states to the next stage, their gradients back, and the sum of a tied embedding's gradients."""
+    """Sends of hidden states to the next stage and of gradients back, and the sum of a tied embedding's gradients."""
     plan, shape = step.plan, step.shape
     tokens = shape.tokens // plan.layout.tp if plan.splits_sequence else shape.tokens
     size = shape.rows * tokens * shape.hidden * shape.compute_bytes
@@ -61,25 +61,25 @@ def calls(step: Step) -> Iterator[Call]:
         yield Call(axis="pp_ends", kind="all_reduce", bytes=size, phase="step", layer=plan.tied)
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stages(Edit):
-    """The model runs one stage at a time."""
+    """Run the model one stage at a time."""
 
     kind = "attribute"
 
 
 @dataclass(frozen=True)
 class Stub(Edit):
-    """A module of another stage gives way to a stub."""
+    """Replace a module of another stage by a stub."""
 
     kind = "stub"
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Modules of other stages give way to stubs."""
+    """Replace modules of other stages by stubs."""
     stages, own = plan.placement.stages, set(plan.placement.own_stages)
     if stages.count == 1:
         return

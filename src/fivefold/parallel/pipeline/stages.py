@@ -28,14 +28,14 @@ from fivefold.parallel.pipeline.spec import Stages, Stub
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.tensor.runtime import TensorParallel
 
-# ---- what stands in for a module of another stage --------------------------------------------------------------------
+# ---- stand-ins for modules of other stages ---------------------------------------------------------------------------
 
 
 class StageStub(nn.Module):
-    """Stands in for a module of another stage: returns the hidden states it is given, in the form (tensor or tuple) of
+    """Stand-in for a module of another stage: returns the hidden states it is given, in the form (tensor or tuple) of
     that module.
 
-    It keeps the attributes of the module, which some models read from their layers.
+    It keeps the attributes of the module, because some models read them from their layers.
     """
 
     def __init__(self, original: nn.Module, *, in_tuple: bool = False) -> None:
@@ -47,18 +47,18 @@ class StageStub(nn.Module):
         self._in_tuple = in_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden states given, after `passing`."""
+        """Return the hidden states given, after `passing`."""
         hidden = self.passing(args[0] if args else kwargs["hidden_states"])
         return (hidden,) if self._in_tuple else hidden
 
     def passing(self, hidden: Tensor) -> Tensor:
-        """What becomes of the hidden states: nothing."""
+        """Return the hidden states unchanged."""
         return hidden
 
 
 class _Slot(StageStub):
-    """Before a stage's first layer (`takes_in`): returns what was received. After its last layer: keeps what it is
-    given."""
+    """Stub before a stage's first layer (`takes_in`), which returns what was received; or after its last layer, which
+    keeps what it is given."""
 
     def __init__(self, original: nn.Module, *, in_tuple: bool, takes_in: bool) -> None:
         super().__init__(original, in_tuple=in_tuple)
@@ -74,8 +74,8 @@ class _Slot(StageStub):
 
 
 class _Zeros(StageStub):
-    """Of an embedding or a linear: zeros as it would give them, [*, features]. `weight`: that of a tied embedding whose
-    head is here; else it has no numbers, but some models (Llama 4) ask it for its device."""
+    """Stand-in for an embedding or a linear: zeros in the shape of its output, [*, features]. `weight`: that of a tied
+    embedding whose head is here; else it has no numbers, but some models (Llama 4) ask it for its device."""
 
     def __init__(
         self, original: nn.Module, shape: Callable[[Tensor], Sequence[int]], dtype: torch.dtype,
@@ -86,7 +86,7 @@ class _Zeros(StageStub):
         self.weight: Tensor = torch.empty(0, dtype=dtype, device="meta") if weight is None else weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """The device follows that of the model; the type stays the one it computes in."""
+        """Follow the model's device, but keep the compute dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if not isinstance(self.weight, nn.Parameter):
             self.weight = fn(self.weight).to(self._dtype)
@@ -102,7 +102,7 @@ class _Zeros(StageStub):
 
 @dataclass
 class StageModules:
-    """The stages of this rank in its model. What is put into the model while one runs: `views`, and of them `slots`
+    """The stages of this rank in its model. `views`: modules that are put into the model while one runs. `slots`: those
     before its first layer and after its last. `stubs`: of every module that has a stage."""
 
     plan: ParallelPlan
@@ -115,20 +115,20 @@ class StageModules:
     stubs: dict[str, nn.Module] = field(default_factory=dict)
 
     def is_last(self, stage: int) -> bool:
-        """Whether the loss is computed there."""
+        """True if the loss is computed in this stage."""
         return stage == self.plan.placement.stages.count - 1
 
     def shape(self, ids_BT: Tensor) -> tuple[int, int, int]:
-        """Of the hidden states of a micro batch between stages, [B, T, D]."""
+        """Shape of the hidden states of a micro batch between stages, [B, T, D]."""
         rows, length = ids_BT.shape
         return rows, self.tensor.share(self.context.share(length)), self.plan.facts.hidden_size
 
     def empty(self, ids_BT: Tensor) -> Tensor:
-        """Memory for them."""
+        """Allocate such hidden states."""
         return torch.empty(self.shape(ids_BT), dtype=self.dtype, device=ids_BT.device)
 
     def check(self, stage: int, hidden_BTD: Tensor, ids_BT: Tensor) -> None:
-        """Raises `UserError` for hidden states of a shape or type that the next stage does not expect: its buffer would
+        """Raise `UserError` for hidden states of a shape or type that the next stage does not expect: its buffer would
         be misread."""
         if (hidden_BTD.shape, hidden_BTD.dtype) != (self.shape(ids_BT), self.dtype):
             raise UserError(
@@ -139,8 +139,9 @@ class StageModules:
 
     @contextmanager
     def running(self, stage: int, hidden: Tensor | None) -> Iterator[Callable[[], Tensor]]:
-        """Inside, the model's forward runs `stage` alone on `hidden`. The yielded function returns its output."""
-        taken, given = self.slots.get(stage, (None, None))  # one stage has neither
+        """Let the model's forward run `stage` alone on `hidden` in this context. The yielded function returns its
+        output."""
+        taken, given = self.slots.get(stage, (None, None))  # a single stage has neither
         if taken:
             taken.value = hidden
         view = self.views.get(stage, {})
@@ -161,7 +162,7 @@ def _given_out(slot: _Slot | None) -> Tensor:
 
 
 def builders(staged: StageModules) -> Builders:
-    """What puts stubs into a model, in place, where other ranks have the modules."""
+    """Builders that put stubs into a model, in place of other ranks' modules."""
     return {
         Stages: lambda edit: _find_views(staged),
         Stub: lambda edit: _place(staged.model, {edit.path: staged.stubs[edit.path]}),
@@ -169,7 +170,7 @@ def builders(staged: StageModules) -> Builders:
 
 
 def _find_views(staged: StageModules) -> None:
-    """Find what is put into the model while each of its stages runs."""
+    """Find the modules that are put into the model while each of its stages runs."""
     model, plan, tensor = staged.model, staged.plan, staged.tensor
     stages, own = plan.placement.stages, set(plan.placement.own_stages)
     anatomy, in_tuples = plan.anatomy, plan.facts.in_tuples
@@ -184,7 +185,7 @@ def _find_views(staged: StageModules) -> None:
         original: Any = originals[path]
         if isinstance(original, nn.Embedding):
             share = tensor.share if path == anatomy.embedding else (lambda length: length)
-            # Where only the head of a tied embedding is, its weight keeps the embedding's name in the stand-in.
+            # If only the head of a tied embedding is here, its weight keeps the embedding's name in the stand-in.
             weight = original.weight if is_here[path] and 0 not in own else None
             return _Zeros(
                 original, lambda x: (*x.shape[:-1], share(x.shape[-1]), original.embedding_dim), staged.dtype, weight
@@ -196,7 +197,7 @@ def _find_views(staged: StageModules) -> None:
 
     staged.stubs.update({path: stub(path) for path in originals})
     for stage in plan.placement.own_stages:
-        # A tied embedding is at work in the first stage only; in the last one the head has its weight.
+        # A tied embedding works in the first stage only; in the last one the head uses its weight.
         view = {
             path: originals[path]
             if stage == (where[0] if path == anatomy.embedding else where[-1])
@@ -213,7 +214,7 @@ def _find_views(staged: StageModules) -> None:
 
 
 def _place(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Put modules where their paths say; children of the model, of a module or of a list."""
+    """Put modules at their paths, as children of the model, of a module or of a list."""
     for path, module in modules.items():
         parent, _, leaf = path.rpartition(".")
         model.get_submodule(parent)._modules[leaf] = module

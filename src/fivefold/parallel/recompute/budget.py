@@ -1,4 +1,4 @@
-"""A budget of recompute: which layers keep what within so many bytes. No torch."""
+"""Recompute modes of layers within a budget of bytes. No torch."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from fivefold.parallel.plan import ParallelPlan
 
 
 def within_budget(plan: ParallelPlan, tokens: int, micro_batches: int) -> ParallelPlan:
-    """The same plan with a budget of recompute spent: for rows of `tokens` tokens, padded, and so many micro batches in
-    a step. Raises `UserError` where full recompute of all layers keeps more."""
+    """Spend the recompute budget of a plan, for rows of `tokens` tokens, padded, and so many micro batches in a step.
+    Raises `UserError` if full recompute of all layers keeps more."""
     if budget_bytes(plan.layout.recompute) is None:
         return plan
     shape = plan.step_shape(plan.layout.micro_batch_size, tokens, micro_batches)

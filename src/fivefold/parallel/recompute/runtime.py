@@ -1,4 +1,4 @@
-"""Layers that run again in backward."""
+"""Layers that are recomputed in backward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ _SAVING: dict[Saves, Callable[[Forward], Forward]] = {
 
 
 def builders(model: nn.Module, *, is_compiled: bool) -> Builders:
-    """`is_compiled`: layers are. What keeps runs outside of their graphs."""
+    """Builders of recompute. `is_compiled`: layers are compiled; what saves results runs outside of their graphs."""
     outside: Callable[..., Any] = torch.compiler.disable if is_compiled else lambda forward: forward
 
     def save_linear(edit: SaveLinear) -> None:

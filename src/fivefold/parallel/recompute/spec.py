@@ -1,4 +1,4 @@
-"""Layers that run again in backward, and what selective recompute keeps of them. No torch."""
+"""Layers that are recomputed in backward, and what selective recompute saves of them. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from fivefold.parallel.plan import ParallelPlan
 
 
 class RecomputePlan:
-    """The linears whose results selective recompute keeps."""
+    """Linears whose outputs selective recompute saves."""
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan = plan
 
     @cached_property
     def linears(self) -> frozenset[str]:
-        """The linears of all layers whose results selective recompute keeps: all but routers and a layer's last one,
-        which nothing behind it reads again."""
+        """Linears of all layers whose outputs selective recompute saves: all but routers and a layer's last one, which
+        nothing after it reads again."""
         routers = {each.router for each in self._plan.facts.experts}
         last = {block.row for block in self._plan.facts.partition.tp_blocks if block.is_last}
         names = (
@@ -31,25 +31,25 @@ class RecomputePlan:
         return frozenset(name for name in names if name not in last and not is_within(f"{name}.", routers))
 
     def keeps(self, weight: str) -> bool:
-        """Whether selective recompute keeps the product with a weight."""
+        """True if selective recompute saves the product with a weight."""
         return weight.removesuffix(".weight") in self.linears
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 Saves = Literal["output", "sum", "nothing"]
 
 
 @dataclass(frozen=True)
 class SaveAttention(Edit):
-    """An attention module keeps what it gives for the second forward."""
+    """Let an attention module save its output for the second forward."""
 
     kind = "attribute"
 
 
 @dataclass(frozen=True)
 class SaveLinear(Edit):
-    """A linear keeps its `output` for the second forward; the `sum` over tp of its outputs; or `nothing`."""
+    """Let a linear save its `output` for the second forward, the `sum` over tp of its outputs, or `nothing`."""
 
     kind = "forward"
     saves: Saves
@@ -57,7 +57,7 @@ class SaveLinear(Edit):
 
 @dataclass(frozen=True)
 class Recompute(Edit):
-    """A layer runs again in backward. `in_graph`: its graph does. `is_selective`: what is dear is kept."""
+    """Recompute a layer in backward. `in_graph`: inside of its graph. `is_selective`: save expensive results."""
 
     kind = "forward"
     in_graph: bool
@@ -65,8 +65,8 @@ class Recompute(Edit):
 
 
 def edits_of_modules(plan: ParallelPlan) -> Iterator[Edit]:
-    """What modules of selectively recomputed layers keep. A graph cannot keep anything: it ends before, and another
-    begins behind. (A layer that is one graph keeps by `torch.compile`'s own means.)"""
+    """Let modules of selectively recomputed layers save results. A graph cannot save these: it breaks there. (A layer
+    that is one graph saves by `torch.compile`'s own means.)"""
     rows = {block.row: block.is_last for block in plan.partition.tp_blocks} if plan.reduces_rows else {}
     linears, why = plan.feature(RecomputePlan).linears, "what it gives is kept for the second forward"
     costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
@@ -87,13 +87,13 @@ def edits_of_modules(plan: ParallelPlan) -> Iterator[Edit]:
 
 
 def edits_in_graphs(plan: ParallelPlan) -> Iterator[Edit]:
-    """Layers of which one graph runs again: what runs again joins the kernels of the backward, and what nothing there
-    reads is left out."""
+    """Recompute layers that are one graph: their second forward joins the kernels of the backward, and leaves out what
+    nothing there reads."""
     return (edit for edit in _edits_of_layers(plan) if edit.in_graph)
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """The other layers that run again: all of their graphs do."""
+    """Recompute the other layers, with all of their graphs."""
     return (edit for edit in _edits_of_layers(plan) if not edit.in_graph)
 
 

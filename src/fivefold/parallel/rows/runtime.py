@@ -1,4 +1,4 @@
-"""Rows of packed documents: what `models/forwards.py` does, put into a model."""
+"""Rows of packed documents: edits of a model by `models/forwards.py`."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from fivefold.parallel.rows.spec import CountBehindPadding, HandOnBounds, Refuse
 
 
 def builders(model: nn.Module, cp: int) -> Builders:
-    """`cp`: ranks that share a row."""
+    """Builders for rows. `cp`: ranks that share a row."""
 
     def refuse_long_rows(edit: RefuseLongRows) -> None:
         check = partial(check_rows, edit.counted.name, edit.counted.most, cp)

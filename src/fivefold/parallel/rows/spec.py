@@ -11,7 +11,7 @@ from fivefold.parallel.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class RefuseLongRows(Edit):
-    """Rows in which `counted` would let documents change each other are refused."""
+    """Refuse rows in which `counted` would let documents change each other."""
 
     kind = "pre-hook"
     counted: Counted
@@ -19,7 +19,7 @@ class RefuseLongRows(Edit):
 
 @dataclass(frozen=True)
 class HandOnBounds(Edit):
-    """A layer gives its `attention` modules the bounds of documents."""
+    """Give the `attention` modules of a layer the bounds of documents."""
 
     kind = "forward"
     attention: tuple[str, ...]
@@ -27,14 +27,14 @@ class HandOnBounds(Edit):
 
 @dataclass(frozen=True)
 class CountBehindPadding(Edit):
-    """The base is given positions that count from behind token `padding`."""
+    """Give the base positions that count from after token `padding`."""
 
     kind = "pre-hook"
     padding: int
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """What a model needs to see documents, not rows."""
+    """Let a model see documents, not rows."""
     facts, base = plan.facts, plan.anatomy.base
     if facts.counted:
         yield RefuseLongRows(base, "rows", f"{facts.counted.name} counts the tokens of a row", facts.counted)

@@ -50,14 +50,14 @@ from fivefold.parallel.tensor.spec import (
     WholeVocabulary,
 )
 
-# ---- placing them in a model ---------------------------------------------------------------------------------------
+# ---- tensor parallelism in a model ---------------------------------------------------------------------------------
 
 
 @dataclass
 class TensorParallel:
-    """The tensor parallel fold of one model on this rank: its group, and whether activations are split by sequence.
+    """Tensor parallelism of one model on this rank: its group, and whether activations are split by sequence.
 
-    Every model has one. `group` is None where tp is 1: then everything passes as it is. `sequence_parallel` and
+    Every model has one. `group` is None if tp is 1: then everything passes as it is. `sequence_parallel` and
     `head_in_chunks` change during a run: generation works on single tokens, and the chunked loss gathers once and keeps
     logits split by `vocabulary`.
     """
@@ -71,21 +71,21 @@ class TensorParallel:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks have the same activations."""
+        """True if several ranks have the same activations."""
         return self.size > 1 and not self.sequence_parallel
 
     @property
     def row_groups(self) -> list[dist.ProcessGroup]:
-        """The group of the ranks that have other tokens of the same rows, if there are any."""
+        """Group of the ranks that have other tokens of the same rows, if there are any."""
         return [self.group] if self.group is not None and self.sequence_parallel else []
 
     def share(self, tokens: int) -> int:
-        """Of so many tokens of a row, how many have their hidden states here."""
+        """Number of tokens with hidden states on this rank, for `tokens` of a row."""
         return tokens // self.size if self.sequence_parallel else tokens
 
     def enter(self, x_BTD: Tensor) -> Tensor:
-        """Into a column-parallel region: all tokens on every rank. Tokens [N, D] without rows are gathered rank after
-        rank, and `leave` returns each rank its own."""
+        """Enter a column-parallel region: all tokens on every rank. Tokens [N, D] without rows are gathered in rank
+        order, and `leave` returns each rank its own."""
         if self.group is None:
             return x_BTD
         if x_BTD.ndim == 2:
@@ -93,7 +93,7 @@ class TensorParallel:
         return (gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel)(x_BTD, self.group)
 
     def leave(self, x_BTD: Tensor) -> Tensor:
-        """Out of a row-parallel region: partial sums added up."""
+        """Leave a row-parallel region: sum the partial results."""
         if self.group is None:
             return x_BTD
         if x_BTD.ndim == 2:
@@ -108,7 +108,7 @@ class TensorParallel:
             dist.all_reduce(x, op, group=self.group)
 
     def all_gather(self, x_NK: Tensor) -> Tensor:
-        """Numbers without a gradient of every rank of tp, one rank's after the other's in the last dimension."""
+        """Gather numbers without a gradient from every rank of tp, in rank order along the last dimension."""
         if self.group is None:
             return x_NK
         found = [torch.empty_like(x_NK) for _ in range(self.size)]
@@ -117,13 +117,13 @@ class TensorParallel:
 
 
 def tensor_parallel(plan: ParallelPlan, group: dist.ProcessGroup | None) -> TensorParallel:
-    """The fold of a plan. Nothing is done to a module yet."""
+    """Make the tensor parallelism of a plan. No module is changed yet."""
     vocabulary = tuple(rows[0] for rows, *_ in plan.placement.shards[plan.head_weight].held)
     return TensorParallel(group, plan.placement.coords.tp, plan.layout.tp, plan.splits_sequence, vocabulary)
 
 
 def builders(model: nn.Module, fold: TensorParallel) -> Builders:
-    """What cuts the parameters of `model` and hooks the modules around them."""
+    """Builders that cut the parameters of `model` and hook the modules around them."""
     places, entries = parameter_places(model), dict[TPInput, list[Tensor]]()
 
     def lookup(edit: Lookup) -> None:
@@ -161,11 +161,11 @@ def builders(model: nn.Module, fold: TensorParallel) -> Builders:
     }
 
 
-Place = tuple[nn.Module, str]  # a module, and what it calls a parameter
+Place = tuple[nn.Module, str]  # a module, and its name for a parameter
 
 
 def parameter_places(model: nn.Module) -> dict[str, list[Place]]:
-    """Name -> the modules that hold the parameter, and what they call it; several where it is tied."""
+    """Name -> the modules that hold the parameter, and their names for it; several if it is tied."""
     found = dict[nn.Parameter, list[Place]]()
     for module in model.modules():
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -185,7 +185,7 @@ def _cut(places: Sequence[Place], shape: Sequence[int]) -> None:
 
 
 def _again(enter: Callable[[Tensor], Tensor], x_BTD: Tensor) -> Tensor:
-    """`enter`, which a graph runs once more in backward instead of keeping what it gave."""
+    """Run `enter`; in a graph it runs once more in backward, and its result is not saved."""
     return checkpoint(enter, x_BTD, use_reentrant=False)  # type: ignore[no-any-return]
 
 
@@ -193,10 +193,10 @@ def _place_entry(
     module: nn.Module, edit: Enter, enter: Callable[[Tensor], Tensor], entries: dict[TPInput, list[Tensor]]
 ) -> None:
     """Gather the hidden states for a module of an entry, such as `q_proj`, `k_proj` and `v_proj`. The first one
-    gathers; the others get the same tensor. `entries`: of each, what is there for the others.
+    gathers; the others get the same tensor. `entries`: the tensors that are ready for the others.
 
-    Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and compile
-    every layer anew.
+    Each module gets its own hook. One hook that compared module names would make Dynamo guard on the name, and
+    recompile every layer.
     """
     first, *others = edit.entry.modules
     shared = entries.setdefault(edit.entry, [])
@@ -216,7 +216,7 @@ def _place_entry(
 
 
 def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any, Any]]:
-    """A pre-hook that passes one argument through `replace`. A named argument may also be given as the first one."""
+    """Make a pre-hook that passes one argument through `replace`. A named argument may also be the first one."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         where = argument if isinstance(argument, int) or argument in kwargs else 0
@@ -228,7 +228,7 @@ def _replaces_argument(argument: int | str, replace: Callable[[Tensor], Tensor])
 
 
 def _count_own_heads(model: nn.Module, block: TPBlock, size: int) -> None:
-    """Tell an attention module that shapes its tensors by numbers of heads how many this rank has."""
+    """Tell an attention module how many heads this rank has, if it shapes its tensors by numbers of heads."""
     module, row = model.get_submodule(block.owner), cast(nn.Linear, model.get_submodule(block.row))
     counts = dict(zip(("query", "kv"), block.heads or (), strict=True))
     own = {which: max(1, number // size) for which, number in counts.items()}
@@ -248,8 +248,8 @@ def _count_own_heads(model: nn.Module, block: TPBlock, size: int) -> None:
 def _over_all_features(
     plain: Callable[[Tensor], Tensor], blocks: tuple[tuple[Block, ...], ...], fold: TensorParallel
 ) -> Callable[[Tensor], Tensor]:
-    """The forward of a module that needs all features of a split projection (a norm over all heads). They are gathered,
-    and this rank keeps its own of the result."""
+    """Wrap the forward of a module that needs all features of a split projection (a norm over all heads): gather them,
+    and keep this rank's own of the result."""
     mine = feature_indices(blocks[fold.rank])
 
     def forward(x_BTF: Tensor) -> Tensor:
@@ -260,8 +260,8 @@ def _over_all_features(
 
 
 def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
-    """Pre-hook of the base: explicit positions of the whole sequence. By itself the model would count its shard of the
-    hidden states."""
+    """Make a pre-hook of the base that passes explicit positions of the whole sequence. By itself the model would count
+    its shard of the hidden states."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         tokens = kwargs.get("input_ids", args[0] if args else None)
@@ -281,7 +281,7 @@ def _with_positions(fold: TensorParallel) -> Callable[..., tuple[Any, Any]]:
 
 
 def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """Each rank looks up the ids of its own rows, as the module does it (some scale them); the others give zero."""
+    """Look up the ids of this rank's rows, as the module does it (some scale them); other ids give zero."""
     start, stop = own
     padding, plain = embedding.padding_idx, embedding.forward
     embedding.num_embeddings = stop - start
@@ -299,13 +299,13 @@ def _vocabulary_lookup(embedding: nn.Embedding, own: Block, fold: TensorParallel
 
 
 def held_in_part(model: nn.Module, plan: ParallelPlan) -> dict[str, list[nn.Parameter]]:
-    """Axis (tp, tp_kv) -> the parameters of this rank whose gradients the ranks of that axis hold in part."""
+    """Axis (tp, tp_kv) -> this rank's parameters whose gradients the ranks of that axis hold in part."""
     axes = sorted(set(plan.gradient_sums.values()))
     return {axis: [p for name, p in model.named_parameters() if plan.gradient_sums.get(name) == axis] for axis in axes}
 
 
 def sum_partial_gradients(parameters: Mapping[str, Sequence[nn.Parameter]], mesh: Mesh) -> None:
-    """Add up the gradients that tp ranks hold in part, one flat all-reduce per axis, after FSDP's reduction.
+    """Sum the gradients that tp ranks hold in part, one flat all-reduce per axis, after FSDP's reduction.
     `parameters`: those of `held_in_part`."""
     for axis, own in parameters.items():
         gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is done to modules, and what ranks send. No torch."""
+"""Tensor parallelism: edits of modules, and collectives between ranks. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from fivefold.parallel.step import Step
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """The mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
+    """Mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
     gradients that each tp rank holds in part."""
     plan, shape = step.plan, step.shape
     partition, anatomy = plan.partition.of_layers(plan.placement.layers), plan.anatomy
@@ -42,9 +42,9 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def _enter(step: Step, site: str, *, is_in_block: bool = True, again: bool = False) -> Iterator[Call]:
-    """Into a column: an all-gather of tokens (nothing with `+nosp`); backward sums the gradients. `again`: backward
-    gathers the tokens once more, beside the products that give the gradient of what entered; that is summed beside
-    those that give the gradients of weights."""
+    """Calls into a column: an all-gather of tokens (nothing with `+nosp`); backward sums the gradients. `again`:
+    backward gathers the tokens once more, overlapping the matmuls of the input gradient. The sum of that gradient
+    overlaps the matmuls of the weight gradients."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     if step.plan.splits_sequence:
         yield from step.forwards("tp", "all_gather", size, site, layer=layer, is_last=not is_in_block)
@@ -56,7 +56,7 @@ def _enter(step: Step, site: str, *, is_in_block: bool = True, again: bool = Fal
 
 
 def _leave(step: Step, site: str, *, is_in_block: bool = True, is_last: bool = False) -> Iterator[Call]:
-    """Out of a row: partial sums are reduced; backward gathers the gradients (nothing with `+nosp`)."""
+    """Calls out of a row: partial sums are reduced; backward gathers the gradients (nothing with `+nosp`)."""
     size, layer = step.shape.hidden_bytes, step.layer_of(site) if is_in_block else site
     kind, is_last = ("reduce_scatter" if step.plan.splits_sequence else "all_reduce"), is_last or not is_in_block
     yield from step.forwards("tp", kind, size, site, layer=layer, is_last=is_last, is_kept=True)
@@ -65,8 +65,8 @@ def _leave(step: Step, site: str, *, is_in_block: bool = True, is_last: bool = F
 
 
 def _across(step: Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
-    """A module that sees all features, such as a norm over all heads. Forward gathers them, padded to the widest rank;
-    backward sums their gradients."""
+    """Calls of a module that sees all features, such as a norm over all heads. Forward gathers them, padded to the
+    widest rank; backward sums their gradients."""
     placement, shape = step.plan.placement, step.shape
     feature = shape.rows * shape.tokens * shape.compute_bytes  # bytes of one feature of all tokens
     shares = feature_blocks(groups, placement.layout.tp)
@@ -76,12 +76,12 @@ def _across(step: Step, module: str, groups: FeatureGroups) -> Iterator[Call]:
     yield step.call("tp", "all_reduce", features * feature, "backward", layer)
 
 
-# ---- what is done to modules ---------------------------------------------------------------------------------------
+# ---- edits of modules ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cut(Edit):
-    """A parameter is cut to this rank's slice, of `shape`."""
+    """Cut a parameter to this rank's slice, of `shape`."""
 
     kind = "cut"
     name: str
@@ -90,7 +90,7 @@ class Cut(Edit):
 
 @dataclass(frozen=True)
 class Lookup(Edit):
-    """The embedding looks up the ids of its own `rows`; partial sums are added up."""
+    """Look up the ids of this rank's own `rows` in the embedding; partial results are summed."""
 
     kind = "forward"
     rows: Block
@@ -98,29 +98,29 @@ class Lookup(Edit):
 
 @dataclass(frozen=True)
 class EnterHead(Edit):
-    """All tokens enter the head, or what changes hidden states for it."""
+    """Give all tokens to the head, or to the module that changes hidden states for it."""
 
     kind = "pre-hook"
 
 
 @dataclass(frozen=True)
 class WholeVocabulary(Edit):
-    """Logits of the whole vocabulary leave the head."""
+    """Gather the logits of the whole vocabulary after the head."""
 
     kind = "hook"
 
 
 @dataclass(frozen=True)
 class Positions(Edit):
-    """The base is given positions of the whole sequence."""
+    """Give the base positions of the whole sequence."""
 
     kind = "pre-hook"
 
 
 @dataclass(frozen=True)
 class Enter(Edit):
-    """All tokens enter a module. Those of one `entry` are given the same. `gathers_again`: in backward, so that forward
-    keeps none of what entered."""
+    """Give all tokens to a module. The modules of one `entry` share them. `gathers_again`: in backward, so that forward
+    saves none of the input."""
 
     kind = "pre-hook"
     entry: TPInput
@@ -129,7 +129,7 @@ class Enter(Edit):
 
 @dataclass(frozen=True)
 class CountHeads(Edit):
-    """An attention module counts this rank's heads."""
+    """Let an attention module count this rank's heads."""
 
     kind = "attribute"
     block: TPBlock
@@ -137,14 +137,14 @@ class CountHeads(Edit):
 
 @dataclass(frozen=True)
 class AllFeatures(Edit):
-    """All features of a split projection are gathered for a module, such as a norm over all heads."""
+    """Gather all features of a split projection for a module, such as a norm over all heads."""
 
     kind = "forward"
     blocks: tuple[tuple[Block, ...], ...]
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Parameters are cut, and tokens or partial sums pass between ranks."""
+    """Cut parameters, and pass tokens or partial sums between ranks."""
     if plan.layout.tp == 1:
         return
     anatomy, partition, rank = plan.anatomy, plan.partition, plan.placement.coords.tp
@@ -171,5 +171,5 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
 
 def _gathers_again(plan: ParallelPlan, block: TPBlock, entry: TPInput) -> bool:
     layer = next((name for name in plan.placement.layers if is_within(block.row, [name])), None)
-    shape = plan.step_shape(1, plan.layout.cp, 1)  # its sizes are not asked for
+    shape = plan.step_shape(1, plan.layout.cp, 1)  # its sizes do not matter
     return layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)
