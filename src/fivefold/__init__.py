@@ -19,6 +19,7 @@ if _typing.TYPE_CHECKING:
         logits,
         parallelize,
         save,
+        scatter,
         train_step,
     )
     from fivefold.planner.estimate import Estimate, Workload
@@ -38,7 +39,7 @@ _HOMES = {
         "fivefold.core.lora": ("Lora",),
         "fivefold.own_loop": (
             "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",
-            "save", "train_step",
+            "save", "scatter", "train_step",
         ),
         "fivefold.planner.estimate": ("Estimate", "Workload"),
         "fivefold.planner.plan": ("estimate", "plan"),
@@ -49,7 +50,8 @@ _HOMES = {
 __all__ = [
     "Estimate", "Layout", "Lora", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError",
     "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate", "gradients",
-    "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "train", "train_step", "verify",
+    "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter", "train", "train_step",
+    "verify",
 ]  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def numbers(layout: str) -> bool:
             refusals += "ff.clip_grad_norm_(model, max_norm)" in str(error)
     # What DTensors put together by themselves is right where their mesh knows all parts: a mean.
     assert refusals == {"dp2": 0, "tp2": 8, "pp2": 8}.get(layout, refusals) and (is_whole or refusals >= 6)
-    if layout in ("shard2", "cp2"):  # the mesh knows all parts, and what is whole again may be read
+    if layout in ("shard2", "cp2", "dp2.shard2"):  # the mesh knows all parts, and what is whole again may be read
         squares = sum(p.grad.pow(2).sum() for p in model.parameters())
         assert float(squares.sqrt()) == pytest.approx(norm, rel=1e-12)
         assert float(nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor()) == pytest.approx(norm)
@@ -127,6 +127,79 @@ def numbers(layout: str) -> bool:
     assert b"guard" not in kept.getvalue()
     refused = {name for name, p in model.named_parameters() if not _takes_hook(p)}
     assert refused == (set(state_of(model).plan.gradient_sums) if layout == "tp2" else set())
+    return True
+
+
+def edits(layout: str) -> bool:
+    """Changes of a gradient by hand: each is that of the whole tensor, or refused and without effect."""
+    model, batch = model_and_batch(layout)
+    model.backward(batch)
+    name, parameter = next((name, p) for name, p in model.named_parameters() if p.ndim == 2)
+    whole, kept = ff.gather(model, gradients=True)[name], parameter.grad.clone()
+    rows = torch.arange(len(whole)).unsqueeze(1).expand(whole.shape)
+    mask = {name: (rows % 3 == 1).double()}
+    by_place: list[Callable[[Any], Any]] = [
+        lambda g: g.mul_(0.5),
+        lambda g: g.clamp_(-1e-3, 1e-3),
+        lambda g: g.copy_(torch.where(g.abs() > 1e-3, g.sign(), g.t().t())),
+        lambda g: torch._foreach_mul_([g], 0.5),
+        lambda g: g.mul_(mask[name] if g is not parameter.grad else ff.scatter(model, mask)[name]),
+    ]
+    of_the_whole: list[Callable[[Any], Any]] = [
+        lambda g: g.copy_(nn.functional.normalize(g, dim=1)),
+        lambda g: g.copy_((100 * g).softmax(1)),
+        lambda g: g.copy_(g.cumsum(1)),
+        lambda g: g.copy_(g * (g.abs() > g.abs().sort(1).values[:, 3:4])),
+        lambda g: g.copy_(g.tril()),
+        lambda g: g.copy_(nn.functional.mse_loss(g, torch.zeros_like(g), reduction="sum").sqrt() * g),
+    ]
+    of_some: list[Callable[[Any], Any]] = [
+        lambda g: g[5].zero_(),
+        lambda g: g[5:].mul_(0.5),
+        lambda g: g.data[5].zero_(),
+        lambda g: g.narrow(0, 0, 3).zero_(),
+        lambda g: g.chunk(2)[0].zero_(),
+        lambda g: g.t()[:, 3].zero_(),
+        lambda g: g.__setitem__(5, 0.0),
+        lambda g: g.add_(g, alpha=g.square().sum()),
+        lambda g: g.copy_(nn.functional.mse_loss(g, torch.zeros_like(g)).sqrt() * g),  # over 101 rows
+        lambda g: g.normal_(),
+        lambda g: g.add_(torch.randn_like(g)),
+        lambda g: g.copy_(nn.functional.dropout(g, 0.5)),
+    ]
+    refusals = []
+    for edit in (*by_place, *of_the_whole, *of_some):
+        torch.manual_seed(3)
+        expected, was_refused = whole.clone(), False
+        edit(expected)
+        torch.manual_seed(3)
+        try:
+            with torch.no_grad():
+                edit(parameter.grad)
+        except ff.UserError:
+            was_refused = True
+        refusals.append(was_refused)
+        torch.testing.assert_close(
+            ff.gather(model, gradients=True)[name],
+            whole if was_refused else expected,
+            rtol=1e-12,
+            atol=0,
+            msg=lambda said: f"{layout}, edit {len(refusals) - 1}: {said}",
+        )
+        parameter.grad.copy_(kept)
+    count = len(by_place), len(of_the_whole), len(of_some)
+    is_narrow, is_whole = layout in ("tp2", "pp2"), layout == "dp2"
+    assert refusals == [False] * count[0] + [is_narrow] * count[1] + [not is_whole] * count[2]
+    with refuses("no parameter is called x"):
+        ff.scatter(model, {"x": whole})
+    with refuses("has the shape"):
+        ff.scatter(model, {name: whole[:1]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    model.backward(batch)
+    with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
+        parameter.grad.norm().item()
     return True
 
 

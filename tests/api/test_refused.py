@@ -8,6 +8,8 @@ from tests.api import refused
 from tests.api.loop import build
 from tests.pool import run_ranks
 
+PARTS = ("shard2", "dp2", "tp2", "cp2", "pp2")
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -27,9 +29,15 @@ def test_a_plain_backward_is_refused_and_the_next_step_is_right(layout: str, nam
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["shard2", "dp2", "tp2", "cp2", "pp2"])
-def test_a_number_of_a_part_is_refused(layout: str) -> None:
-    assert all(run_ranks(2, refused.numbers, layout))
+@pytest.mark.parametrize(("layout", "ranks"), [*((each, 2) for each in PARTS), ("dp2.shard2", 4)])
+def test_a_number_of_a_part_is_refused(layout: str, ranks: int) -> None:
+    assert all(run_ranks(ranks, refused.numbers, layout))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", PARTS)
+def test_a_change_by_hand_is_that_of_the_whole_or_refused(layout: str) -> None:
+    assert all(run_ranks(2, refused.edits, layout))
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.own_loop.batches import Batch, check_grad_enabled, differing, micro_batches, refusal, some
 from fivefold.own_loop.optimizer import watch_optimizers
-from fivefold.parallel import apply, guard
+from fivefold.parallel import apply, guard, parts
 from fivefold.parallel.balance.runtime import BalanceOptions, configure
 from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -93,7 +93,7 @@ class ParallelModel(nn.Module):
         """`ff.gradients(model, batch)`."""
         check_runs(self)
         loss = accumulate(self, some(micro_batches(self, batch, also=check_grad_enabled)))
-        guard.mark_gradients(self)
+        parts.mark_gradients(self)
         return loss
 
     def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:

@@ -23,21 +23,16 @@ from torch.utils._pytree import tree_leaves
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
-from fivefold.parallel.guard import begin_step, end_step
+from fivefold.parallel.elementwise import mixes_nothing
 from fivefold.parallel.offload.runtime import WALKING
-from fivefold.torch_internals import Dispatch, of_one
+from fivefold.parallel.parts import begin_step, end_step
+from fivefold.torch_internals import Dispatch
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
 _BEGINS = "fivefold_begins"
 # Options that choose an implementation, not the update.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 _STEPS = 100  # steps of a trial
-# Operators that mix no numbers, besides views and pointwise ones: they pick, copy, join, create or draw.
-_UNMIXED = (
-    "new_", "where", "masked_fill", "rsub", "index", "gather", "take", "masked_select", "nonzero", "copy", "_to_copy",
-    "cat", "stack", "_unsafe_view",
-    "zero", "ones", "full", "fill", "empty", "scalar_tensor", "rand", "normal", "bernoulli", "uniform", "_fused_",
-)  # fmt: skip
 _RATE = 0.01  # learning rate of a trial, if an optimizer has none
 # Rounding differences of kernels for other lengths in fp64: relative to the distance moved, and absolute.
 _CLOSE, _ROUNDED = 1e-6, 1e-13
@@ -222,7 +217,7 @@ def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[st
     """Run an operator; note its name if its results may each depend on several numbers."""
     out = operator(*args, **kwargs)
     reads = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
-    if not operator.is_view and any(each.numel() > 1 for each in reads) and not _is_of_elements(operator):
+    if not operator.is_view and any(each.numel() > 1 for each in reads) and not mixes_nothing(operator):
         mixed.add(operator.overloadpacket.__name__.strip("_"))
     return out
 
@@ -236,23 +231,6 @@ def _note_large(optimizer: torch.optim.Optimizer, mixed: set[str]) -> None:
         twin = _Twin(optimizer, large, list)
         for _ in range(2):
             twin.step(large)
-
-
-@cache
-def _is_of_elements(operator: Any) -> bool:
-    """True if each result of an operator depends on at most one number of each of its tensors."""
-    name = operator.overloadpacket.__name__
-    plain = of_one(name).removesuffix("_")
-    if plain.startswith(_UNMIXED):
-        return True
-    packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
-    if name != plain + "_" * name.endswith("_"):  # foreach operators: `max` reduces each tensor, `maximum` does not
-        return "dim" not in packet.overloads() and any(map(_is_pointwise, map(packet.__getattr__, packet.overloads())))
-    return _is_pointwise(operator) or _is_pointwise(getattr(packet, str(operator).rpartition(".")[2], operator))
-
-
-def _is_pointwise(operator: Any) -> bool:
-    return torch.Tag.pointwise in operator.tags and operator.overloadpacket.__name__ != "equal"
 
 
 def _shapes(parameters: Sequence[Tensor]) -> list[tuple[int, ...]]:

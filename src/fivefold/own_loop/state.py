@@ -20,7 +20,9 @@ from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import IMPLEMENTATION, check_optimizer
-from fivefold.parallel import plain
+from fivefold.parallel import parts, plain
+from fivefold.parallel.placement import Placement
+from fivefold.parallel.state import state_of
 
 
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
@@ -28,6 +30,30 @@ def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor
     For a model with an adapter, the parameters of the adapter."""
     check_parallel(model)
     return gathered(model, gradients=gradients)
+
+
+def scatter(model: ParallelModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of whole tensors, by the name of a parameter each: the inverse of `gather`.
+
+    A part is computed with place by place, beside the parameter of its name or its gradient. Example, a mask that keeps
+    the first 200 rows: `p.grad.mul_(ff.scatter(model, {name: mask})[name])`. Every rank gives the same values, of any
+    type. Names of another pipeline rank are left out. Raises `UserError` for a name that no parameter has, or a shape
+    that is not its own.
+    """
+    check_parallel(model)
+    placement, named = state_of(model).placement, dict(model.named_parameters())
+    for name, whole in values.items():
+        if (spec := placement.shards.get(name)) is None or tuple(whole.shape) != spec.shape:
+            is_known = f"{name} has the shape {list(whole.shape)}, and the parameter {list(spec.shape)}" if spec else ""
+            raise UserError(is_known or f"no parameter is called {name}", fix="names and shapes as ff.gather has them")
+    return {name: _part(placement, name, named[name], values[name]) for name in values if name in named}
+
+
+def _part(placement: Placement, name: str, parameter: Tensor, whole: Tensor) -> Tensor:
+    own = torch.empty(placement.local_shape(name), dtype=whole.dtype, device=parameter.device)
+    for global_region, local_region in placement.regions(name):
+        own[local_region] = whole[global_region].to(own.device)
+    return parts.part_like(parameter, own)
 
 
 def save(

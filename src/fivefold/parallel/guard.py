@@ -7,7 +7,7 @@ which has only its own layers, a plain forward is refused too. The library's own
 where nothing is refused.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.fsdp.copies import before_backward
 from fivefold.parallel.fsdp.runtime import put_in_order, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.parts import NarrowPartOfParameter, PartOfParameter, is_parameter
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.torch_internals import NORMS, is_in_backward, of_one, without_torch_function
+from fivefold.torch_internals import is_in_backward
 
 READ_MORE = "docs/python.md"
 
@@ -153,17 +153,13 @@ def check_parameters(model: Any) -> None:
     if other := [
         name
         for name, parameter in held.items()
-        if found.get(name) is not parameter or (isinstance(parameter, DTensor) and not _is_part(parameter))
+        if found.get(name) is not parameter or (isinstance(parameter, DTensor) and not is_parameter(parameter))
     ]:
         raise UserError(
             f"{other[0]} is another tensor than the one that ff.parallelize put there, and would be passed over",
             fix="with torch.no_grad(): parameter.copy_(values), or put it there before ff.parallelize",
             more=READ_MORE,
         )
-
-
-def _is_part(tensor: Any) -> bool:
-    return isinstance(tensor, _OfModel)
 
 
 def _by_name(model: Any) -> dict[str, nn.Parameter]:
@@ -229,161 +225,3 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
         return kwargs
     cu_seqlens = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([rows * length])])
     return {**kwargs, "cu_seqlens": cu_seqlens.to(torch.int32)}
-
-
-# ---- parts of parameters and gradients -------------------------------------------------------------------------------
-
-
-class Part(DTensor):
-    """A rank's part of a parameter, of a gradient, or of a tensor computed from one.
-
-    Computing with it is fine. A number read from it (`item`, `float`, `if`) would be of this rank's part, so it would
-    differ between ranks. Its mesh knows all parts, so that reductions are those of the whole. `.to_local()` is an
-    ordinary tensor.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        with without_torch_function():
-            if _stepping.optimizers or name.endswith("_like") or name.startswith("new_"):
-                return func(*args, **(kwargs or {}))
-            if name in _READS:
-                _refuse_number(args[0])
-            out = func(*args, **(kwargs or {}))
-            cls._check(func, name, (args, kwargs), out)
-        for each in tree_leaves(out):
-            if type(each) is DTensor:
-                each.__class__ = cls._derived()
-        return out
-
-    @classmethod
-    def _derived(cls) -> type[DTensor]:
-        return Part
-
-    @classmethod
-    def _check(cls, func: Any, name: str, given: Any, out: Any) -> None:
-        """Raise `UserError` for an operation that is wrong on a part."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.detach()
-        plain.__class__ = DTensor
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-class NarrowPart(Part):
-    """A part next to others that its mesh does not know: tensor, expert or pipeline parallel.
-
-    Its norm would be that of this rank's part alone, and `torch.nn.utils.clip_grad_norm_` would scale each rank by
-    another factor. So reductions raise.
-    """
-
-    @classmethod
-    def _derived(cls) -> type[DTensor]:
-        return NarrowPart
-
-    @classmethod
-    def _check(cls, func: Any, name: str, given: Any, out: Any) -> None:
-        sizes = [sum(each.numel() for each in tree_leaves(of) if isinstance(each, Tensor)) for of in (out, given)]
-        is_smaller = of_one(name) in _REDUCTIONS and sizes[0] < sizes[1]
-        if func in NORMS or is_smaller or name.strip("_") in _PRODUCTS:
-            raise UserError(
-                f"the {name.strip('_')} of a parameter or gradient of which this rank holds a part: clipping by it "
-                "would be wrong",
-                fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_; "
-                "ff.gather(model, gradients=True) has whole tensors",
-                more=READ_MORE,
-            )
-
-    def full_tensor(self, **_: Any) -> Tensor:
-        raise UserError(
-            "full_tensor() of a parameter or gradient: other ranks hold parts that it would not have",
-            fix="ff.gather(model), or ff.gather(model, gradients=True), on every rank",
-            more=READ_MORE,
-        )
-
-
-class _OfModel(DTensor):
-    """A parameter that is assembled from this rank's part and others: `.data = values` would change neither."""
-
-    @property
-    def data(self) -> Tensor:
-        return super().data
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        raise UserError(
-            "parameter.data = values would change nothing: the parameter is computed with from where its parts lie",
-            fix="with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
-            more=READ_MORE,
-        )
-
-    def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
-        """Return an ordinary parameter, for an average of the weights, say."""
-        memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return memo[id(self)]
-
-
-class PartOfParameter(_OfModel, Part):
-    """A parameter whose mesh knows all of its parts."""
-
-
-class NarrowPartOfParameter(_OfModel, NarrowPart):
-    """A parameter whose mesh does not know all of its parts."""
-
-
-_READS = {"item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
-_REDUCTIONS = {
-    "sum", "nansum", "mean", "nanmean", "max", "min", "amax", "amin", "aminmax", "norm", "vector_norm", "std", "var",
-    "std_mean", "var_mean", "prod", "dot", "vdot", "inner", "any", "all", "logsumexp", "count_nonzero", "median",
-    "nanmedian", "quantile", "nanquantile", "argmax", "argmin", "kthvalue", "topk", "histc", "bincount",
-}  # fmt: skip
-_PRODUCTS = {"matmul", "rmatmul", "mm", "bmm", "mv", "einsum", "tensordot", "svd", "qr", "eigh", "svdvals"}
-
-
-class _Stepping:
-    """Optimizers inside a step, which have been tried before."""
-
-    optimizers = 0
-
-
-_stepping = _Stepping()
-
-
-def begin_step(parameters: Iterable[Tensor]) -> None:
-    """Let an optimizer that can do so take the parts of `parameters`, and their gradients, for whole tensors."""
-    _stepping.optimizers += 1
-    gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            gradient.__class__ = DTensor
-
-
-def end_step(parameters: Iterable[Tensor]) -> None:
-    """End what `begin_step` began."""
-    _stepping.optimizers = max(0, _stepping.optimizers - 1)
-    for parameter in parameters:
-        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
-            parameter.grad.__class__ = type(parameter)._derived()
-
-
-def _refuse_number(tensor: Tensor) -> None:
-    """Raise `UserError` unless every rank has the same number."""
-    if isinstance(tensor, NarrowPart) or (isinstance(tensor, DTensor) and not _is_whole(tensor)):
-        raise UserError(
-            "a number of a parameter or gradient of which this rank holds a part: every rank would read another",
-            fix="norm = ff.clip_grad_norm_(model, max_norm), inf for the norm alone; ff.gather(model, gradients=True) "
-            "has whole tensors; .to_local() is this rank's part",
-            more=READ_MORE,
-        )
-
-
-def _is_whole(tensor: DTensor) -> bool:
-    sizes = tensor.device_mesh.shape
-    return all(size == 1 or place.is_replicate() for size, place in zip(sizes, tensor.placements, strict=True))
-
-
-def mark_gradients(model: nn.Module) -> None:
-    """Make the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
-    _stepping.optimizers = 0
-    end_step(model.parameters())

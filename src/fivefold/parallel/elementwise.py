@@ -1,0 +1,78 @@
+"""Operators whose results each depend on at most one number of each tensor: on a part they give a part of the result
+for the whole. Torch's tag says so, not a list of operators that do otherwise: an unknown one is not trusted.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from fivefold.torch_internals import of_one
+
+# Not tagged as pointwise: they keep every number at its place, or create or fill tensors.
+_SAME_PLACES = (
+    "copy",
+    "_to_copy",
+    "clone",
+    "where",
+    "masked_fill",
+    "rsub",
+    "fill",
+    "zero",
+    "ones",
+    "full",
+    "empty",
+    "new_",
+    "scalar_tensor",
+    "_fused_",
+)
+# They pick or join numbers: a pick by position takes other numbers of a part than of the whole.
+_PICKS = ("index", "gather", "take", "masked_select", "nonzero", "cat", "stack", "_unsafe_view")
+_RANDOM = ("rand", "normal", "bernoulli", "uniform")
+# Views of all numbers in their order.
+_WHOLE_VIEWS = {
+    "detach",
+    "alias",
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+    "t",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "lift_fresh",
+}
+
+
+@cache
+def keeps_places(operator: Any) -> bool:
+    """True if each result depends on the numbers at its own place alone, so that it may be computed on a part."""
+    name, plain = operator.overloadpacket.__name__, _plain(operator)
+    if plain.startswith(_SAME_PLACES) or plain in _WHOLE_VIEWS:
+        return True
+    packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
+    if name != plain + "_" * name.endswith("_"):  # foreach operators: `max` reduces each tensor, `maximum` does not
+        return "dim" not in packet.overloads() and any(map(_is_pointwise, map(packet.__getattr__, packet.overloads())))
+    return _is_pointwise(operator) or _is_pointwise(getattr(packet, str(operator).rpartition(".")[2], operator))
+
+
+@cache
+def mixes_nothing(operator: Any) -> bool:
+    """True if each result depends on at most one number of each tensor, wherever that stands. Drawing is mixing
+    nothing."""
+    return keeps_places(operator) or _plain(operator).startswith((*_PICKS, *_RANDOM))
+
+
+def is_random(operator: Any) -> bool:
+    """True if an operator draws numbers."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def _plain(operator: Any) -> str:
+    return of_one(operator.overloadpacket.__name__).removesuffix("_")
+
+
+def _is_pointwise(operator: Any) -> bool:
+    return torch.Tag.pointwise in operator.tags and operator.overloadpacket.__name__ != "equal"

@@ -1,0 +1,242 @@
+"""Parts of parameters and gradients in the hands of a user: what is computed of them is right, or refused.
+
+A rank's part of a tensor is a `Part`, and so is everything computed from it. Its mesh knows all parts, so DTensor gives
+the results of the whole. A `NarrowPart` lies next to others that its mesh does not know (tensor, expert or pipeline
+parallel): it may be computed with place by place alone. Every operator of a call is looked at below
+`torch.nn.functional`, so that the norm inside of `F.normalize` is seen.
+
+| operator | `Part` | `NarrowPart` |
+|---|---|---|
+| place by place (`elementwise.py`) | right | right |
+| others: reductions, products, sorts, picks | right | refused |
+| a number for the host (`item`, `if`, `alpha=`) | refused, unless all ranks have the same | refused |
+| random numbers | refused, unless the part is whole | refused |
+| in place, on a slice that DTensor has gathered | refused: the slice is a copy | refused |
+| a mean over unequal shards | refused: DTensor averages averages | refused |
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._pytree import tree_leaves
+
+from fivefold.core.errors import UserError
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.elementwise import is_random, keeps_places
+from fivefold.torch_internals import Dispatch, storage_key, without_torch_function
+
+READ_MORE = "docs/python.md"
+_COPY = "fivefold_copy"  # attribute of a slice that shares no memory with the tensor that it was taken from
+_HOST = {"tolist", "numpy", "__array__"}  # they read numbers without an operator
+_AS_SPOKEN = {"getitem": "slice", "setitem": "slice", "get": "view"}
+
+
+class Part(DTensor):
+    """A rank's part of a parameter, of a gradient, or of a tensor computed from one; its mesh knows all parts.
+    `.to_local()` is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        with without_torch_function():
+            if _stepping.optimizers:
+                return func(*args, **(kwargs or {}))
+            if name in _HOST:
+                _refuse_number(args[0], cls)
+            with Dispatch(partial(_watched, cls, name.strip("_"))):
+                out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out) if not (name.endswith("_like") or name.startswith("new_")) else ():
+            if type(each) is DTensor:
+                each.__class__ = cls._derived()
+        return out
+
+    @classmethod
+    def _derived(cls) -> type[DTensor]:
+        return Part
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.detach()
+        plain.__class__ = DTensor
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class NarrowPart(Part):
+    """A part next to others that its mesh does not know: tensor, expert or pipeline parallel."""
+
+    @classmethod
+    def _derived(cls) -> type[DTensor]:
+        return NarrowPart
+
+    def full_tensor(self, **_: Any) -> Tensor:
+        raise UserError(
+            "full_tensor() of a parameter or gradient: other ranks hold parts that it would not have",
+            fix="ff.gather(model), or ff.gather(model, gradients=True), on every rank",
+            more=READ_MORE,
+        )
+
+
+def _watched(kind: type[Part], name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of a call `name` on parts of a `kind`. Raises `UserError` where it would be wrong."""
+    parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+    is_narrow = issubclass(kind, NarrowPart)
+    if not parts:
+        return operator(*args, **kwargs)
+    if operator.overloadpacket is torch.ops.aten._local_scalar_dense:
+        _refuse_number(args[0], kind)
+    if is_random(operator) and (is_narrow or not all(map(_is_whole, parts))):
+        raise UserError(
+            f"{name} of a parameter or gradient of which this rank holds a part: ranks would draw the same numbers for "
+            "different parts",
+            fix="draw the whole tensor alike on every rank; ff.scatter(model, {name: values}) has its part",
+            more=READ_MORE,
+        )
+    if is_narrow and not keeps_places(operator) and any(each.numel() > 1 for each in parts):
+        raise UserError(
+            f"the {_AS_SPOKEN.get(name, name)} of a parameter or gradient of which this rank holds a part: it would be "
+            "of this part alone, and clipping by it wrong",
+            fix="norm = ff.clip_grad_norm_(model, max_norm) in place of torch.nn.utils.clip_grad_norm_; "
+            "ff.gather(model, gradients=True) has whole tensors, and ff.scatter(model, {name: values}) parts of them",
+            more=READ_MORE,
+        )
+    if any(hasattr(each, _COPY) for each in _written(operator, args, kwargs)):
+        raise UserError(
+            f"{name} of a slice of a parameter or gradient: ranks hold parts, and the slice is a copy, so the change "
+            "would be lost",
+            fix="multiply by a mask: p.grad.mul_(mask), where mask = ff.scatter(model, {name: whole mask})[name]",
+            more=READ_MORE,
+        )
+    out = operator(*args, **kwargs)
+    if any(map(partial(_is_mean_of_means, out), parts)):
+        raise UserError(
+            f"the {name} of a parameter or gradient whose rows ranks share unevenly: it would be a mean of their means",
+            fix="sum() / numel()",
+            more=READ_MORE,
+        )
+    if operator.is_view and isinstance(args[0], DTensor):
+        for each in tree_leaves(out):
+            if isinstance(each, DTensor) and (hasattr(args[0], _COPY) or not _shares_memory(each, args[0])):
+                setattr(each, _COPY, True)
+    return out
+
+
+def _is_mean_of_means(out: Any, part: DTensor) -> bool:
+    """True if DTensor averages the averages of shards that are not equally large."""
+    if not isinstance(out, DTensor):
+        return False
+    pairs = zip(out.placements, part.placements, part.device_mesh.shape, strict=True)
+    return any(
+        isinstance(after, Partial) and after.reduce_op == "avg" and isinstance(before, Shard)
+        and part.shape[before.dim] % size
+        for after, before, size in pairs
+    )  # fmt: skip
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Tensors that an operator writes to."""
+    if operator._schema.is_mutable:
+        for at, argument in enumerate(operator._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tree_leaves(args[at] if at < len(args) else kwargs.get(argument.name))
+
+
+def _shares_memory(view: DTensor, tensor: DTensor) -> bool:
+    return storage_key(local(view)) == storage_key(local(tensor))
+
+
+class _OfModel(DTensor):
+    """A parameter that is assembled from this rank's part and others: `.data = values` would change neither."""
+
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        raise UserError(
+            "parameter.data = values would change nothing: the parameter is computed with from where its parts lie",
+            fix="with torch.no_grad(): parameter.copy_(values); to put it back, keep parameter.detach().clone()",
+            more=READ_MORE,
+        )
+
+    def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
+        """Return an ordinary parameter, for an average of the weights, say."""
+        memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+
+class PartOfParameter(_OfModel, Part):
+    """A parameter whose mesh knows all of its parts."""
+
+
+class NarrowPartOfParameter(_OfModel, NarrowPart):
+    """A parameter whose mesh does not know all of its parts."""
+
+
+class _Stepping:
+    """Optimizers inside a step, which have been tried before."""
+
+    optimizers = 0
+
+
+_stepping = _Stepping()
+
+
+def begin_step(parameters: Iterable[Tensor]) -> None:
+    """Let an optimizer that can do so take the parts of `parameters`, and their gradients, for whole tensors."""
+    _stepping.optimizers += 1
+    gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            gradient.__class__ = DTensor
+
+
+def end_step(parameters: Iterable[Tensor]) -> None:
+    """End what `begin_step` began."""
+    _stepping.optimizers = max(0, _stepping.optimizers - 1)
+    for parameter in parameters:
+        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
+            parameter.grad.__class__ = type(parameter)._derived()
+
+
+def _refuse_number(tensor: Any, kind: type[Part]) -> None:
+    """Raise `UserError` unless every rank has the same number."""
+    if issubclass(kind, NarrowPart) or (isinstance(tensor, DTensor) and not _is_whole(tensor)):
+        raise UserError(
+            "a number of a parameter or gradient of which this rank holds a part: every rank would read another",
+            fix="norm = ff.clip_grad_norm_(model, max_norm), inf for the norm alone; ff.gather(model, gradients=True) "
+            "has whole tensors; .to_local() is this rank's part",
+            more=READ_MORE,
+        )
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    sizes = tensor.device_mesh.shape
+    return all(size == 1 or place.is_replicate() for size, place in zip(sizes, tensor.placements, strict=True))
+
+
+def mark_gradients(model: nn.Module) -> None:
+    """Make the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
+    _stepping.optimizers = 0
+    end_step(model.parameters())
+
+
+def is_parameter(tensor: Any) -> bool:
+    """True for a parameter that is assembled from parts."""
+    return isinstance(tensor, _OfModel)
+
+
+def part_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """A part in the form of `parameter`, of the values of this rank and their type."""
+    if not isinstance(parameter, DTensor):
+        return values
+    shape, stride = parameter.shape, parameter.stride()
+    part: Any = DTensor.from_local(
+        values, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+    if isinstance(parameter, Part):
+        part.__class__ = type(parameter)._derived()
+    return part  # type: ignore[no-any-return]
