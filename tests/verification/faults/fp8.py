@@ -5,15 +5,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from fivefold.core import fp8 as recipes
 from fivefold.core.fp8 import RECIPES, Cast, Recipe
 from fivefold.ops import fp8
-from fivefold.parallel import apply
 from fivefold.parallel.fp8 import amax
+from fivefold.parallel.fp8 import runtime as products
 from fivefold.parallel.fp8 import scales as fp8_scales
+from fivefold.parallel.linears import runtime as linears
 from tests.verification.faults.fault import Model, fault
 
 DEEPSEEK, MIXTRAL = Model("deepseek_v3", kv_heads=4), Model("mixtral")
@@ -93,9 +95,9 @@ def scales_rounded_up() -> Any:
     expects=[("output", r"kv_a_proj|q_a_proj")],
 )
 def latents_in_fp8() -> Any:
-    plain = apply.tensor.place
+    plain = linears.place
     return patch.object(
-        apply.tensor, "place",
+        linears, "place",
         lambda module, role, *args, **options: plain(module, "dense" if role == "latent" else role, *args, **options),
     )  # fmt: skip
 
@@ -107,13 +109,13 @@ def latents_in_fp8() -> Any:
     expects=[("output", r"k_proj")],
 )
 def one_linear_left_out() -> Any:
-    plain = apply.tensor.place_together
+    plain = linears.place_together
 
-    def but_the_second(linears: Any, *args: Any) -> None:
-        plain(linears, *args)
-        del linears[1].forward
+    def but_the_second(modules: Any, *args: Any) -> None:
+        plain(modules, *args)
+        del modules[1].forward
 
-    return patch.object(apply.tensor, "place_together", but_the_second)
+    return patch.object(linears, "place_together", but_the_second)
 
 
 @fault(
@@ -123,14 +125,14 @@ def one_linear_left_out() -> Any:
     expects=[("output", r"k_proj|v_proj")],
 )
 def outputs_of_each_other() -> Any:
-    plain = apply.tensor.place_together
+    plain = linears.place_together
 
-    def swapped(linears: Any, *args: Any) -> None:
-        plain(linears, *args)
-        if linears[1].weight.shape == linears[-1].weight.shape:
-            linears[1].forward, linears[-1].forward = linears[-1].forward, linears[1].forward
+    def swapped(modules: Any, *args: Any) -> None:
+        plain(modules, *args)
+        if modules[1].weight.shape == modules[-1].weight.shape:
+            modules[1].forward, modules[-1].forward = modules[-1].forward, modules[1].forward
 
-    return patch.object(apply.tensor, "place_together", swapped)
+    return patch.object(linears, "place_together", swapped)
 
 
 @fault(
@@ -140,8 +142,8 @@ def outputs_of_each_other() -> Any:
     expects=[("output", r"o_proj"), ("gradient of output", r"")],
 )
 def largest_values_shifted() -> Any:
-    plain = apply.max_all
-    return patch.object(apply, "max_all", lambda x, group: plain(x, group).roll(1))
+    plain = products.max_all
+    return patch.object(products, "max_all", lambda x, group: plain(x, group).roll(1))
 
 
 @fault(
@@ -177,12 +179,12 @@ def experts_cast_as_a_tensor() -> Any:
     expects=[("output", r"o_proj"), ("collectives", r"")],
 )
 def scales_of_other_rows() -> Any:
-    plain = apply.max_all
+    plain = products.max_all
 
     def of_all(x: Tensor, group: Any) -> Tensor:
-        return plain(x, apply.dist.group.WORLD)
+        return plain(x, dist.group.WORLD)
 
-    return patch.object(apply, "max_all", of_all)
+    return patch.object(products, "max_all", of_all)
 
 
 # ---- weights that are gathered in fp8 --------------------------------------------------------------------------------

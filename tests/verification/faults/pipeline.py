@@ -10,13 +10,12 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.parallel import apply
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.passes import Inputs
 from fivefold.parallel.pipeline import runtime as pipeline
+from fivefold.parallel.pipeline import stages
 from fivefold.parallel.pipeline.stages import StageModules
 from fivefold.parallel.placement import Placement
-from fivefold.parallel.plan import ParallelPlan
 from fivefold.training import step
 from fivefold.training.step import squared_norm
 from tests.verification.faults.fault import Model, fault
@@ -190,17 +189,17 @@ def gradients_scaled_by_the_schedule() -> Any:
     model=FOUR,
 )
 def layer_between_stages_skipped() -> Any:
-    plain = apply.install
+    plain = stages._find_views
 
-    def install(model: Any, plan: ParallelPlan, *folds: Any, **options: Any) -> StageModules:
-        staged = plain(model, plan, *folds, **options)
+    def find_views(staged: StageModules) -> None:
+        plain(staged)
+        plan = staged.plan
         for stage, view in staged.views.items():
             if stage:
                 skipped = view[plan.anatomy.layers[plan.placement.stages.splits[stage][0]]]
                 skipped.register_forward_hook(lambda _, args, out: args[0] + 0 * out)
-        return staged
 
-    return patch.object(apply, "install", install)
+    return patch.object(stages, "_find_views", find_views)
 
 
 @fault(
