@@ -11,6 +11,7 @@ from torch import nn
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.own_loop.optimizer import watch_optimizers, why_not
+from fivefold.parallel.elementwise import keeps_places
 from tests.api.optimizers import Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy
 
 
@@ -32,6 +33,14 @@ class Scaled(torch.optim.Optimizer):
 
 def parameters(**options: Any) -> list[nn.Parameter]:
     return list(nn.Linear(4, 4, **options).parameters())
+
+
+def test_looking_at_operators_leaves_them_as_they_are() -> None:
+    """DTensor finds its rules by the object: another one of the same operator has none."""
+    before = [getattr(torch.ops.aten.mul, each) for each in torch.ops.aten.mul.overloads()]
+    keeps_places.cache_clear()
+    assert keeps_places(torch.ops.aten._foreach_mul_.Scalar)
+    assert all(each is getattr(torch.ops.aten.mul, each._overloadname) for each in before)
 
 
 @pytest.mark.parametrize("over", ["row", "column", "tensor"])
