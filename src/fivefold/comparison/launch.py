@@ -26,7 +26,7 @@ from fivefold.launch.world import find_world
 
 RECORD = "compare.yaml"  # in the folder of a comparison: what its runs are of
 SCREEN = "screen.log"  # in the logs of a run: what it would have shown
-MORE = "docs/compare.md"
+MORE = "docs/howto/compare.md"
 Publish = Callable[[CompareReport], object]
 
 

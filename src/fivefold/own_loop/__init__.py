@@ -2,7 +2,7 @@
 
 Every function is called by every rank of the world, with the rows of its data rank. What the trainer does runs here
 too: the same step, the same passes, the same checkpoints. What would be wrong is refused with the line to write
-(docs/python.md).
+(docs/howto/python.md).
 """
 
 from fivefold.own_loop.model import ParallelModel, parallelize

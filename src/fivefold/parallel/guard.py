@@ -24,7 +24,7 @@ from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import NORMS, is_in_backward, of_one, without_torch_function
 
-READ_MORE = "docs/python.md"
+READ_MORE = "docs/howto/python.md"
 
 
 class Guard:

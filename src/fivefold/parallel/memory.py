@@ -2,8 +2,8 @@
 
 A step is full at one of a few moments (`MOMENTS`), which differ in what lies there besides parameters and the state of
 the optimizer: what each adds up to is said once, here, and the planner adds up its own prices with it. Rehearsals of
-the real step on the real caching allocator are what it is held against (docs/planned_memory.md). It leaves out buffers
-of collectives between ranks, work space of kernels and what the allocator keeps.
+the real step on the real caching allocator are what it is held against (docs/evidence/planned_memory.md). It leaves
+out buffers of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

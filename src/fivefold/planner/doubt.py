@@ -17,7 +17,7 @@ ITEMS = {
 }  # fmt: skip
 LIKELY = 1.28  # standard deviations to each side that hold 80 %
 
-# Of the memory that is planned to be taken. 80 % of the rehearsed ranks are between these (docs/planned_memory.md).
+# Factors on planned memory: 80 % of the rehearsed ranks are between these (docs/evidence/planned_memory.md).
 LEAST_MEMORY, MOST_MEMORY = 0.975, 1.065
 
 Interval = tuple[float, float]
