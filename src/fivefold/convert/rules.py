@@ -206,7 +206,7 @@ def _packing(given: Given) -> Keys:
 def optimizer(given: Given) -> Keys:
     name = str(given("optim") or "adamw_torch")
     for key, value in _OPTIMIZERS.get(name, {}).items():
-        yield key, value, "blocks and codes are fivefold's: docs/howto/memory.md" if value == "8bit" else ""
+        yield key, value, "blocks and codes are fivefold's: docs/explain/memory.md" if value == "8bit" else ""
     if name not in _OPTIMIZERS:
         given.refuse("optim", f"{name} is not converted, but adamw_torch and its forms of 8 bits")
     if given("learning_rate") is None:

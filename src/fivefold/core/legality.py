@@ -130,10 +130,10 @@ def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
         return
     if layout.fp8 != "none":
         what = f"mlp_chunks {layout.mlp_chunks}: fp8 {layout.fp8} has scales that span the tokens of a linear"
-        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/howto/memory.md")
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/explain/memory.md")
     if layout.recompute not in ("none", "full"):
         what = f"mlp_chunks {layout.mlp_chunks}: recompute {layout.recompute} says what of an MLP is kept"
-        yield Violation("mlp_chunks", what, "set memory.recompute: full, or none", (1,), more="docs/howto/memory.md")
+        yield Violation("mlp_chunks", what, "set memory.recompute: full, or none", (1,), more="docs/explain/memory.md")
 
 
 def of_micro_batches(layout: Layout, count: int) -> Iterator[Violation]:

@@ -165,7 +165,7 @@ class Engine:
 
 
 # Constants beside `fivefold`'s are fitted on one half of the published rows of each trainer, and told on the other half
-# (benchmarks/planner_accuracy.py, docs/howto/planner.md); those of memory follow from what the trainer keeps.
+# (docs/evidence/planner_accuracy.md); those of memory follow from what the trainer keeps.
 ENGINES = {
     each.name: each
     for each in (
