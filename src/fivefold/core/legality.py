@@ -104,6 +104,7 @@ def of_pipeline(layout: Layout) -> Iterator[Violation]:
 
 
 def _of_virtual(layout: Layout) -> Iterator[Violation]:
+    """`pp_virtual` is a number of stages that the schedule has."""
     virtual, name, (fewest, most) = layout.pp_virtual, f"pp_schedule {layout.pp_schedule}", layout.schedule.stages
     if most == 1 and virtual > 1:
         what, fix = f"has one stage a rank, so pp_virtual is 1, not {virtual}", "use interleaved or zb, or leave"
@@ -116,7 +117,7 @@ def _of_virtual(layout: Layout) -> Iterator[Violation]:
 
 
 def of_fp8(layout: Layout) -> Iterator[Violation]:
-    """Layers are left out of something."""
+    """`fp8_high_layers` needs fp8."""
     if layout.fp8_high_layers and layout.fp8 == "none":
         what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
         yield Violation(
@@ -125,7 +126,7 @@ def of_fp8(layout: Layout) -> Iterator[Violation]:
 
 
 def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
-    """What goes over all tokens of an MLP at once, or says itself what of it is computed again."""
+    """A chunked MLP goes with neither fp8, selective recompute nor a budget of recompute."""
     if layout.mlp_chunks == 1:
         return
     if layout.fp8 != "none":
@@ -137,7 +138,7 @@ def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
 
 
 def of_micro_batches(layout: Layout, count: int) -> Iterator[Violation]:
-    """A schedule takes so many micro batches."""
+    """A schedule needs enough micro batches, and some need equal rounds of them."""
     name, pp, schedule = f"pp_schedule {layout.pp_schedule}", layout.pp, layout.schedule
     fewest = schedule.fewest(pp)
     if pp > 1 and count < fewest:
@@ -179,7 +180,7 @@ def of_heads(layout: Layout, limits: ModelLimits, world: int | None = None) -> I
 
 
 def _of_ulysses(layout: Layout, query: int, kv: int) -> Iterator[Violation]:
-    """`query`, `kv`: heads of a tp rank."""
+    """Every Ulysses rank gets whole heads. `query`, `kv`: heads of a tp rank."""
     cp, u = layout.cp, context_method(layout.cp_method, layout.cp, query, kv).ulysses
     if query % u or (kv % u and u % kv):
         fits = " or ".join(f"{cp // n}x{n}" for n in legal_degrees(query, kv) if cp % n == 0)

@@ -65,7 +65,8 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
-    """What a row makes is kept behind its sum over tp, and its products are not: B would read none."""
+    """Selective recompute under tp keeps a row-parallel linear behind its sum, and the gradient of B needs the product
+    before it. Adapters of experts have no fp8."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
     if plan.placement.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"

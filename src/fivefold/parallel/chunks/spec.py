@@ -55,7 +55,7 @@ def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
-    """There are MLPs to run in pieces."""
+    """A chunked MLP is a dense one."""
     if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
         what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
         yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/explain/memory.md")
