@@ -1,5 +1,6 @@
 # make train   set up once, then run the built-in demo      make test    set up once, then run the tests: minutes
 # make lint    style                                        make types   mypy --strict
+# make docs    the site, into build/site, with every link checked
 # make test-all    all that guards a merge: half an hour. `make test-rest` is what `make test` leaves of it
 # make rehearsal   the real step of many layouts on a stand-in for the CUDA driver: its own environment, of 5 GB
 # make versions    what is private in torch, in the oldest and the newest torch allowed: an environment each
@@ -8,7 +9,7 @@
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
 # PIP_FLAGS="--extra-index-url ..." with the index that holds the small torch without CUDA.
 
-.PHONY: train test test-rest test-all campaign rehearsal versions lint types clean
+.PHONY: train test test-rest test-all campaign rehearsal versions lint types docs clean
 .DEFAULT_GOAL := train
 
 VENV := .venv
@@ -58,6 +59,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
 # The ends of the range in pyproject.toml. Installs alone take minutes and hundreds of MB each, so `make test-all` has them
 # not, and the campaign does.
 TORCHS := 2.11 2.14
@@ -82,4 +86,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(REHEARSAL) $(TORCHS:%=.venv-torch-%)
+	rm -rf $(VENV) $(REHEARSAL) $(TORCHS:%=.venv-torch-%) build/site

@@ -211,7 +211,8 @@ def commands_page() -> str:
         parts += [f"## `fivefold {name}`", _paragraphs(about)]
         if examples:
             lines = re.split(r"\s{4,}|\n", re.sub(r"^s?:|Examples?:", "", examples))
-            parts.append("```text\n" + "\n".join(filter(None, map(str.strip, lines))) + "\n```")
+            shown = "\n".join(filter(None, map(str.strip, lines)))
+            parts.append(f"<!-- not run: an example of the help -->\n```bash\n{shown}\n```")
         rows = [_option(each) for each in verb.params if each.name != "help"]
         parts.append(table(("argument or option", "value", "default", "meaning"), rows))
     return "\n\n".join(parts)
@@ -298,7 +299,7 @@ def python_page() -> str:
     parts = [
         "# Python API",
         "`import fivefold as ff` loads nothing before it is used, torch least of all. A loop of your own is shown in "
-        "[its how-to](../howto/python.md). Code in docstrings names shapes by the letters in their suffix.",
+        "[its how-to](../howto/python.md).",
     ]
     for group, names in GROUPS.items():
         parts.append(f"## {group}")

@@ -22,7 +22,7 @@ _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
 _REQUEST = {"messages", "tools", "parallel_tool_calls"}  # what an `input` of OpenAI's preference form holds
 _MOST_FORMS = 256  # sets of keys in one source of which is remembered what they mean
-_MORE = "docs/howto/data.md, 'Conversations and instructions'"
+_MORE = "docs/howto/data.md, 'Train on conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 # A part of an example -> the columns of published sets that hold it, in small letters, the first to be taken first.
