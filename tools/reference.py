@@ -310,10 +310,11 @@ def python_page() -> str:
 
 def _described(name: str) -> Iterator[str]:
     module, found, lines = _definition(fivefold._HOMES[name], name)
-    yield f"### `ff.{name}`"
     if isinstance(found, ast.ClassDef):
+        yield f"### `class ff.{name}`"
         yield from _class(name, found, lines)
     else:
+        yield f"### `ff.{name}`"
         yield _signature(name, found)
         yield _docstring(found, f"{module}.{name}")
 
