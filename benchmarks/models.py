@@ -225,7 +225,8 @@ def _of_switches(results: Results) -> str:
             found.setdefault((switch, said + _short(name, verdict["reason"])), []).append(name)
     lines = [
         f"Every boolean of every config the other way once, and windows, chunks, caps, dropout and jitter on: "
-        f"{len(kinds)} cases, {_counted(kinds)} (invalid: `transformers` itself cannot do it). Of the classes above:",
+        f"{len(kinds)} cases, {_counted(kinds)} (invalid: `transformers` itself cannot do it). "
+        "These classes are right above, and not with a switch:",
         "",
         "| switch | classes | why |",
         "| --- | --- | --- |",
