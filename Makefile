@@ -1,6 +1,6 @@
 # make train   set up once, then run the built-in demo      make test    set up once, then run the tests: minutes
 # make lint    style                                        make types   mypy --strict
-# make docs    the site, into build/site, with every link checked
+# make docs    the site, into build/site, with every link checked; it needs no network to be read
 # make test-all    all that guards a merge: half an hour. `make test-rest` is what `make test` leaves of it
 # make rehearsal   the real step of many layouts on a stand-in for the CUDA driver: its own environment, of 5 GB
 # make versions    what is private in torch, in the oldest and the newest torch allowed: an environment each
@@ -61,6 +61,7 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	! grep -rlE '<(script|link|img)[^>]+(src|href)="?https?://' build/site --include='*.html'  # it needs no network
 
 # The ends of the range in pyproject.toml. Installs alone take minutes and hundreds of MB each, so `make test-all` has them
 # not, and the campaign does.
