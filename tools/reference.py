@@ -28,6 +28,7 @@ import fivefold
 from fivefold.cli import app
 from fivefold.config import keys
 from fivefold.config.key import Key, json_schema_of
+from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
 from fivefold.core import layout as layout_module
 from fivefold.core import legality
@@ -189,6 +190,24 @@ def _bounds(node: Mapping[str, Any]) -> str:
     high = f"≤ {most:,}" if most is not None and most < MANY else f"< {below}" if below is not None else ""
     said = ", ".join(filter(None, [low, high]))
     return f" {said}" if said else ""
+
+
+def peers_page() -> str:
+    """Names that other trainers have for the keys."""
+
+    def named(names: str) -> str:
+        return ", ".join(map(code, names.split()))
+
+    return "\n\n".join([
+        "# Keys of other trainers",
+        "A run file with one of these names is refused with the key to write here. The names are those of "
+        "`transformers`, TRL, axolotl, LLaMA-Factory, DeepSpeed, Megatron-LM, torchtitan and litgpt. `fivefold convert` "
+        "reads whole configs ([how](../howto/convert.md)).",
+        "## The same meaning",
+        table(("key here", "names elsewhere"), [(code(key), named(names)) for key, names in SAME.items()]),
+        "## Another meaning",
+        table(("names elsewhere", "what to do here"), [(named(names), answer) for names, answer in DIFFERENT.items()]),
+    ])  # fmt: skip
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -658,6 +677,7 @@ def _yields(file: Path) -> Iterator[tuple[int, int]]:
 
 PAGES: dict[str, Callable[[], str]] = {
     "keys.md": keys_page,
+    "peers.md": peers_page,
     "commands.md": commands_page,
     "python.md": python_page,
     "metrics.md": metrics_page,
