@@ -201,7 +201,7 @@ def peers_page() -> str:
     return "\n\n".join([
         "# Keys of other trainers",
         "A run file with one of these names is refused with the key to write here. The names are those of "
-        "`transformers`, TRL, axolotl, LLaMA-Factory, DeepSpeed, Megatron-LM, torchtitan and litgpt. `fivefold convert` "
+        "transformers, TRL, axolotl, LLaMA-Factory, DeepSpeed, Megatron-LM, torchtitan and litgpt. `fivefold convert` "
         "reads whole configs ([how](../howto/convert.md)).",
         "## The same meaning",
         table(("key here", "names elsewhere"), [(code(key), named(names)) for key, names in SAME.items()]),
