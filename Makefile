@@ -1,5 +1,6 @@
 # make train   set up once, then run the built-in demo      make test    set up once, then run the tests: minutes
 # make lint    style                                        make types   mypy --strict
+# make docs    the site, into build/site, with every link checked; it needs no network to be read
 # make test-all    all that guards a merge: half an hour. `make test-rest` is what `make test` leaves of it
 # make rehearsal   the real step of many layouts on a stand-in for the CUDA driver: its own environment, of 5 GB
 # make versions    what is private in torch, in the oldest and the newest torch allowed: an environment each
@@ -8,7 +9,7 @@
 # PYTHON=python3.12 chooses the interpreter; PIP_FLAGS are added to pip's install line, for example
 # PIP_FLAGS="--extra-index-url ..." with the index that holds the small torch without CUDA.
 
-.PHONY: train test test-rest test-all campaign rehearsal versions lint types clean
+.PHONY: train test test-rest test-all campaign rehearsal versions lint types docs clean
 .DEFAULT_GOAL := train
 
 VENV := .venv
@@ -24,7 +25,7 @@ PYTHON ?= $(shell for each in python3.12 python3.11 python3.13 python3 python; d
 train: $(STAMP)
 	$(VENV)/bin/fivefold train
 
-# The tiers of tests are markers: docs/architecture.md. Two processes take file after file: xdist 3.8 loses its groups
+# The tiers of tests are markers: docs/explain/tests.md. Two processes take file after file: xdist 3.8 loses its groups
 # under pytest 9. PYTEST_FLAGS are added.
 PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -58,6 +59,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	! grep -rlE '<(script|link|img)[^>]+(src|href)="?https?://' build/site --include='*.html'  # it needs no network
+
 # The ends of the range in pyproject.toml. Installs alone take minutes and hundreds of MB each, so `make test-all` has them
 # not, and the campaign does.
 TORCHS := 2.11 2.14
@@ -82,4 +87,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(REHEARSAL) $(TORCHS:%=.venv-torch-%)
+	rm -rf $(VENV) $(REHEARSAL) $(TORCHS:%=.venv-torch-%) build/site

@@ -6,9 +6,9 @@
 
 The parts: the tests marked `campaign`, a file at a time; every composition of folds; every planted fault; clean proofs;
 the oldest and the newest torch; and `reliability`: kills and signals, frozen processes, damage, hostile folders and
-files, and the page of them (docs/reliability.md). Most write their own results and tables. What became of each part,
-when and in how many seconds, is in benchmarks/results/campaign.json, and `--list` prints it. Exits with 1 when a part
-failed.
+files, and the page of them (docs/evidence/reliability.md). Most write their own results and tables.
+What became of each part, when and in how many seconds, is in benchmarks/results/campaign.json, and `--list` prints it.
+Exits with 1 when a part failed.
 """
 
 import argparse

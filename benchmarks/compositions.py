@@ -29,7 +29,7 @@ from tests.pool import run_ranks
 from common import RESULTS, machine
 from pages import put_between
 
-DOCS = Path(__file__).parents[1] / "docs" / "compositions.md"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence" / "compositions.md"
 BEGIN, END = "<!-- table: python benchmarks/compositions.py -->", "<!-- end of table -->"
 ALLOWED = 1e-10
 

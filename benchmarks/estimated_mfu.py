@@ -1,9 +1,9 @@
 """Estimated MFU of the layout that the planner chooses, and what keeps it from more: models x rows x numbers of H100.
 
-    python -m benchmarks.estimated_mfu      plans every cell; writes the table of docs/estimated_mfu.md
+    python -m benchmarks.estimated_mfu      plans every cell; writes the table of docs/evidence/estimated_mfu.md
 
 These are estimates, not measurements: the planner's roofline of the issued work (matmuls at measured rates, memory
-traffic, exposed collectives, launches), see docs/planner.md.
+traffic, exposed collectives, launches), see docs/explain/planner.md.
 """
 
 import sys
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.long_sequences import best
 from benchmarks.pages import put_between
 
-PAGE = Path(__file__).parents[1] / "docs" / "estimated_mfu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "estimated_mfu.md"
 BEGIN, END = "<!-- table: python -m benchmarks.estimated_mfu -->", "<!-- end of estimated MFU -->"
 MODELS = ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 LENGTHS = (8192, 32768, 131072)

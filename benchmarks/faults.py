@@ -1,9 +1,9 @@
-"""The mutation proof of docs/faults.md: silent bugs are planted one at a time, and `fivefold verify` has to find each.
+"""The mutation proof of docs/evidence/faults.md: silent bugs are planted one at a time; `fivefold verify` finds each.
 
-    python benchmarks/faults.py                    write benchmarks/results/faults.json and docs/faults.md
+    python benchmarks/faults.py                    write benchmarks/results/faults.json and docs/evidence/faults.md
     python benchmarks/faults.py --only NAME ...    some faults, on the screen alone
     python benchmarks/faults.py --new              those that were not measured yet: adds them to both
-    python benchmarks/faults.py --steps 3          shorter; 20 are what docs/faults.md is made with
+    python benchmarks/faults.py --steps 3          shorter; 20 are what docs/evidence/faults.md is made with
 
 Each fault is a patch of the running program (`tests/verification/faults/`), planted on CPU ranks around the proof of
 the smallest layout in which it bites, in fp64, on a model of two layers; the proof ends with `steps` optimizer steps,
@@ -30,7 +30,7 @@ from common import RESULTS, machine
 from fivefold.verification.results import Row as Comparison
 from pages import put_between
 
-DOCS = Path(__file__).parents[1] / "docs" / "faults.md"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence" / "faults.md"
 BEGIN, END = "<!-- table: python benchmarks/faults.py -->", "<!-- end of table -->"
 STEPS, CURVE = 20, 0.01  # a loss curve that is this far off at any step would be noticed
 

@@ -1,7 +1,7 @@
 """Fine-tuning beside TRL and PEFT: tokens per second and peak memory of the same step, in one run.
 
     python benchmarks/finetune_speed.py                  writes results/finetune_speed.json and the table of
-                                                         docs/benchmarks.md; some 20 minutes on 2 idle cores
+                                                         docs/evidence/benchmarks.md; some 20 minutes on 2 idle cores
     python benchmarks/finetune_speed.py --quick          a toy model, one repeat, writes nothing: does it run?
     python benchmarks/finetune_speed.py --only dpo       tasks whose name has this, on the screen alone
 
@@ -44,7 +44,7 @@ from fivefold.training.step import train_step
 from pages import put_between
 
 CPU = torch.device("cpu")
-RESULT, DOCS = RESULTS / "finetune_speed.json", Path(__file__).parents[1] / "docs" / "benchmarks.md"
+RESULT, DOCS = RESULTS / "finetune_speed.json", Path(__file__).parents[1] / "docs" / "evidence" / "benchmarks.md"
 BEGIN, END = "<!-- table: python benchmarks/finetune_speed.py -->", "<!-- end of finetune_speed -->"
 TASKS = ("sft", "sft+lora", "dpo", "dpo+lora")
 TRAINERS = ("fivefold", "trl")

@@ -1,7 +1,7 @@
 """The most memory that a rank takes while its model is built and its weights are read: its shard, and one layer.
 
-    python benchmarks/host_memory.py               writes benchmarks/results/host_memory.json and docs/memory.md
-    python benchmarks/host_memory.py --only init   one of the cases
+    python benchmarks/host_memory.py              writes benchmarks/results/host_memory.json and docs/evidence/memory.md
+    python benchmarks/host_memory.py --only init  one of the cases
 
 Two ranks on a CPU build a Llama of 330 million parameters (1.3 GB in fp32, one layer 68 MB) on the meta device and read
 or draw their part of it: from one safetensors file in bf16, from one of several files, at random, from a checkpoint of
@@ -40,7 +40,7 @@ from pages import put_between
 from planner_truth import Heap, counted_heap
 
 MIB = 2**20
-PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "memory.md"
 BEGIN, END = "<!-- table: python benchmarks/host_memory.py -->", "<!-- end of host memory -->"
 CONFIG: Mapping[str, Any] = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16,

@@ -1,7 +1,7 @@
-"""A tiny model learns to follow instructions, then to prefer one manner of answering: from nothing to docs/instruct.md.
+"""A tiny model learns to follow instructions, then to prefer a manner of answering (docs/evidence/instruct.md).
 
     python benchmarks/instruct.py            some 15 minutes on 2 idle cores; writes results/instruct.json, the
-                                             tables and the picture of docs/instruct.md
+                                             tables and the picture of docs/evidence/instruct.md
     python benchmarks/instruct.py --quick    a toy model and few steps, on the screen alone: does it run?
 
 Every step is a command that a user types: `fivefold train` on generated conversations, `fivefold generate --chat` on
@@ -24,7 +24,7 @@ from common import RESULTS, machine
 from pages import put_between
 
 RESULT = RESULTS / "instruct.json"
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence"
 PAGE, PICTURE = DOCS / "instruct.md", DOCS / "instruct.svg"
 BEGIN, END = "<!-- table: python benchmarks/instruct.py -->", "<!-- end of instruct -->"
 SEED, HELD_OUT = 1, 10  # one word and one sum of so many is asked about, and trained in no example

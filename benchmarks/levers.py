@@ -1,6 +1,6 @@
 """What each memory lever, and combinations of them, leave of a step's peak: as rehearsed, beside the planner.
 
-    python -m benchmarks.levers               plans every row anew; writes the table of docs/memory.md
+    python -m benchmarks.levers               plans every row anew; writes the table of docs/evidence/memory.md
     python -m benchmarks.levers --rehearse    rehearses the rows that have no figure yet (a CUDA build of torch, no
                                               GPU), and records them in benchmarks/results/levers.json
 
@@ -29,7 +29,7 @@ from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.relief import planned
 
 RESULTS = Path(__file__).parent / "results" / "levers.json"
-PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "memory.md"
 BEGIN, END = "<!-- table: python -m benchmarks.levers -->", "<!-- end of levers -->"
 MODEL, CLUSTER, LENGTH, ROUNDS = "llama-3.2-1b", "2xH100", 8192, 2
 

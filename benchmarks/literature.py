@@ -1,4 +1,4 @@
-"""What papers say of parallel layouts, asked of the planner: pictures and numbers of docs/literature.md.
+"""What papers say of parallel layouts, asked of the planner: pictures and numbers of docs/evidence/literature.md.
 
     python -m benchmarks.literature --published DIR
 
@@ -28,7 +28,7 @@ from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.plan import price_list
 from fivefold.planner.price import PriceList
 
-PICTURES = Path(__file__).parents[1] / "docs" / "literature"
+PICTURES = Path(__file__).parents[1] / "docs" / "evidence" / "literature"
 SC21_TOKENS = 2048  # of a row in Narayanan et al., SC21 (arXiv 2104.04473)
 
 

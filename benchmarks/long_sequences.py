@@ -1,6 +1,6 @@
 """Which layout trains rows of 8K to 128K tokens on 8 to 256 H100, and how long rows may be with each memory lever.
 
-    python -m benchmarks.long_sequences               plans every cell anew; writes the tables of docs/long_sequences.md
+    python -m benchmarks.long_sequences               plans every cell; writes docs/evidence/long_sequences.md
     python -m benchmarks.long_sequences --rehearse 40 rehearses at most so many of the planned cells that were not yet
                                                       (a CUDA build of torch, no GPU), and records them
     python -m benchmarks.long_sequences --rehearse 40 --only llama-3.1-8b
@@ -32,7 +32,7 @@ from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.inverse import longest_sequence
 
 RESULTS = Path(__file__).parent / "results" / "long_sequences.json"
-PAGE = Path(__file__).parents[1] / "docs" / "long_sequences.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "long_sequences.md"
 CHIP, A_NODE = "H100", 8
 TOKENS = 2**22  # of a step
 LENGTHS = tuple(1024 * thousands for thousands in (8, 16, 32, 64, 128))

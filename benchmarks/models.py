@@ -1,4 +1,6 @@
-"""Every causal language model of `transformers`, tried: right, refused and why, WRONG or a CRASH. Docs: docs/models.md.
+"""Every causal language model of `transformers`, tried: right, refused and why, WRONG or a CRASH.
+
+The tables go to docs/evidence/models.md.
 
     python benchmarks/models.py                            all classes in one process
     python benchmarks/models.py --layouts tp2,pp2,cp2,shard2.ep2  those that are right, over two processes as well
@@ -30,7 +32,7 @@ from held_against import Tried, Verdict, judged, on_rank, tiny_on_rank
 from pages import put_between
 from tiny_configs import causal_classes, switches
 
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence" / "models.md"
 BEGIN, END = "<!-- tables: python benchmarks/models.py --write-docs -->", "<!-- end of tables -->"
 MOST_WORDS = 220  # letters of a reason in a table
 SINGLE, SPREAD = "single", ("tp2", "pp2", "cp2", "shard2.ep2")
@@ -49,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="what was tried before, too")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds a case may take before it is a crash")
     parser.add_argument("--results", type=Path, default=RESULTS / "models.json")
-    parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/models.md from the results")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write the tables of docs/evidence/models.md from the results"
+    )
     args = parser.parse_args(arguments)
     results = _read(args.results)
     for model_class, model_type in causal_classes().items():
@@ -157,7 +161,7 @@ def _counted(kinds: Iterable[str]) -> str:
     return ", ".join(f"{found.count(kind)} {kind}" for kind in sorted(set(found), key=str.lower)) or "none"
 
 
-# docs/models.md -------------------------------------------------------------------------------------------------------
+# docs/evidence/models.md ----------------------------------------------------------------------------------------------
 
 
 def write_docs(results: Results, docs: Path) -> None:
@@ -221,7 +225,8 @@ def _of_switches(results: Results) -> str:
             found.setdefault((switch, said + _short(name, verdict["reason"])), []).append(name)
     lines = [
         f"Every boolean of every config the other way once, and windows, chunks, caps, dropout and jitter on: "
-        f"{len(kinds)} cases, {_counted(kinds)} (invalid: `transformers` itself cannot do it). Of the classes above:",
+        f"{len(kinds)} cases, {_counted(kinds)} (invalid: `transformers` itself cannot do it). "
+        "These classes are right above, and not with a switch:",
         "",
         "| switch | classes | why |",
         "| --- | --- | --- |",

@@ -33,7 +33,7 @@ from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import OUTSIDE
 
 RESULTS = Path(__file__).parent / "results" / "planned_memory.json"
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence"
 PAGE, PICTURE = DOCS / "planned_memory.md", DOCS / "planned_memory.svg"
 BEGIN, END = "<!-- table: python -m benchmarks.planned_memory -->", "<!-- end of table -->"
 STEP = "step 2"

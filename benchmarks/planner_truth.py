@@ -4,7 +4,7 @@
     python benchmarks/planner_truth.py --hardware FILE      with what `fivefold calibrate` wrote before
     python benchmarks/planner_truth.py --only tp2,pp2.tp2   layouts that begin so, on the screen alone
     python benchmarks/planner_truth.py --levers             the memory levers instead: results/cpu_levers.json and the
-                                                            table of docs/memory.md
+                                                            table of docs/evidence/memory.md
     python benchmarks/planner_truth.py --again benchmarks/results/planner_truth.json    plans anew, measures nothing
 
 Every layout trains a small Llama (or Mixtral, for experts) for a few steps in processes of its own, started as
@@ -53,7 +53,7 @@ from fivefold.training.step import train_step
 from pages import put_between
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "memory.md"
+PAGE = HERE.parent / "docs" / "evidence" / "memory.md"
 BEGIN, END = "<!-- table: python benchmarks/planner_truth.py --levers -->", "<!-- end of CPU levers -->"
 VOCABULARY, LENGTH, ROWS = 8192, 256, 8
 WARMUP, STEPS = 1, 3  # of memory alone: 2 steps, the second of which has the optimizer's state

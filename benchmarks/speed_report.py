@@ -1,4 +1,4 @@
-"""The result of training_speed.py as tables: on the terminal, and as Markdown in docs/benchmarks.md."""
+"""The result of training_speed.py as tables: on the terminal, and as Markdown in docs/evidence/benchmarks.md."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pages import put_between
 
-DOCS = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence" / "benchmarks.md"
 BEGIN, END = "<!-- training-speed: begin -->", "<!-- training-speed: end -->"
 COLUMNS = (
     "contender", "tokens/s", "× plain", "(range)", "CPU time ÷ plain", "peak GiB per process", "÷ plain",

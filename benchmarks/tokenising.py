@@ -3,7 +3,7 @@
     python benchmarks/tokenising.py                    100 MB in each format; writes benchmarks/results/tokenising.json
     python benchmarks/tokenising.py --megabytes 1000 --repeats 1 --formats txt --contenders fivefold --add
     python benchmarks/tokenising.py --text FILE        another text than Python's standard library, over and over
-    python benchmarks/tokenising.py --write-docs       the results into docs/data.md
+    python benchmarks/tokenising.py --write-docs       the results into docs/evidence/tokenising.md
     python benchmarks/tokenising.py --quick            1 MB, once; written nowhere
 
 - **fivefold**: what `fivefold train` does before its first step: read, tokenise, hold 1% out, pack, index; one process.
@@ -43,7 +43,8 @@ from fivefold.data.source import Source, resolve
 from fivefold.data.tokenizer import find_tokenizer
 from pages import put_between
 
-PAGE, RESULT = Path(__file__).parents[1] / "docs" / "data.md", Path(__file__).parent / "results" / "tokenising.json"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "tokenising.md"
+RESULT = Path(__file__).parent / "results" / "tokenising.json"
 CORES = len(os.sched_getaffinity(0))
 BEGIN, END = "<!-- table: python benchmarks/tokenising.py --write-docs -->", "<!-- end of tokenising -->"
 FORMATS = ("txt", "jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst")
@@ -279,7 +280,7 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--folder", type=Path, help="where the texts are written, among temporary files else")
     parser.add_argument("--add", action="store_true", help="keep the rows of earlier results")
-    parser.add_argument("--write-docs", action="store_true", help="the results into docs/data.md")
+    parser.add_argument("--write-docs", action="store_true", help="the results into docs/evidence/tokenising.md")
     parser.add_argument("--quick", action="store_true", help="1 MB, once")
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()

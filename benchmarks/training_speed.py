@@ -4,7 +4,7 @@
                                                          for it); writes benchmarks/results/
     python benchmarks/training_speed.py --quick          a toy model, one repeat, writes nothing: does it run?
     python benchmarks/training_speed.py --sizes 15M --json F     a part of it; written only where you say
-    python benchmarks/training_speed.py --write-docs     the newest result into docs/benchmarks.md; measures nothing
+    python benchmarks/training_speed.py --write-docs     the newest result into docs/evidence/benchmarks.md, no run
 
 Every contender runs in fresh processes. The contenders take turns, `repeats` times, in alternating order, so that the
 machine's noise hits all alike. A ratio is the median over repeats of the ratio to the plain loop of the same repeat.
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=_positive, default=None, help="timed steps per process; 60 for 1M, 1 for 110M")
     add("--packed", action="store_true", help="four documents a row instead of one; without the Trainer")
     add("--json", type=Path, default=None, help="where to write; the default for a whole run only: benchmarks/results")
-    add("--write-docs", action="store_true", help="put the newest result into docs/benchmarks.md")
+    add("--write-docs", action="store_true", help="put the newest result into docs/evidence/benchmarks.md")
     args = parser.parse_args()
     parts = ("quick", "packed", "sizes", "precisions", "contenders")
     args.is_whole = all(getattr(args, name) == parser.get_default(name) for name in parts)

@@ -3,7 +3,7 @@
 A case is a layout with its options, a family (experts where there is `ep`), and what hides nothing else: accumulation,
 packing, ties, what saves memory, clipping that bites, decay, unequal token counts, prime sizes, more than ten experts.
 `tests/parallel/test_composition.py` runs two cases of eight ranks each time, and all cases in a campaign.
-`benchmarks/compositions.py` runs all of them and writes docs/compositions.md.
+`benchmarks/compositions.py` runs all of them and writes docs/evidence/compositions.md.
 """
 
 from fivefold.core.layout import DEGREES

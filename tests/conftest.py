@@ -1,7 +1,7 @@
 """What holds for every test: its tier, the process that it runs in, what is said of the run and what must not be left.
 
-The tiers are markers (docs/architecture.md). A test without one is a unit test: it starts no process and no ranks, and
-fails if it does. `core`: the few proofs and commands that run in every `make test` all the same.
+The tiers are markers (docs/explain/tests.md). A test without one is a unit test: it starts no process and no
+ranks, and fails if it does. `core`: the few proofs and commands that run in every `make test` all the same.
 `full`: what guards a merge beside them (`make test-all`).
 """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 _BLOCK = re.compile(r"^(?:<!-- not run: (.+) -->\n)?```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 _NAME = re.compile(r"# (\S+\.(?:py|yaml))\n")
 

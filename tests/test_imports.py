@@ -176,11 +176,13 @@ except SystemExit:
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_the_files_and_names_of_the_architecture_page_are_there() -> None:
+def test_the_files_and_names_of_the_pages_on_the_code_are_there() -> None:
     """A file under the root, `docs/`, `src/fivefold/`, a room of it or a feature's folder; a name anywhere in the code.
     What has a space is a command or a line of code; a file with a word in capitals is one to write."""
     top = ROOT.parents[1]
-    page = (top / "docs" / "architecture.md").read_text(encoding="utf-8")
+    pages = [top / "docs" / "explain" / f"{name}.md" for name in ("architecture", "extending", "tests")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    page = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     files = [
         file for folder in ("src", "tests") for file in sorted((top / folder).rglob("*.py")) if file != Path(__file__)
     ]

@@ -1,7 +1,7 @@
 """Every block of the docs is run in the way that its page says, or a line above it says why not (`tests/pages.py`).
 
-Run files are read, commands are taken apart, scripts and commands are run. README.md, docs/python.md and
-docs/first_fine_tune.md have tests of their own.
+Run files are read, commands are taken apart, scripts and commands are run. README.md, docs/howto/python.md and
+docs/start/first_fine_tune.md have tests of their own.
 """
 
 import io
@@ -29,17 +29,20 @@ from tests.tiers import put_off
 BLOCKS = [block for page in [ROOT / "README.md", *DOCS] for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "toml", "json", "text", ""}  # the last two: what is printed
 OWN = {
-    ("docs/python.md", "python"): "tests/api/test_docs.py",
-    ("docs/first_fine_tune.md", "python"): "tests/test_smollm2.py",
-    ("docs/first_fine_tune.md", "bash"): "tests/test_smollm2.py",
+    ("docs/howto/python.md", "python"): "tests/api/test_docs.py",
+    ("docs/start/first_fine_tune.md", "python"): "tests/test_smollm2.py",
+    ("docs/start/first_fine_tune.md", "bash"): "tests/test_smollm2.py",
 }
 # Pages of proofs and of runs whose like guards a merge elsewhere.
-CAMPAIGN = {f"docs/{name}.md" for name in ("context", "distillation", "fp8", "python", "verify")}
+CAMPAIGN = {
+    f"docs/{name}.md"
+    for name in ("explain/context", "explain/fp8", "howto/distillation", "howto/python", "howto/verify")
+}
 
 # What is added to a command to make it short; nothing else about it changes.
 SHORT = {
     r"fivefold train ": "train.max_steps=2 train.global_batch_size=4 train.micro_batch_size=2 data.seq_length=128",
-    r"fivefold train run\.name=": "data.train=notes.txt",  # the demo's text takes a while to read
+    r"fivefold train ($|run\.name=)": "data.train=notes.txt",  # the demo's text takes a while to read
     r"fivefold verify notes\.yaml ": "--quick",
     r".*fivefold generate ": "--max-new-tokens 9",
 }
@@ -143,7 +146,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "axolotl.yml").write_text(AXOLOTL, encoding="utf-8")
     (folder / "examples").symlink_to(ROOT / "examples")
-    (notes,) = (block for block in BLOCKS if block.file == "notes.yaml")
+    notes, *others = (block for block in BLOCKS if block.file == "notes.yaml")
+    assert all(other.text == notes.text for other in others)
     notes.write(folder)
     fivefold(shlex.split(shortened("fivefold train notes.yaml"))[1:], folder)
     fivefold(["export", "runs/notes", "my-model"], folder)

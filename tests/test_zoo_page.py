@@ -1,4 +1,4 @@
-"""docs/folders.md has a line for every folder and record of the zoo, and as many as it says. `python -m
+"""docs/evidence/folders.md has a line for every folder and record of the zoo, and as many as it says. `python -m
 tests.test_zoo_page` writes its tables."""
 
 import re
@@ -9,7 +9,7 @@ from tests.data import record_forms, test_spans, tokenizers_zoo
 from tests.generation import test_settings
 from tests.models import test_zoo, zoo
 
-PAGE = Path(__file__).parents[1] / "docs" / "folders.md"
+PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "folders.md"
 KINDS = ("chat", "tools", "instructions", "texts", "preferences", "rated")
 BEGIN, END = "<!-- table: python -m tests.test_zoo_page -->", "<!-- end of zoo -->"
 

@@ -1,4 +1,4 @@
-"""Write docs/reliability.md from the results of the commands that kill, freeze, damage and feed."""
+"""Write docs/evidence/reliability.md from the results of the commands that kill, freeze, damage and feed."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import RESULTS
 from pages import put_between
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "reliability.md"
 Result = Mapping[str, Any]
 
 

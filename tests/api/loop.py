@@ -125,7 +125,7 @@ def mean_loss(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
 
 
 def train_on_rank(layout: str, name: str, optimizer: str = "adamw", own: bool = False) -> Outcome:
-    """The loop of docs/python.md; `own`: by backward and clipping, with the gradients of the first step."""
+    """The loop of docs/howto/python.md; `own`: by backward and clipping, with the gradients of the first step."""
     model = ff.parallelize(build(name), layout)
     update = OPTIMIZERS[optimizer](model)
     rates = torch.optim.lr_scheduler.LambdaLR(update, lambda at: 1 / (1 + at))

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run, under every layout that the page names."""
+"""The examples of docs/howto/python.md run, under every layout that the page names."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from tests.pages import ROOT, blocks
 from tests.pool import run_ranks
 from tests.training.bodies import run_file
 
-PAGE = ROOT / "docs" / "python.md"
+PAGE = ROOT / "docs" / "howto" / "python.md"
 BLOCKS = [block.text for block in blocks(PAGE) if block.language == "python"]
 LOOP, *PIECES, COMMANDS = BLOCKS
 
@@ -38,9 +38,9 @@ def run_page(layout: str, folder: Path) -> tuple[list[tuple[float, float]], list
     os.chdir(folder)
     try:
         with patch.object(ff, "train_step", train_step, create=True):
-            exec(compile(loop, "docs/python.md", "exec"), names)
+            exec(compile(loop, "docs/howto/python.md", "exec"), names)
         for block in PIECES:
-            exec(compile(block, "docs/python.md", "exec"), names)
+            exec(compile(block, "docs/howto/python.md", "exec"), names)
         dist.barrier()
     finally:
         os.chdir(before)

@@ -1,5 +1,5 @@
 """The folds together compute what the unmodified model computes in one process, send what they declare, and share their
-checkpoints. The cases are those of `tests/compositions.py`; docs/compositions.md has what each was off by."""
+checkpoints. The cases are those of `tests/compositions.py`; docs/evidence/compositions.md has what each was off by."""
 
 from functools import lru_cache
 from itertools import combinations

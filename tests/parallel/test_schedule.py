@@ -166,6 +166,6 @@ def test_stages_are_balanced_with_the_head_counted() -> None:
 
 
 def test_the_guide_names_every_schedule() -> None:
-    guide = Path("docs/pipeline.md").read_text()
+    guide = Path("docs/explain/pipeline.md").read_text()
     for name, record in RECORDS.items():
         assert f"| `{name}`" in guide and record.help in guide and record.source in guide

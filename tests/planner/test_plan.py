@@ -270,17 +270,20 @@ def test_python_is_told_of_another_type(subtests: pytest.Subtests) -> None:
 
 def test_the_page_has_a_row_for_each_question() -> None:
     """And nothing that a merge has left."""
-    pages = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md")}
+    pages = {
+        file.relative_to(ROOT / "docs").as_posix(): file.read_text(encoding="utf-8")
+        for file in (ROOT / "docs").rglob("*.md")
+    }
     assert [name for name, text in pages.items() if re.search(r"^(<{7}|={7}|>{7})", text, re.MULTILINE)] == []
     options = ["layout", "max-seq-length", "fewest-devices", "price", "write", "no-cache", "html", "json"]
-    cells = re.findall(r"^\| (`--.*?) \|", pages["planner.md"], re.MULTILINE)
+    cells = re.findall(r"^\| (`--.*?) \|", pages["howto/plan.md"], re.MULTILINE)
     assert [name for name in options if " ".join(cells).count(f"`--{name}") != 1] == []
 
 
 def test_the_page_shows_what_the_command_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "plan.md").read_text(encoding="utf-8")
     command, shown = re.search(r"^\$ fivefold plan (.*)\n((?:.*\n)*?)\.\.\.$", page, re.MULTILINE).groups()  # type: ignore[union-attr]
     monkeypatch.setenv("COLUMNS", "80")
     assert run(*command.split()) == 1  # a layout that does not fit

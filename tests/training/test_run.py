@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from fivefold.checkpoint import shard, steps
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.metric_names import METRICS
+from fivefold.core.run_folder import RUN_FILES
 from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.data.prepare import prepare
 from fivefold.report.run import main as report
@@ -60,6 +62,21 @@ def tokens_of(tree: dict[str, Any], step: int) -> int:
     return int(rows.tokens)
 
 
+def files_of(run: Path) -> list[str]:
+    """Every file of a run folder, by its path in it."""
+    return [file.relative_to(run).as_posix() for file in run.rglob("*") if file.is_file()]
+
+
+def is_described(name: str) -> bool:
+    """True if `RUN_FILES` has the file, or a folder with it (but a checkpoint, whose files it has one by one)."""
+    for each in RUN_FILES:
+        pattern = re.sub("N+|R+", r"\\d+", re.escape(each).replace("NAME", ".+"))
+        inside = ".+" if each.endswith("/") and not each.endswith("step-NNNNNN/") else ""
+        if re.fullmatch(pattern + inside, name):
+            return True
+    return False
+
+
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """bf16, as by default; the text is split, so that it has a validation loss."""
     write_corpus(tmp_path / "more.txt", 3001, seed=8)
@@ -90,6 +107,8 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     assert sample["step"] == 12 and sample["prompt"] == "der " and sample["text"]
     assert RunConfig.model_validate(tree).to_yaml() == (run_dir(tree) / "run.yaml").read_text()
     assert list((run_dir(tree) / "tensorboard").glob("events.out.tfevents.*"))
+    assert {name for row in rows for name in row} <= METRICS.keys()
+    assert [name for name in files_of(run_dir(tree)) if not is_described(name)] == []
     for said in ("LlamaForCausalLM", "shard2", "step 1/12", "validation loss", "sample @12", "fivefold generate"):
         assert said in ran.screen
     page = report(run_dir(tree)).read_text()

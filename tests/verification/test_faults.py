@@ -1,6 +1,6 @@
 """Every bug of the catalogue is found by `fivefold verify`, or by the standing checks of a run, and rightly named.
 
-`benchmarks/faults.py` runs the same catalogue for more steps and writes docs/faults.md.
+`benchmarks/faults.py` runs the same catalogue for more steps and writes docs/evidence/faults.md.
 """
 
 from pathlib import Path

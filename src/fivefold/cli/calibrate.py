@@ -22,13 +22,13 @@ def calibrate(
     write_to: Annotated[
         str, typer.Option("--write", metavar="FILE", help="The hardware file, for plan --cluster FILE.", callback=place)
     ] = "hardware.toml",
-    device: Annotated[Device, typer.Option(help="What to measure; auto: GPUs where there are any.")] = Device.AUTO,
+    device: Annotated[Device, typer.Option(help="Devices to measure; auto: GPUs where there are any.")] = Device.AUTO,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Workers at once.", show_default="one for each GPU or core")
     ] = None,
     chip: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Whose table to start from, for a GPU without one.", show_default=False),
+        typer.Option(metavar="NAME", help="Chip whose table to start from, for a GPU without one.", show_default=False),
     ] = None,
     run: Annotated[
         Path | None,

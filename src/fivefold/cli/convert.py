@@ -11,14 +11,12 @@ from fivefold.core.terminal import say
 
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A config of axolotl, LLaMA-Factory or TRL.")],
-    devices: Annotated[
-        int, typer.Option(min=1, help="What the config was written for: batches are of all of them.")
-    ] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the config: batches are of all of them.")] = 1,
     debug: Debug = False,
 ) -> None:
     """Print a config of axolotl, LLaMA-Factory or TRL as a run file.
 
-    What is changed is said beside its line, what has no counterpart at the head; what cannot be kept is refused.
+    Comments name changed keys beside their lines, and keys without a counterpart at the head. Others are refused.
 
     Example: fivefold convert axolotl.yml --devices 8 > run.yaml
     """

@@ -21,7 +21,7 @@ def data(
 ) -> None:
     """Show rows as the model will see them, and which tokens are trained.
 
-    What it tokenises is in the cache when the run begins.
+    The run finds these tokens in the cache.
 
     Example: fivefold data run.yaml data.train.path=chat.jsonl --rows 3
     """

@@ -25,8 +25,8 @@ def evaluate(
             show_default="the run's validation rows",
         ),
     ] = None,
-    format: Annotated[str, typer.Option(help="Of --text, as data.train.format.")] = "auto",
-    text_key: Annotated[str, typer.Option(help="Of --text, as data.train.text_key.")] = "text",
+    format: Annotated[str, typer.Option(help="Format of --text, as data.train.format.")] = "auto",
+    text_key: Annotated[str, typer.Option(help="Key of the text of --text, as data.train.text_key.")] = "text",
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,16 +35,16 @@ def evaluate(
         ),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="Of --tasks: examples in the prompt.", show_default="the task's")
+        int | None, typer.Option(min=0, help="Examples in the prompt of a task.", show_default="the task's")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Of --tasks: samples of each at most.", show_default="all")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Of --tasks: prompts through the chat template.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Of --tasks: requests computed together.")] = BATCH_SIZE,
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task at most.", show_default="all")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts of tasks through the chat template.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests of tasks computed together.")] = BATCH_SIZE,
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run.", show_default="the newest")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint of a run.", show_default="the newest")
+    ] = None,
     seq_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a row of text.", show_default="the run's; else up to 2048")
     ] = None,

@@ -28,7 +28,7 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Which checkpoint. Default: the newest.", show_default=False)
+        int | None, typer.Option(min=0, help="Step of the checkpoint. Default: the newest.", show_default=False)
     ] = None,
     dtype: Annotated[
         DType | None,
@@ -40,7 +40,7 @@ def export(
 ) -> None:
     """Write a run's model as a plain Hugging Face folder.
 
-    Of a run with an adapter it is the adapter, as a folder of PEFT; with --merge, the model.
+    A run with an adapter gives a folder of PEFT, or the whole model with --merge.
 
     Example: fivefold export runs/demo my-model
     """

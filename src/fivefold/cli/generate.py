@@ -43,7 +43,7 @@ def generate(
     out: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Where the answers to --prompts go.", show_default="the screen", callback=place
+            metavar="FILE", help="File for the answers to --prompts.", show_default="the screen", callback=place
         ),
     ] = None,
     chat: Annotated[
@@ -52,7 +52,9 @@ def generate(
     system: Annotated[str | None, typer.Option(help="With --chat: the system's turn.", show_default=False)] = None,
     layout: Annotated[str, typer.Option(help="How to spread the model, such as tp2.")] = "single",
     device: Annotated[Device, typer.Option(help="auto takes CUDA where there is one.")] = Device.AUTO,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run.", show_default="the newest")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of the checkpoint of a run.", show_default="the newest")
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(

@@ -29,7 +29,11 @@ def plan(
     price: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1e9, metavar="X", help="Of a device for an hour: says what tokens cost.", show_default=False
+            min=0,
+            max=1e9,
+            metavar="X",
+            help="Price of a device for an hour: adds what tokens cost.",
+            show_default=False,
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,

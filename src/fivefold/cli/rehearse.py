@@ -24,9 +24,9 @@ def rehearse(
         ),
     ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="TEXT", help="Where it would run, such as 16x8xH100.", show_default=False)
+        str, typer.Option(metavar="TEXT", help="Cluster that it would run on, such as 16x8xH100.", show_default=False)
     ] = "",
-    rank: Annotated[int | None, typer.Option(min=0, help="Which rank.", show_default="0")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank to rehearse.", show_default="0")] = None,
     ranks: Annotated[
         Ranks | None, typer.Option(help="One of each kind: first, middle and last of a pipeline.", show_default=False)
     ] = None,

@@ -25,7 +25,9 @@ def verify(
             metavar="RUN.yaml key=value", help="A run file (none: the demo's), and keys to set.", show_default=False
         ),
     ] = None,
-    layouts: Annotated[str, typer.Option(help="What to prove, such as tp2,shard2.tp2+zero1.", show_default=False)] = "",
+    layouts: Annotated[
+        str, typer.Option(help="Layouts to prove, such as tp2,shard2.tp2+zero1.", show_default=False)
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A thin model and few steps: seconds.")] = False,
     thin: Annotated[bool, typer.Option("--thin", help="A layer of each kind, and narrow ones.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train.", show_default="20; quick: 5")] = None,

@@ -26,7 +26,7 @@ from fivefold.launch.world import find_world
 
 RECORD = "compare.yaml"  # in the folder of a comparison: its configurations
 SCREEN = "screen.log"  # in the logs of a run: its terminal output
-MORE = "docs/compare.md"
+MORE = "docs/howto/compare.md"
 Publish = Callable[[CompareReport], object]
 
 

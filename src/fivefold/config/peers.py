@@ -88,7 +88,7 @@ DIFFERENT = {
     "bf16": "set precision.compute: bf16, which is the default",
     "fp16": "fp16 is not built; precision.compute: bf16 needs no loss scaling",
     "fp32 tf32": "set precision.compute: fp32",
-    "fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or another recipe of docs/fp8.md",
+    "fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or another recipe of docs/explain/fp8.md",
     "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity":
     "set memory.recompute: full",
     "dp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree": "set layout.dp_shard (FSDP over so "

@@ -227,7 +227,9 @@ class RunFile:
         try:
             layout = Layout.parse(text)
         except UserError as error:
-            raise UserError(f"{place} {error.what}", fix=error.fix, more=error.more or "docs/layouts.md") from None
+            raise UserError(
+                f"{place} {error.what}", fix=error.fix, more=error.more or "docs/explain/layouts.md"
+            ) from None
         section: dict[str, Any] = {}
         for name, said in SAID.items():
             value = getattr(layout, name)

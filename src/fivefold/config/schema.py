@@ -599,7 +599,7 @@ class RunConfig(Section):
             raise UserError(
                 "layout: auto is chosen when training starts",
                 fix="name a layout such as shard2.tp2; fivefold plan and fivefold train choose one",
-                more="docs/planner.md",
+                more="docs/howto/plan.md",
             )
         return self.written_layout
 
@@ -730,7 +730,7 @@ def check_supported(config: RunConfig) -> None:
             f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
             "a step would",
             fix="leave balance.capacity_factor out",
-            more="docs/preferences.md",
+            more="docs/howto/preferences.md",
         )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(

@@ -87,6 +87,6 @@ def _schema(tree: Mapping[str, Any], trainer: str, file: str) -> Schema:
         raise UserError(
             f"{file}: beta is a key of several objectives, and no other key says which it is",
             fix="loss_type: [sigmoid] is DPO, and loss_type: kto KTO; GRPO, ORPO and the others are not converted",
-            more="docs/convert.md",
+            more="docs/howto/convert.md",
         )
     return schema("trl", "sft")

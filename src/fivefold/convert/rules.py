@@ -20,7 +20,7 @@ _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "paged_adamw_32bit": _PAGED, "paged_adamw": _PAGED,
 }  # fmt: skip
 
-# Loss of each trainer -> objective. The formulas are the same: docs/preferences.md.
+# Loss of each trainer -> objective. The formulas are the same: docs/howto/preferences.md.
 _LOSSES: Mapping[str, Mapping[str, str]] = {
     "axolotl": {"sigmoid": "dpo", "ipo": "ipo"},
     "LLaMA-Factory": {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"},
@@ -206,7 +206,7 @@ def _packing(given: Given) -> Keys:
 def optimizer(given: Given) -> Keys:
     name = str(given("optim") or "adamw_torch")
     for key, value in _OPTIMIZERS.get(name, {}).items():
-        yield key, value, "blocks and codes are fivefold's: docs/memory.md" if value == "8bit" else ""
+        yield key, value, "blocks and codes are fivefold's: docs/explain/memory.md" if value == "8bit" else ""
     if name not in _OPTIMIZERS:
         given.refuse("optim", f"{name} is not converted, but adamw_torch and its forms of 8 bits")
     if given("learning_rate") is None:
@@ -224,7 +224,9 @@ def schedule(given: Given) -> Keys:
     name = str(given("lr_scheduler_type") or "cosine")  # axolotl allows null
     shape = _shape(given, name)
     if shape is None:
-        given.refuse("lr_scheduler_type", f"{name} with what is said of it has other rates: docs/learning_rate.md")
+        given.refuse(
+            "lr_scheduler_type", f"{name} with what is said of it has other rates: docs/explain/learning_rate.md"
+        )
         return
     yield "scheduler.name", shape[0]
     yield "scheduler.min_lr_ratio", shape[1]

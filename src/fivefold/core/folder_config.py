@@ -14,7 +14,7 @@ from fivefold.core.legality import LAYERS
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_HEAD_DIM = 2**16  # sizes a table of rotary angles; the widest heads have a few hundred
 MOST_NUMBER = 2**53
-_MORE = "docs/models.md"
+_MORE = "docs/explain/models.md"
 # Keys of heads other than the language model's.
 _NO_DROPOUT = ("classifier_", "summary_")
 _THRESHOLDS = [("phimoe", "router_jitter_noise")]  # also selects experts: 0 would change the model
@@ -57,7 +57,7 @@ def check_not_gguf(path: Path) -> None:
         raise UserError(
             f"{path} holds quantised weights as GGUF, the file of llama.cpp, which is not read here",
             fix="write a Hugging Face folder of it by transformers, once",
-            more="docs/first_fine_tune.md",
+            more="docs/start/first_fine_tune.md",
         )
 
 

@@ -353,6 +353,7 @@ class Layout:
         return f", {axis} {' or '.join(map(str, near))} does"
 
     def _against_expert_ranks(self) -> Iterator[Violation]:
+        """`ep` divides the ranks that experts are dealt to."""
         ep, ranks = self.ep, self.expert_ranks
         if ranks % ep:
             fits = tuple(n for n in range(1, ranks + 1) if ranks % n == 0)

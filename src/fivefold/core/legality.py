@@ -84,7 +84,7 @@ def of_cp_method(layout: Layout) -> Iterator[Violation]:
         product = f"{sizes[1]} x {sizes[2]} = {int(sizes[1]) * int(sizes[2])}"
         fits = " or ".join(f"{cp // n}x{n}" for n in range(1, cp + 1) if cp % n == 0)
         what = f"cp_method {sizes[0]} is {product} ranks, but cp is {cp}"
-        yield Violation("cp_method", what, f"use auto, or {fits}", more="docs/context.md")
+        yield Violation("cp_method", what, f"use auto, or {fits}", more="docs/explain/context.md")
 
 
 def of_pipeline(layout: Layout) -> Iterator[Violation]:
@@ -103,6 +103,7 @@ def of_pipeline(layout: Layout) -> Iterator[Violation]:
 
 
 def _of_virtual(layout: Layout) -> Iterator[Violation]:
+    """`pp_virtual` is a number of stages that the schedule has."""
     virtual, name, (fewest, most) = layout.pp_virtual, f"pp_schedule {layout.pp_schedule}", layout.schedule.stages
     if most == 1 and virtual > 1:
         what, fix = f"has one stage a rank, so pp_virtual is 1, not {virtual}", "use interleaved or zb, or leave"
@@ -118,7 +119,9 @@ def of_fp8(layout: Layout) -> Iterator[Violation]:
     """`fp8_high_layers` needs fp8."""
     if layout.fp8_high_layers and layout.fp8 == "none":
         what = f"fp8_high_layers {layout.fp8_high_layers} without fp8"
-        yield Violation("fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/fp8.md")
+        yield Violation(
+            "fp8_high_layers", what, "set precision.fp8, or leave fp8_high_layers out", more="docs/explain/fp8.md"
+        )
 
 
 def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
@@ -127,10 +130,10 @@ def of_mlp_chunks(layout: Layout) -> Iterator[Violation]:
         return
     if layout.fp8 != "none":
         what = f"mlp_chunks {layout.mlp_chunks}: fp8 {layout.fp8} has scales that span the tokens of a linear"
-        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/explain/memory.md")
     if layout.recompute not in ("none", "full"):
         what = f"mlp_chunks {layout.mlp_chunks}: recompute {layout.recompute} says what of an MLP is kept"
-        yield Violation("mlp_chunks", what, "set memory.recompute: full, or none", (1,), more="docs/memory.md")
+        yield Violation("mlp_chunks", what, "set memory.recompute: full, or none", (1,), more="docs/explain/memory.md")
 
 
 def of_micro_batches(layout: Layout, count: int) -> Iterator[Violation]:
@@ -182,7 +185,7 @@ def _of_ulysses(layout: Layout, query: int, kv: int) -> Iterator[Violation]:
         fits = " or ".join(f"{cp // n}x{n}" for n in legal_degrees(query, kv) if cp % n == 0)
         what = f"cp_method {layout.cp_method} deals {query} query and {kv} key/value heads of a rank out to {u}"
         rule = f"{u} must divide the first, and divide or be a multiple of the second"
-        yield Violation("cp_method", f"{what}: {rule}", f"use auto, ring, or {fits}", more="docs/context.md")
+        yield Violation("cp_method", f"{what}: {rule}", f"use auto, ring, or {fits}", more="docs/explain/context.md")
 
 
 def of_layers(layout: Layout, limits: ModelLimits) -> Iterator[Violation]:

@@ -51,7 +51,7 @@ class Lora:
                 f"an adapter with {bad}={getattr(self, bad)!r}",
                 fix='ff.Lora(rank=16, alpha=32, targets="auto"): whole rank, alpha above 0, names of linears; '
                 "quantize none or nf4",
-                more="docs/adapters.md",
+                more="docs/howto/adapters.md",
             )
 
     @property

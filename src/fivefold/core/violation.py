@@ -18,7 +18,7 @@ class Violation:
     what: str
     fix: str
     legal: tuple[int, ...] = ()
-    more: str = "docs/layouts.md"
+    more: str = "docs/explain/layouts.md"
 
     @property
     def error(self) -> UserError:

@@ -114,7 +114,7 @@ class Example:
         try:
             text, answers = template.answers(self.turns, **given)
         except UserError as error:
-            raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/data.md") from error
+            raise UserError(f"{self.where}: {error.what}", fix=error.fix, more="docs/howto/data.md") from error
         trained = [
             spans
             for number, spans in sorted(answers.items())

@@ -22,7 +22,7 @@ _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
 _REQUEST = {"messages", "tools", "parallel_tool_calls"}  # keys in an `input` of OpenAI's preference form
 _MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
-_MORE = "docs/data.md, 'Conversations and instructions'"
+_MORE = "docs/howto/data.md, 'Conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 # Part of an example -> its column names in published data sets, in lower case, by priority.
@@ -314,7 +314,7 @@ def rated_of(record: Mapping[str, object], source: Source, where: str, parts: Pa
             f"{where}: {said}; the keys are {_listed(record)}",
             fix=f"name a prompt, an answer and whether it is desirable, {source.label}.columns: {{prompt: KEY, "
             "completion: KEY, label: KEY}",
-            more="docs/preferences.md",
+            more="docs/howto/preferences.md",
         )
     if found.turns and not (parts.answers and isinstance(record[parts.answers[0]], list)):
         found = replace(found, context=len(found.turns) - 1)

@@ -95,7 +95,9 @@ def _tasks(names: Sequence[str]) -> list[Any]:
             continue
         own = sorted({task for file in folder.rglob("*.yaml") if (task := _task_of(file))})
         if not own:
-            raise UserError(f"--tasks {name}: no .yaml in it names a task", fix="task: NAME", more="docs/evaluate.md")
+            raise UserError(
+                f"--tasks {name}: no .yaml in it names a task", fix="task: NAME", more="docs/howto/evaluate.md"
+            )
         with chdir(folder):
             manager = TaskManager(include_path=".", include_defaults=False)
             found += manager.load(own)["tasks"].values()
@@ -112,7 +114,7 @@ def _task_of(file: Path) -> str | None:
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: not a task: {first_line(error)}", fix="see docs/evaluate.md") from error
+        raise UserError(f"{file}: not a task: {first_line(error)}", fix="see docs/howto/evaluate.md") from error
     name = tree.get("task") if isinstance(tree, dict) else None
     return name if isinstance(name, str) else None
 

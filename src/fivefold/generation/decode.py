@@ -128,7 +128,7 @@ def _check_positions(model: Any, rows: Sequence[Sequence[int]]) -> None:
     if positions and longest >= positions:
         raise UserError(
             f"a prompt of {longest:,} tokens, and the model has {positions:,} positions (max_position_embeddings)",
-            fix="shorten the prompt", more="docs/generate.md",
+            fix="shorten the prompt", more="docs/howto/generate.md",
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from fivefold.generation.sampling import Sampling
 from fivefold.generation.text import StoppedText
 from fivefold.launch.world import World
 
-_MORE = "docs/generate.md"
+_MORE = "docs/howto/generate.md"
 
 
 @dataclass(frozen=True)

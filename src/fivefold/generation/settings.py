@@ -60,7 +60,7 @@ def check_values(model: Any, folder: Path) -> None:
         raise UserError(
             f"{folder / 'generation_config.json'} has a value that transformers does not take: {first_line(error)}",
             fix="copy the file from its origin again, or take the key out",
-            more="docs/generate.md",
+            more="docs/howto/generate.md",
         ) from error
 
 

@@ -132,7 +132,7 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
         if name in in_nf4 and each.of_experts:
             raise UserError(
                 f"adapter.quantize: nf4 beside experts ({name}) is not built",
-                fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/adapters.md",
+                fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/howto/adapters.md",
             )  # fmt: skip
         if name not in in_nf4 or (shape == (each.outputs, each.inputs) and each.inputs % NF4_BLOCK == 0):
             continue
@@ -142,7 +142,7 @@ def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collecti
         )  # fmt: skip
         raise UserError(
             f"adapter.quantize: {name} cannot rest in four bits: {why}",
-            fix="leave it out of adapter.targets, or adapter.quantize: none", more="docs/adapters.md",
+            fix="leave it out of adapter.targets, or adapter.quantize: none", more="docs/howto/adapters.md",
         )  # fmt: skip
 
 

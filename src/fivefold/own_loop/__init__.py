@@ -2,7 +2,7 @@
 
 Every rank of the world calls every function, with the rows of its data rank. The trainer's own code runs here too: the
 same step, the same passes, the same checkpoints. Wrong uses are refused with the line to write instead
-(docs/python.md).
+(docs/howto/python.md).
 """
 
 from fivefold.own_loop.model import ParallelModel, parallelize

@@ -29,7 +29,7 @@ Integers = NDArray[np.int64]
 Checked = TypeVar("Checked")
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-READ_MORE = "docs/python.md"
+READ_MORE = "docs/howto/python.md"
 
 
 def refusal(what: str, fix: str | None = None) -> UserError:

@@ -35,7 +35,7 @@ from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient
 from fivefold.training.step import accumulate
 
-READ_MORE = "docs/python.md"
+READ_MORE = "docs/howto/python.md"
 Precision = Literal["fp32", "bf16", "fp64"]
 
 

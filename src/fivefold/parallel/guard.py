@@ -24,7 +24,7 @@ from fivefold.parallel.parts import NarrowPartOfParameter, PartOfParameter, is_p
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import is_in_backward
 
-READ_MORE = "docs/python.md"
+READ_MORE = "docs/howto/python.md"
 
 
 class Guard:

@@ -60,7 +60,7 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
         if any(edge % block for part in spec.held for each in part[last] for edge in each):
             what = f"8bit states of {name} have blocks of {block} in a row of {spec.shape[-1]}, and tp {plan.layout.tp}"
             yield Violation(
-                "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/memory.md"
+                "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/explain/memory.md"
             )
 
 
@@ -69,12 +69,14 @@ def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
     if plan.placement.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
-        yield Violation("recompute", what, "use recompute full or none", more="docs/adapters.md")
+        yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
     experts = [each.name for each in plan.facts.experts]
     beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
     if plan.placement.has_adapter and beside and plan.layout.fp8 != "none":
         what = "fp8 with adapter.target_parameters, beside experts, is not built"
-        yield Violation("fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/adapters.md")
+        yield Violation(
+            "fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/howto/adapters.md"
+        )
 
 
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
@@ -85,12 +87,12 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
         if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
             key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
             what = f"{key} with adapter.quantize: nf4 is not built"
-            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/adapters.md")
+            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/howto/adapters.md")
             return
         if any(edge % NF4_BLOCK for part in spec.held for each in part[1] for edge in each):
             what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
             what += f"{plan.layout.tp} cuts one"
-            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/adapters.md")
+            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/howto/adapters.md")
             return
 
 

@@ -2,8 +2,8 @@
 
 Memory peaks at one of a few moments (`MOMENTS`), which differ in what is there besides parameters and optimizer state.
 The sums of each moment are defined once, here; the planner uses them with its own prices. Rehearsals of the real step
-on the real caching allocator are the reference (docs/planned_memory.md). Not included: buffers of collectives between
-ranks, work space of kernels and what the allocator keeps.
+on the real caching allocator are the reference (docs/evidence/planned_memory.md). Not included: buffers of collectives
+between ranks, work space of kernels and what the allocator keeps.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -29,7 +29,7 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.elementwise import is_random, keeps_places
 from fivefold.torch_internals import Dispatch, storage_key, without_torch_function
 
-READ_MORE = "docs/python.md"
+READ_MORE = "docs/howto/python.md"
 _COPY = "fivefold_copy"  # attribute of a slice that shares no memory with the tensor that it was taken from
 _HOST = {"tolist", "numpy", "__array__"}  # they read numbers without an operator
 _AS_SPOKEN = {"getitem": "slice", "setitem": "slice", "get": "view"}

@@ -68,7 +68,7 @@ def _given(config: RunConfig) -> dict[str, Any]:
             raise UserError(
                 f"layout: auto does not go with {said.section}.{said.key} {value}",
                 fix=f"leave {said.section}.{said.key} out, or write the whole layout",
-                more="docs/planner.md",
+                more="docs/howto/plan.md",
             )
     return {name: value for name, value in given.items() if name in OPEN}
 

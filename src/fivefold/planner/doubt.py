@@ -17,7 +17,7 @@ ITEMS = {
 }  # fmt: skip
 LIKELY = 1.28  # standard deviations to each side that hold 80 %
 
-# Factors of the planned memory: 80 % of the rehearsed ranks are between them (docs/planned_memory.md).
+# Factors of the planned memory: 80 % of the rehearsed ranks are between them (docs/evidence/planned_memory.md).
 LEAST_MEMORY, MOST_MEMORY = 0.975, 1.065
 
 Interval = tuple[float, float]

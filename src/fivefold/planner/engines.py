@@ -165,12 +165,12 @@ class Engine:
 
 
 # Constants of the other trainers are fitted on half of each one's published rows and tested on the other half
-# (benchmarks/planner_accuracy.py, docs/planner.md); those of memory follow from what the trainer keeps.
+# (benchmarks/planner_accuracy.py, docs/evidence/planner_accuracy.md); those of memory follow from what a trainer keeps.
 ENGINES = {
     each.name: each
     for each in (
         # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
-        # compiled layers; `slack` and `kept_back` are least squares of the cells of docs/planned_memory.md.
+        # compiled layers; `slack` and `kept_back` are least squares of the cells of docs/evidence/planned_memory.md.
         # Logits in bf16 are written, read three times and overwritten by their gradient (`parallel/loss/runtime.py`).
         # The others are judgement: compiled element-wise work reads and writes each saved number about once, and FSDP
         # overlaps compute.

@@ -104,7 +104,9 @@ def library() -> Path:
     Raises `UserError` if a requirement is missing, and `RunFailed` if it does not compile.
     """
     if lacks := lacking():
-        raise UserError(f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="docs/rehearse.md")
+        raise UserError(
+            f"no stand-in for the CUDA driver: {lacks[0].what}", fix=lacks[0].fix, more="docs/howto/rehearse.md"
+        )
     torch = Torch.installed()
     assert torch is not None
     key = (torch.version, str(torch.folder), SOURCE.read_text(encoding="utf-8"), Path(__file__).read_text())

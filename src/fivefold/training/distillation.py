@@ -46,7 +46,7 @@ from fivefold.training.reference import digest_of_weights
 
 _VERSION = 2  # raise when the numbers change
 _TOKENS, _LOG_PROBS, _LOCK = "tokens.npy", "log_probs.npy", "lock"
-_MORE = "docs/distillation.md"
+_MORE = "docs/howto/distillation.md"
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,7 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
     ]
     if layout.precision == "bf16" and not multiplies_bf16(world.device):
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
-    alone = [f"{line}: docs/data.md says how to train on both" for line in job.data.counts.answers_alone]
+    alone = [f"{line}: docs/howto/data.md says how to train on both" for line in job.data.counts.answers_alone]
     too_long = schedule.warning(config, job.total_steps)
     rows += [("WARNING", line) for line in (*alone, too_long) if line]
     rows += [("DAMAGED", damage) for damage in resumed.damages]

@@ -96,7 +96,7 @@ def _workers(config: RunConfig, nproc: int | None) -> int:
         raise UserError(
             "train.attention: fa3 is for GPUs, and this run is on cpu",
             fix="train.attention: auto",
-            more="docs/machine.md",
+            more="docs/explain/machine.md",
         )
     return worker_count(layout, kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
 

@@ -89,7 +89,7 @@ def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: Wo
         raise UserError(
             f"this run does not fit: {needs}, and {where} has {total / GIB:.2f} GiB",
             fix=needs.advice(total),
-            more="docs/layouts.md",
+            more="docs/explain/layouts.md",
         )
     if needs.state + needs.activations <= free:
         return None
@@ -172,7 +172,7 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
         raise UserError(
             f"a checkpoint takes {human_bytes(size)} (weights and optimizer state), and {where}",
             fix="free space, or set run.dir to a larger disk",
-            more="docs/checkpoints.md",
+            more="docs/explain/checkpoints.md",
         )
     needed = more_bytes(size, held, keep=keep, saves=saves)
     if disk.free >= needed:

@@ -17,7 +17,7 @@ def learning_rate(
     """The rate of optimizer step `step` (0 is the first).
 
     The warm-up rises linearly from `peak / warmup_steps` and reaches `peak` at its last step. After it, the rate is
-    that of the schedulers of `transformers` at the same step (docs/learning_rate.md). `constant` stays at the peak.
+    that of the schedulers of `transformers` at the same step (docs/explain/learning_rate.md). `constant` stays there.
     `cosine` and `linear` decay from the step after the warm-up, `wsd` linearly over the last tenth of the run. They
     would reach `min_lr_ratio * peak` one step after the last, so no step has a rate of 0.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 from fivefold.core.layout import Layout
 
 QUICK_STEPS, STEPS = 5, 20
-MORE = "docs/verify.md"
+MORE = "docs/howto/verify.md"
 
 
 @dataclass(frozen=True, kw_only=True)

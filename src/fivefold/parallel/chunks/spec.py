@@ -58,7 +58,7 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
     """`mlp_chunks` needs a dense MLP."""
     if plan.layout.mlp_chunks > 1 and not _dense_mlps(plan.facts, plan.anatomy.layers):
         what = f"mlp_chunks {plan.layout.mlp_chunks}: {plan.facts.model_class} has no dense MLP that is known to be one"
-        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/memory.md")
+        yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more="docs/explain/memory.md")
 
 
 def calls(step: Step, block: TPBlock) -> Iterator[Call]:

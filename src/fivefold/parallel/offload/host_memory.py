@@ -110,7 +110,7 @@ class HostMemory:
                 f"memory.offload_to {self._place}: {human_bytes(size)} more are needed there, and {human_bytes(free)} "
                 "are free",
                 fix="name a folder on a larger disk, or free space",
-                more="docs/memory.md",
+                more="docs/explain/memory.md",
             ) from error
 
 

@@ -41,7 +41,7 @@ def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> No
     raise RunFailed(
         f"standing check at step {step}: {first}",
         fix=f"what was trained {suspect} is wrong: remove its checkpoints, and prove the layout with fivefold verify",
-        more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/checkpoints.md, Standing checks",
+        more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/explain/checkpoints.md, Standing checks",
     )
 
 
