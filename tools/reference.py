@@ -293,6 +293,7 @@ GROUPS = {
         "clip_grad_norm_",
         "logits",
         "gather",
+        "scatter",
         "save",
         "load",
     ),
