@@ -142,6 +142,24 @@ def test_too_little_memory_is_no_bug(
     assert ended.value.code == 1 and "memory" in said and "ulimit -v" in said and "bug" not in said
 
 
+LOST = (
+    "reduce_scatter [30848] of group default_pg: rank 1 has left",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242",
+    "NCCL error: remote process exited or there was a network error",
+)
+
+
+@pytest.mark.parametrize("words", LOST)
+def test_another_rank_that_ended_is_no_bug(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fivefold.cli.app", failing(RuntimeError(words)))
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "another rank has ended" in said and words in said and "bug" not in said
+
+
 def test_pages_and_exports_that_cannot_be_written_are_the_users(tmp_path: Path) -> None:
     from fivefold.report.render import write
 

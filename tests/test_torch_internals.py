@@ -304,6 +304,8 @@ def test_the_worlds_store_timeout_and_splitting(world: None) -> None:
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert torch_internals.timeout_of_world("cpu") == timedelta(seconds=77)
+    torch_internals.set_timeout_of_world(timedelta(seconds=88))
+    assert torch_internals.timeout_of_world("cpu") == timedelta(seconds=88)
     assert not torch_internals.can_split_world()
 
 

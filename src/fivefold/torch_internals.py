@@ -282,6 +282,11 @@ def timeout_of_world(device_type: str) -> timedelta | None:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
+def set_timeout_of_world(timeout: timedelta) -> None:
+    """Set the timeout of the world's group, which is otherwise fixed when it is opened."""
+    dist.distributed_c10d._set_pg_timeout(timeout)
+
+
 def group_among(arguments: Iterable[Any]) -> tuple[str, int]:
     """Name and size of the process group in the arguments of a collective operator, given by name or boxed."""
     for argument in arguments:
@@ -781,7 +786,7 @@ _NEEDED: Mapping[str, str] = {
     "autograd.Variable._execution_engine": "queue_callback",
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
-    "distributed.distributed_c10d": "_get_default_store _resolve_process_group",
+    "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
     "distributed.tensor.DTensor": "_local_tensor _spec",
     f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
     f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "

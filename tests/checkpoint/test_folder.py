@@ -1,6 +1,8 @@
 """What lies on the disk: published or not at all, whole or passed over, and old steps kept no longer than asked."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ from xxhash import xxh3_128_hexdigest
 
 from fivefold.checkpoint import Checkpoint, CorruptCheckpoint, find_checkpoint, newest, steps
 from fivefold.checkpoint.manifest import Slice, TensorRecord, joined, signed
+from fivefold.checkpoint.save import _retain, _start
+from fivefold.core import files
 from fivefold.core.errors import UserError
+from fivefold.core.step_folders import step_folder
 from tests.checkpoint.ranks import restore_error, save_on_bad_disk, save_steps, save_twice
 from tests.parity import Case
 from tests.pool import run_ranks
@@ -50,6 +55,60 @@ def test_steps_sort_by_number(tmp_path: Path) -> None:
     assert steps(tmp_path) == [999999, 1000000]
     assert steps(tmp_path / "absent") == []
     assert newest(tmp_path / "absent") is None
+
+
+def test_a_step_that_is_a_link_is_removed_and_what_it_points_at_stays(tmp_path: Path) -> None:
+    """Old steps may have been moved to a larger disk, mounted or not."""
+    (tmp_path / "archive" / "step-000005").mkdir(parents=True)
+    (tmp_path / "archive" / "step-000005" / "manifest.json").touch()
+    run = tmp_path / "checkpoints"
+    for step in (20, 30):
+        (run / step_folder(step)).mkdir(parents=True)
+    (run / "step-000005").symlink_to(tmp_path / "archive" / "step-000005")
+    (run / "step-000010").symlink_to("/not/mounted/step-000010")
+    (run / ".tmp-old-step-000001").symlink_to(tmp_path / "archive")
+    (run / ".tmp-old-step-000002").touch()
+    assert steps(run) == [5, 10, 20, 30]
+    _start(run / ".tmp-step-000040", run / "step-000040")
+    assert {path.name for path in run.glob(".tmp-*")} == {".tmp-step-000040"}
+    _retain(run / "step-000030", 2)
+    assert steps(run) == [20, 30]
+    assert [path.name for path in tmp_path.glob("archive/*/*")] == ["manifest.json"]
+
+
+def test_an_old_step_that_cannot_be_removed_stops_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (".tmp-old-step-000001", "step-000002", "step-000003", "step-000004"):
+        (tmp_path / name).mkdir()
+    remove = files.remove
+
+    def refused(path: Path) -> None:
+        if "old-step" in path.name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        remove(path)
+
+    monkeypatch.setattr(files, "remove", refused)
+    _start(tmp_path / ".tmp-step-000005", tmp_path / "step-000005")
+    assert (tmp_path / ".tmp-step-000005").is_dir()
+    _retain(tmp_path / "step-000004", 1)
+    assert steps(tmp_path) == [4]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"WARNING: {tmp_path / name} cannot be removed: Permission denied; remove it yourself"
+        for name in (".tmp-old-step-000001", "step-000002", "step-000003")
+    ]
+
+
+def test_a_step_on_a_disk_that_is_not_mounted_is_named(tmp_path: Path) -> None:
+    """It is the newest, and whole where it is: a run that passed over it would do its steps again."""
+    (tmp_path / "step-000005").mkdir()
+    (tmp_path / "step-000010").symlink_to("/not/mounted/step-000010")
+    with pytest.raises(UserError) as caught:
+        newest(tmp_path)
+    assert type(caught.value) is UserError
+    assert caught.value.what == f"{tmp_path}/step-000010 is a link to /not/mounted/step-000010, which is not there"
+    assert caught.value.fix == "mount it, or remove the link"
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch import meeting
@@ -34,11 +35,12 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ranks(come: list[int], size: int, port: int, *, timeout: float = 1.0, host: str = LOOPBACK) -> list[Any]:
-    """What each of the ranks that come gets: a store, or an error."""
+    """What each of the ranks that come gets: a store, or an error. Rank 0, if it comes, gives up first."""
 
     def one(rank: int) -> Any:
+        patience = timeout + 20 if rank and 0 in come else timeout
         try:
-            return meet(rank, size, host, port, hosts=rank == 0, timeout=timeout)
+            return meet(rank, size, host, port, hosts=rank == 0, timeout=patience)
         except UserError as error:
             return error
 
@@ -53,18 +55,47 @@ def test_ranks_that_all_come_share_a_store(port: int, capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""
 
 
-def test_ranks_that_torchrun_starts_again_do_not_meet_those_of_before(port: int) -> None:
-    """Their store is that of torchrun's agent, and holds all that those had said."""
-    agent = TCPStore(LOOPBACK, port, 2, is_master=True, wait_for_workers=False)
+@pytest.fixture
+def agent(port: int) -> Any:
+    """The store of torchrun's agent, which outlives the ranks and holds all that they have said."""
+    return TCPStore(LOOPBACK, port, 2, is_master=True, wait_for_workers=False)
+
+
+def test_ranks_that_torchrun_starts_again_meet_each_other_alone(agent: Any, port: int) -> None:
+    """Nothing in the environment tells rounds apart: the nodes count restarts separately."""
     again = partial(meet, size=2, host=LOOPBACK, port=port, hosts=False, timeout=20)
     with ThreadPoolExecutor(2) as threads:
         first, _ = threads.map(again, range(2))
-    first.set("key", "of before")
-    with pytest.raises(RunFailed, match=r"for rank 0: 1 of 2 have come"):
-        again(1, attempt=1, timeout=0.5)
-    with ThreadPoolExecutor(2) as threads:
-        assert not any(store.check(["key"]) for store in threads.map(partial(again, attempt=2), range(2)))
-    del agent
+        first.set("key", "of before")
+        with pytest.raises(RunFailed, match=r"rank 1 waits at .+ for rank 0 \("):
+            again(1, timeout=0.5)
+        with pytest.raises(RunFailed, match=r"rank 0 waits at .+ for rank 1: 1 of 2 have come"):
+            again(0, timeout=0.5)
+        assert not any(store.check(["key"]) for store in threads.map(again, range(2)))
+
+
+def test_a_rank_that_came_and_ended_is_missing_and_may_come_again(
+    agent: Any, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, it takes nothing back: its last sign stays in the store."""
+    monkeypatch.setattr(meeting, "_GONE", 0.5)
+    presence = [meeting._Presence(agent, rank, 3, "here") for rank in range(3)]
+    for _ in range(2):
+        for each in (*presence[:2], presence[0]):
+            assert each.round() == ""
+    assert presence[0].missing() == "rank 0 waits at here for rank 2: 2 of 3 have come" and presence[1].missing() == ""
+    time.sleep(0.6)  # rank 1 has been killed
+    again = meeting._Presence(agent, 1, 3, "here")
+    for _ in range(2):
+        assert [presence[2].round(), again.round(), presence[0].round()] == [""] * 3
+    assert presence[0].missing() == "rank 0 waits at here for rank 1: 2 of 3 have come; rank 1 had come, and ended"
+    time.sleep(0.6)
+    alive = presence[0], again, presence[2]
+    names = [{each.round() for each in alive} for _ in range(5)][-1]
+    assert len(names) == 1 and names != {""}
+    for each in alive:
+        each.withdraw()
+    assert not any(agent.get(meeting._key(rank)) for rank in range(3))
 
 
 def test_a_rank_that_two_processes_are_is_told_so(port: int) -> None:
@@ -102,7 +133,7 @@ def test_a_rank_that_never_comes_is_named_by_the_first_of_the_others(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     errors = ranks([0, 3], 5, port)
-    assert {type(error) for error in errors} == {RunFailed} and "launch.timeout" in errors[0].what
+    assert {type(error) for error in errors} == {RunFailed} and "(1 s: launch.timeout)" in errors[0].what
     said = rf"rank 0 waits at {LOOPBACK}:{port} \(here: .+\) for rank 1, 2, 4: 2 of 5 have come \("
     assert re.match(said, errors[0].what)
     lines = capfd.readouterr().err.splitlines()
@@ -177,10 +208,19 @@ def test_a_name_without_an_address_is_said(there: bool, port: int, monkeypatch: 
 
 
 def test_the_end_of_rank_0_ends_the_wait_of_the_others(port: int) -> None:
-    kept = [PrefixStore("attempt-0", meeting._open(3, LOOPBACK, port))]
+    kept = [meeting._open(3, LOOPBACK, port)]
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(ranks, [1], 3, port, timeout=20)
         kept[0].wait([meeting._key(1)], timedelta(seconds=20))
         kept.clear()
         (error,) = waits.result(timeout=20)
     assert type(error) is RunFailed and "has ended" in error.what
+
+
+def test_rank_0_that_gives_up_says_so_before_its_store_ends(port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """torch would print a stack of C++ on the ranks that use it."""
+
+    first, second = ranks([0, 1], 3, port)
+    assert "for rank 2: 2 of 3 have come" in first.what
+    assert second.what.startswith("rank 1 was waiting at ") and second.what.endswith("has ended")
+    assert all(line.startswith("rank 0 waits at ") for line in capfd.readouterr().err.splitlines())

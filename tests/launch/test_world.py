@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch import world as world_module
 from fivefold.launch.world import (
     World,
@@ -211,6 +212,18 @@ def test_a_worker_s_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     env = server_environment(2) | worker_environment(1, 2, tmp_path)
     assert (env["OMP_NUM_THREADS"], threads_per_worker(4, env)) == ("3", 3)
+
+
+def test_a_rank_that_ends_after_all_have_come_is_waited_for_no_longer_than_one_that_never_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for backend in ("GLOO", "NCCL"):
+        monkeypatch.setenv(f"{backend}_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(world_module, "meet", lambda *_, **__: dist.HashStore())  # type: ignore[attr-defined]
+    there = World(rank=0, size=2, local_size=2, rendezvous="tcp://127.0.0.1:1", is_local=True)
+    with pytest.raises(RunFailed, match="rank 0 could not connect to the other ranks, which had all come: "):
+        world_module._open_group(there, 0.1)
+    assert not dist.is_initialized()
 
 
 SCRIPT = """

@@ -15,6 +15,7 @@ contents. Readers ignore unknown keys, so that later versions may add some.
 """
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -178,7 +179,12 @@ def signed(tree: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder with all its files at full size. Raises `CorruptCheckpoint`."""
+    """The manifest of a checkpoint folder with all its files at full size. Raises `CorruptCheckpoint`, and `UserError`
+    for a link whose target is missing: on a disk that is not mounted it may be whole."""
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(
+            f"{folder} is a link to {os.readlink(folder)}, which is not there", fix="mount it, or remove the link"
+        )
     path = folder / NAME
     try:
         if path.stat().st_size > MOST_BYTES:

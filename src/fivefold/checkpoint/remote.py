@@ -75,7 +75,7 @@ class Remote:
                 self._fs.get_file(self._path(step, name), str(beside / name))
                 with (beside / name).open("rb") as file:
                     os.fsync(file.fileno())
-        if folder.exists():
+        if os.path.lexists(folder):
             files.rename(folder, folder.with_name(f".tmp-damaged-{folder.name}"))
         files.rename(beside, folder)
         return folder

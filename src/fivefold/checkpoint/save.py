@@ -5,6 +5,8 @@ write the manifest, rename, and only then delete the checkpoints that retention 
 there is one. A kill on the way leaves the published steps unchanged, and a `.tmp-` folder that the next save removes.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +43,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.optimizers import SCALE
 from fivefold.core.step_folders import step_folder, steps, steps_of
+from fivefold.core.terminal import say
 from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import reshard
@@ -348,8 +351,9 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
     directory = beside.parent
     directory.parent.mkdir(parents=True, exist_ok=True)
     files.make_folder(directory)
+    files.remove(beside)
     for each in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
-        files.remove(each)
+        _clear_away(each)
     files.make_folder(beside)
 
 
@@ -361,7 +365,7 @@ def _damaged(published: Path) -> Path:
 def standing(published: Path) -> Path:
     """The current path of the checkpoint `published`: a save that replaces it first puts it aside, where an interrupted
     save leaves it."""
-    if published.exists():
+    if os.path.lexists(published):
         return published
     aside = _damaged(published)
     return aside if (aside / NAME).exists() else published
@@ -410,11 +414,11 @@ def _publish(
         files.remove(beside)
         fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
-    if published.exists():  # invalid, or to be overwritten: see `_start`
+    if os.path.lexists(published):  # invalid, or to be overwritten: see `_start`
         files.rename(published, _damaged(published))
     files.rename(beside, published)
     if keep is None:
-        files.remove(_damaged(published))
+        _clear_away(_damaged(published))
     else:
         _retain(published, keep)
 
@@ -489,10 +493,19 @@ def _retain(published: Path, keep: int) -> None:
     newest = steps_of([published.name])[0]
     for step in [step for step in steps(directory) if step <= newest][:-keep]:
         doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
-        files.rename(directory / step_folder(step), doomed)
-        files.remove(doomed)
+        _clear_away(directory / step_folder(step), doomed)
     for damaged in directory.glob(f"{_BESIDE}damaged-*"):
-        files.remove(damaged)
+        _clear_away(damaged)
+
+
+def _clear_away(old: Path, doomed: Path | None = None) -> None:
+    """Remove an earlier save, after renaming it to `doomed`. If that fails, the user is told; the new save goes on."""
+    try:
+        if doomed:
+            files.rename(old, doomed)
+        files.remove(doomed or old)
+    except OSError as error:
+        say(f"WARNING: {old} cannot be removed: {error.strerror}; remove it yourself", stream=sys.stderr)
 
 
 def on_first_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:

@@ -37,6 +37,9 @@ from fivefold.core.terminal import say
 # Error texts for exhausted memory that do not come as `MemoryError`.
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread")
 
+# Error texts for a rank that has ended, of our shared memory, torch's store, gloo and NCCL.
+LOST_RANK = ("has left", "DistNetworkError", "Connection closed by", "Connection reset by", "remote process exited")
+
 # Listed in this order, each with the first line of its docstring.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
@@ -146,6 +149,10 @@ def _unexpected(error: Exception) -> UserError:
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
         return RunFailed("the memory that this process may have is used up", fix="free some, or raise ulimit -v")
     first_line = (str(error).strip().splitlines() or [""])[0]
-    failure = RunFailed(f"{type(error).__name__}: {first_line}", fix="this is a bug of fivefold; --debug shows where")
+    what, fix = f"{type(error).__name__}: {first_line}", "this is a bug of fivefold; --debug shows where"
+    if isinstance(error, RuntimeError) and any(words in what for words in LOST_RANK):
+        what = f"another rank has ended, or cannot be reached: {first_line}"
+        fix = "look at what the other ranks have said"
+    failure = RunFailed(what, fix=fix)
     failure.__cause__ = error
     return failure

@@ -101,15 +101,13 @@ def rename(old: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and its contents, without following links. A missing folder is fine."""
-    if not path.is_dir():
-        return
-    for entry in os.scandir(path):
-        if entry.is_dir(follow_symlinks=False):
+    """Remove a folder and its contents, a file or a link. The target of a link is left alone. A missing one is fine."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in os.scandir(path):
             remove(Path(entry))
-        else:
-            os.unlink(entry)
-    os.rmdir(path)
+        os.rmdir(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def sync_folder(path: Path) -> None:

@@ -18,5 +18,6 @@ def steps_of(names: Iterable[str]) -> list[int]:
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps with a folder in `directory` (`runs/NAME/checkpoints`), ascending, complete or not."""
-    return steps_of(path.name for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
+    """Steps with an entry in `directory` (`runs/NAME/checkpoints`), ascending, complete or not. An entry may be a link,
+    even to a disk that is not mounted: reading its manifest then raises `UserError`."""
+    return steps_of(path.name for path in directory.iterdir()) if directory.is_dir() else []

@@ -1,7 +1,8 @@
 """The rendezvous of ranks under another launcher: a store of torch, at a port of rank 0 or of torchrun's agent.
 
 While ranks wait, missing ones are named, and after a timeout the wait ends. A node may not have started, or another job
-has left `RANK` and `WORLD_SIZE` in the environment.
+has left `RANK` and `WORLD_SIZE` in the environment. Each rank that waits gives signs of life. Once rank 0 sees those of
+all ranks, it opens a round with keys of its own: a rank that came and died is missing until it comes again.
 """
 
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from fivefold.core.errors import RunFailed, UserError, first_line
@@ -26,12 +27,13 @@ LOOPBACK = "127.0.0.1"
 FIRST, EVERY = 10.0, 60.0  # seconds until the first report of missing ranks, and between later ones
 _PAUSE = 1.0  # most seconds between two checks
 _ANSWER = 10.0  # seconds for a store to answer
-_COUNT, _ALL, _WORLD = "fivefold/came", "fivefold/all-came", "fivefold/world"
+_GONE = 3.0  # seconds without a sign of life after which a rank counts as ended: it gives one each `_PAUSE`
+_ROUND, _ENDED = "fivefold/round", "ended"  # key: the processes of all ranks, or that its store ends
 
 
-def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float, attempt: int = 0) -> Any:
-    """The store of all ranks, once all have arrived. `hosts`: this rank opens it, at `port` of this machine. `attempt`:
-    the number of times that torchrun has restarted the ranks; its store outlives them.
+def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: float) -> Any:
+    """The store of all ranks, once all are present. `hosts`: this rank opens it, at `port` of this machine; otherwise
+    it may be torchrun's, which outlives the ranks, and keys of earlier ranks are not seen.
 
     Raises `UserError` if the port is taken, another process is this rank, or world sizes differ; `RunFailed` if a rank
     is missing after `timeout` seconds.
@@ -39,10 +41,15 @@ def meet(rank: int, size: int, host: str, port: int, *, hosts: bool, timeout: fl
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, untyped
 
     wait = _Wait(timeout)
-    opened = _open(size, host, port) if hosts else _reach(rank, size, host, port, wait)
-    store = PrefixStore(f"attempt-{attempt}", opened)
-    _wait_for_all(store, rank, size, f"{host}:{port}" + (f" (here: {socket.gethostname()})" if hosts else ""), wait)
-    return store
+    store = _open(size, host, port) if hosts else _reach(rank, size, host, port, wait)
+    place = f"{host}:{port}" + (f" (here: {socket.gethostname()})" if hosts else "")
+    try:
+        return PrefixStore(_wait_for_all(store, rank, size, place, wait), store)
+    except BaseException:
+        if hosts:  # the others read this before the store ends: torch prints stacks of C++ if it is in use
+            store.set(_ROUND, _ENDED)
+            time.sleep(2 * _PAUSE)
+        raise
 
 
 class _Wait:
@@ -143,50 +150,129 @@ def _of_slurm(node: str) -> str:
     return ""
 
 
-def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> None:
+def _wait_for_all(store: Any, rank: int, size: int, place: str, wait: _Wait) -> str:
+    """Wait until all ranks are present at once. Returns the name of this round, the same on each of them."""
     from torch.distributed import DistNetworkError
 
+    presence = _Presence(store, rank, size, place)
     try:
-        _present(store, rank, size)
-        if store.add(_COUNT, 1) >= size:
-            store.set(_ALL, "")
-        while not store.check([_ALL]):  # polled: torch's own wait logs every second
-            wait.look(partial(_missing, store, rank, size, place))
+        try:
+            while not (name := presence.round()):
+                wait.look(presence.missing)
+            return name
+        finally:
+            presence.withdraw()
     except DistNetworkError as error:
-        raise RunFailed(
-            f"rank {rank} was waiting at {place}, and the process that listened there has ended",
-            fix="look at what rank 0 has said",
-        ) from error
+        raise _store_has_ended(rank, place) from error
 
 
-def _present(store: Any, rank: int, size: int) -> None:
-    """Register this rank. Raises `UserError` if another process has this rank, or registered with another world size.
+def _store_has_ended(rank: int, place: str) -> RunFailed:
+    return RunFailed(
+        f"rank {rank} was waiting at {place}, and the process that listened there has ended",
+        fix="look at what rank 0 has said",
+    )
 
-    `compare_set` sets a value only if there is none and returns the stored one: that of the first process.
+
+class _Sign(NamedTuple):
+    """A sign of life, the value of a rank's key: the same but for `number` as long as a process waits."""
+
+    process: str  # unique over all machines and starts
+    number: int
+    size: int
+    pid: int
+    host: str
+
+
+class _Presence:
+    """The sign of life of this rank, renewed whenever it looks, and its view of the others' signs.
+
+    torchrun's store outlives its ranks, and the last sign of a dead process stays there. Only a sign that changes while
+    this rank looks is one of a living process. Clocks of different machines are never compared.
     """
-    me = f"process {os.getpid()} of {socket.gethostname()}"
-    first = store.compare_set(_WORLD, "", f"{size} {rank}").decode().split()
-    if int(first[0]) != size:
-        raise UserError(
-            f"rank {rank} was started with WORLD_SIZE {size}, and rank {first[1]} with {first[0]}",
-            fix="start all ranks with the same WORLD_SIZE",
-        )
-    mine = f"{me}, {uuid4()}"
-    if (came := store.compare_set(_key(rank), "", mine).decode()) != mine:
-        raise UserError(
-            f"rank {rank} has come already: it is {came.rpartition(', ')[0]}, and this is {me}",
-            fix="give each process a RANK of its own: 0 to WORLD_SIZE - 1",
-        )
+
+    def __init__(self, store: Any, rank: int, size: int, place: str) -> None:
+        self._store, self._rank, self._place = store, rank, place
+        self._next = _Sign(uuid4().hex, 0, size, os.getpid(), socket.gethostname())
+        self._last = ""  # value that the next sign replaces
+        self._seen: dict[int, tuple[str, float, bool]] = {}  # by rank: the sign, since when, and whether it is a change
+        self._living: list[int] = []
+        if rank == 0:
+            for each in range(size):
+                store.compare_set(_key(each), "", "")  # all can then be read in one call
+
+    def round(self) -> str:
+        """Give a sign of life. Returns the name of the round that this process is in; "" before rank 0 has opened it.
+
+        Raises `UserError` if another process has this rank, or started with another world size; `RunFailed` if rank 0
+        has ended, and the store with it.
+        """
+        self._renew()
+        if self._rank == 0:
+            signs = [sign.decode() for sign in self._store.multi_get([*map(_key, range(self._next.size))])]
+            living = [rank for rank, sign in enumerate(signs) if self._lives(rank, sign)]
+            self._living = [rank for rank in living if _sign(signs[rank]).size == self._next.size]
+            if len(self._living) == len(signs):
+                self._store.set(_ROUND, " ".join(sign.split()[0] for sign in signs))
+        elif self._lives(0, first := self._read(_key(0))):
+            size = _sign(first).size
+            if size != self._next.size:
+                raise UserError(
+                    f"rank {self._rank} was started with WORLD_SIZE {self._next.size}, and rank 0 with {size}",
+                    fix="start all ranks with the same WORLD_SIZE",
+                )
+        members = self._read(_ROUND).split()
+        if members == [_ENDED]:
+            raise _store_has_ended(self._rank, self._place)
+        return members[0] if members[self._rank : self._rank + 1] == [self._next.process] else ""
+
+    def missing(self) -> str:
+        """The missing ranks, in words, on rank 0, and on the others if rank 0 itself is missing; "" otherwise."""
+        waits = f"rank {self._rank} waits at {self._place} for rank"
+        if self._rank != 0:
+            return "" if self._lives(0, self._read(_key(0))) else f"{waits} 0"
+        missing = [each for each in range(self._next.size) if each not in self._living]
+        ended = [each for each in missing if self._seen[each][2]]
+        had_come = f"; rank {listed(ended, 8)} had come, and ended" if ended else ""
+        return f"{waits} {listed(missing, 8)}: {len(self._living)} of {self._next.size} have come{had_come}"
+
+    def withdraw(self) -> None:
+        """Take the sign back: this process no longer waits."""
+        with suppress(RuntimeError):  # the store has ended
+            self._store.compare_set(_key(self._rank), self._last, "")
+
+    def _renew(self) -> None:
+        self._next = self._next._replace(number=self._next.number + 1)
+        mine = " ".join(map(str, self._next))
+        found = self._store.compare_set(_key(self._rank), self._last, mine).decode()
+        if found == mine:
+            self._last = mine
+        elif self._lives(self._rank, found):
+            other, me = (f"process {sign.pid} of {sign.host}" for sign in (_sign(found), self._next))
+            raise UserError(
+                f"rank {self._rank} has come already: it is {other}, and this is {me}",
+                fix="give each process a RANK of its own: 0 to WORLD_SIZE - 1",
+            )
+        elif not found or self._age(self._rank) >= _GONE:
+            self._last = found
+
+    def _lives(self, rank: int, sign: str) -> bool:
+        """True if `sign`, which the store holds now, is one of a living process."""
+        if rank not in self._seen or self._seen[rank][0] != sign:
+            self._seen[rank] = sign, time.monotonic(), rank in self._seen
+        return bool(sign) and self._seen[rank][2] and self._age(rank) < _GONE
+
+    def _age(self, rank: int) -> float:
+        return time.monotonic() - self._seen[rank][1]
+
+    def _read(self, key: str) -> str:
+        """The value of a key; "" if there is none, for which torch would wait."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
-def _missing(store: Any, rank: int, size: int, place: str) -> str:
-    """The missing ranks, in words, on the first rank that is present; "" on the others."""
-    first = next(each for each in range(size) if store.check([_key(each)]))
-    if first != rank:
-        return ""
-    missing = [each for each in range(size) if not store.check([_key(each)])]
-    return f"rank {rank} waits at {place} for rank {listed(missing, 8)}: {size - len(missing)} of {size} have come"
+def _sign(text: str) -> _Sign:
+    process, number, size, pid, host = text.split(" ", 4)
+    return _Sign(process, int(number), int(size), int(pid), host)
 
 
 def _key(rank: int) -> str:
-    return f"{_COUNT}/{rank}"
+    return f"fivefold/came/{rank}"

@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from runpy import run_path
 from typing import Any
 
 from fivefold.config.schema import LaunchSection
-from fivefold.core.errors import UserError
+from fivefold.core.errors import RunFailed, UserError, first_line
 from fivefold.launch.meeting import LOOPBACK, meet
 
 FILE, TCP = "file://", "tcp://"
@@ -231,22 +232,35 @@ def _open_group(world: World, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
+    from fivefold.torch_internals import set_timeout_of_world
+
     if (world.is_local or world.size == 1) and sys.platform == "linux":
         # The loopback interface is unreachable from outside and needs no name lookup.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device(world.device) if world.device != "cpu" else None
-    dist.init_process_group(
-        world.backend,
-        store=_store(world, timeout),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=TIMEOUT,
-        device_id=device,
-    )
-    if world.backend == "gloo":
-        # A rank counts as connected before its peers have accepted its connection. If it left the group at once, as
-        # after a refusal on all ranks, a slow peer would fail to start: "Connection closed by peer".
-        dist.barrier()
+    is_met = world.rendezvous.startswith(TCP)  # otherwise our launcher notices a rank that ends
+    ends = time.monotonic() + timeout
+    store = _store(world, timeout)
+    left = timedelta(seconds=max(ends - time.monotonic(), 1)) if is_met else TIMEOUT
+    store.set_timeout(left)
+    try:
+        dist.init_process_group(
+            world.backend, store=store, rank=world.rank, world_size=world.size, timeout=left, device_id=device
+        )
+        if world.backend == "gloo":
+            # A rank counts as connected before its peers have accepted its connection. If it left the group at once, as
+            # after a refusal on all ranks, a slow peer would fail to start: "Connection closed by peer".
+            dist.barrier()
+    except RuntimeError as error:
+        if not is_met:
+            raise
+        raise RunFailed(
+            f"rank {world.rank} could not connect to the other ranks, which had all come: {first_line(error)}",
+            fix="look at what they have said: one may have ended; or let the network between their machines pass",
+            more="docs/machine.md",
+        ) from error
+    store.set_timeout(TIMEOUT)
+    set_timeout_of_world(TIMEOUT)
 
 
 def _store(world: World, timeout: float) -> Any:
@@ -262,10 +276,7 @@ def _store(world: World, timeout: float) -> Any:
     if world.is_local and not has_agent:
         host = LOOPBACK
     hosts = world.is_first and not has_agent
-    attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
-    store = meet(world.rank, world.size, host, int(port), hosts=hosts, timeout=timeout, attempt=attempt)
-    store.set_timeout(TIMEOUT)
-    return store
+    return meet(world.rank, world.size, host, int(port), hosts=hosts, timeout=timeout)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
