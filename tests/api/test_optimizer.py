@@ -111,7 +111,7 @@ def test_what_looks_at_vectors_alone_is_seen() -> None:
 
 
 def test_what_torch_does_not_see_differs_on_parts() -> None:
-    """Parts of a tensor have gradients of different sizes, or no element would be five times their mean. Small steps tell too."""
+    """Parts of a tensor have gradients of different sizes, or no element would be five times their mean."""
     found = why_not(Capped(parameters(), lr=1e-11), "parts")
     assert found and "depends on others of the tensor" in found[0]
     assert why_not(Capped(parameters()), "tensors") is None
