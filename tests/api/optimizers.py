@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,11 +100,32 @@ class Clipped(Own):
         every = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = sum(float(each.square().sum()) for each in every) ** 0.5
         self.taken += 1
-        self.factor = min(1.0, self.clip / norm) if self.clip and self.taken > self.waits else 1.0
+        self.factor = self.clipped(norm)
         super().step()
+
+    def clipped(self, norm: float) -> float:
+        return min(1.0, self.clip / norm) if self.clip and self.taken > self.waits else 1.0
 
     def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.add_(grad, alpha=-group["lr"] * self.factor)
+
+
+class Capped(Own):
+    """SGD that holds every element below five times the root mean square of its tensor, which numpy computes."""
+
+    def update(self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        most = 5 * float(np.sqrt(np.square(grad.numpy()).mean()))
+        p.add_(grad.clamp(-most, most), alpha=-group["lr"])
+
+
+class Spiked(Clipped):
+    """SGD that leaves out a step with a norm of all gradients above thrice the mean of those so far."""
+
+    mean = 0.0
+
+    def clipped(self, norm: float) -> float:
+        self.mean += (norm - self.mean) / self.taken
+        return float(norm <= 3 * self.mean)
 
 
 class Prodigy(torch.optim.Optimizer):

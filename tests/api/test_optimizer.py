@@ -12,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.own_loop.optimizer import watch_optimizers, why_not
 from fivefold.parallel.elementwise import keeps_places
-from tests.api.optimizers import Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy
+from tests.api.optimizers import Capped, Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy, Spiked
 
 
 class Scaled(torch.optim.Optimizer):
@@ -95,6 +95,7 @@ def test_what_looks_at_a_tensor_is_right_in_a_pipeline_alone(made: Any) -> None:
         lambda grad: torch.quantile(grad.abs(), 0.9), lambda grad: grad.sort(-1).values, lambda grad: grad.cumsum(0),
         lambda grad: grad.softmax(-1), lambda grad: torch.fft.fft(grad).real, lambda grad: grad.roll(1),
         lambda grad: torch.nn.functional.normalize(grad, dim=-1), torch.max,
+        lambda grad: torch._foreach_max([grad])[0],
     ],
 )  # fmt: skip
 def test_what_may_look_at_a_tensor_later_is_refused_too(by: Any) -> None:
@@ -109,6 +110,30 @@ def test_what_looks_at_large_tensors_alone_is_seen_in_the_sizes_of_the_model() -
     found = why_not(Normed(large, least=600), "parts")
     assert found and "takes linalg_vector_norm of" in found[0]
     assert why_not(Normed(large, least=601), "parts") is None
+    assert why_not(Normed(large, least=600, begins=1), "parts") is not None  # a first step may only make its state
+    assert why_not(Normed([{"params": parameters()}, {"params": large}], least=600), "parts") is not None
+
+
+def test_what_looks_at_vectors_alone_is_seen() -> None:
+    found = why_not(Late([nn.Parameter(torch.zeros(8))]), "parts")
+    assert found and "takes linalg_vector_norm of" in found[0]
+
+
+def test_what_torch_does_not_see_differs_on_parts() -> None:
+    """Parts of a tensor have gradients of different sizes, or no element would be five times their mean."""
+    found = why_not(Capped(parameters(), lr=1e-11), "parts")
+    assert found and "depends on others of the tensor" in found[0]
+    assert why_not(Capped(parameters()), "tensors") is None
+
+
+def test_what_changes_no_small_tensor_cannot_be_tried() -> None:
+    class Large(Own):
+        def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+            if p.numel() > 100_000:
+                p.sub_(grad)
+
+    found = why_not(Large(parameters()), "tensors")
+    assert found and "change nothing in small tensors" in found[0]
 
 
 def test_muon_looks_at_matrices() -> None:
@@ -117,7 +142,8 @@ def test_muon_looks_at_matrices() -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [Prodigy, partial(Clipped, clip=1.0), partial(Clipped, clip=1.0, waits=60), partial(Clipped, clip=100.0)]
+    "made",
+    [Prodigy, partial(Clipped, clip=1.0), partial(Clipped, clip=1.0, waits=60), partial(Clipped, clip=100.0), Spiked],
 )
 @pytest.mark.parametrize("ranks_hold", ["tensors", "parts"])
 def test_what_adds_up_over_all_parameters_is_right_in_copies_alone(made: Any, ranks_hold: Any) -> None:

@@ -8,7 +8,11 @@ import pytest
 from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
+from fivefold.core.layout import Layout
 from fivefold.doctor.roles import short_names
+from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.lower import lower
+from fivefold.parallel.planned_edits import edits
 from tests.models.tiny import SIZES
 
 
@@ -112,6 +116,20 @@ def test_the_plan_of_one_rank(capsys: Any) -> None:
     assert sum(call["times"] for call in found["calls"] if call["axis"] == "pp") == 8
     assert found["bytes"]["parameters"] == 4 * found["bytes"]["gradients"] // 4
     assert len(found["bytes"]["saved by layer"]) == 15
+    plan = lower(facts_of_config("llama-3.1-8b"), Layout.parse("shard4.tp2.pp2+full"), 9, compiled=True)
+    assert [each["path"] for each in found["edits"]] == [each.path for each in edits(plan)]
+    assert {"path": "model.layers.31", "kind": "forward", "by": "compile", "why": "one graph"} in found["edits"]
+    done = [row for row in found["rows"] if row["part"] == "done to modules, in order"]
+    rows = {"of": "model.layers.*.self_attn.o_proj", "says": "forward (tp)"}
+    assert any(row.items() >= rows.items() and row["why"].endswith("then the bias, 15 times") for row in done)
+    assert [row["says"] for row in done if row["of"] == "model.layers.*"] == [
+        "stub (pp)", "forward (recompute)", "forward (compile)", "shard (dp_shard)",
+    ]  # fmt: skip
+
+
+def test_a_budget_is_spent_before_a_plan_is_shown(capsys: Any) -> None:
+    code, text = doctor("llama-3.1-8b", "--layout", "shard4.tp2+keep2GiB", capsys=capsys)
+    assert code == 0 and "keep2GiB" not in text.split("recompute", 1)[1].splitlines()[0]
 
 
 def test_a_plan_that_cannot_be_is_refused(capsys: Any) -> None:

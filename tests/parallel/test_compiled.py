@@ -127,6 +127,20 @@ def test_a_graph_keeps_this_ranks_tokens_of_what_enters_a_column(adapter: Lora |
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.full
+def test_a_graph_recomputes_what_selective_recompute_does_not_keep() -> None:
+    """Gradients are the same, and fewer numbers than without it stay, and more than of a layer that keeps its input."""
+    kept = {}
+    for recompute in ("", "+selective", "+full"):
+        case = Case(f"single{recompute}+mb8+fp64", overrides=(("num_hidden_layers", 1),))
+        ((loss, expected, _),) = run_ranks(1, first_gradients, case)
+        ((other, found, kept[recompute]),) = run_ranks(1, compiled_gradients, case, {"backend": "aot_eager"})
+        assert other == pytest.approx(loss, rel=1e-13)
+        for (name, _, a), (_, _, b) in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12, err_msg=name)
+    assert kept["+full"] < kept["+selective"] < kept[""]
+
+
 LAYERS = ("num_hidden_layers", 2)
 CASES = [
     pytest.param(

@@ -15,9 +15,11 @@ from fivefold.parallel.state import state_of
 from fivefold.training.step import gradients
 from tests.generation.ranks import continue_greedily
 from tests.generation.test_decode import hf_greedy
+from tests.models.test_partition import LLAMA4
 from tests.parallel.test_parity import case_id, run
 from tests.parallel.test_properties import largest_difference, one_changed, whole
 from tests.parity import (
+    VOCABULARY,
     Case,
     assert_proved,
     batch_of,
@@ -33,8 +35,14 @@ from tests.training import bodies
 
 pytestmark = pytest.mark.full
 
+# Counts its positions from behind the padding token, which stands inside of documents.
+ROBERTA = {
+    "model_type": "roberta", "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 12, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 # Windows, soft caps, learnt positions and rows of one document; all else is in the matrix (test_matrix.py).
 CASES = [
+    Case("cp2+mb2+fp64", "none", tied=True, overrides=tuple(ROBERTA.items()), steps=1),
     Case("cp2+ulysses+zero2+full+mb4+fp64", "gemma3", steps=1),
     Case("shard2.cp2+ring+zero2+full+mb2+fp64", "mistral", packing=False, steps=1),
     Case("dp2.cp2+allgather+full+mb2+fp64", "gemma2", steps=1),
@@ -129,7 +137,7 @@ def uncompiled(case: Case) -> tuple[float, list[Any]]:
 def of_length(case: Case, length: int) -> str:
     model = build(case)
     try:
-        model(input_ids=torch.arange(length)[None])
+        model(input_ids=torch.arange(length)[None] % VOCABULARY)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -147,6 +155,15 @@ def test_a_rotary_table_that_follows_the_length_is_refused_where_it_would_change
     assert run_ranks(2, of_length, case, 16) == [""] * 2
     for error in run_ranks(2, of_length, case, 20):
         assert "rope type dynamic takes other frequencies for documents longer than 16 tokens" in error
+
+
+def test_a_model_that_counts_a_row_is_refused_rows_in_which_it_would_tell() -> None:
+    """Llama 4 scales queries by their place in the row, which is cut here, from `floor_scale` tokens on."""
+    sizes = LLAMA4 | {"model_type": "llama4_text", "floor_scale": 3000}
+    case = Case("cp2+fp64", "none", overrides=tuple(sizes.items()))
+    assert run_ranks(2, of_length, case, 2400) == [""] * 2
+    for error in run_ranks(2, of_length, case, 3200):
+        assert error.startswith("UserError: model.layers.3.self_attn of Llama4TextModel counts the tokens of a row")
 
 
 def test_generation_says_what_transformers_says() -> None:

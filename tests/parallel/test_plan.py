@@ -33,6 +33,7 @@ from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
 from fivefold.parallel.pipeline.spec import PipelinePlan
@@ -383,6 +384,18 @@ def test_the_plan_is_plain_data() -> None:
         assert json.loads(json.dumps(vars(call))) == vars(call)
     for edit in edits(plan):
         assert json.dumps(asdict(edit), default=sorted) and {edit: 1}
+
+
+def test_the_last_row_of_a_recomputed_layer_of_several_graphs_runs_outside_of_them() -> None:
+    for layout, outside in (
+        ("cp2.tp2+full", True),
+        ("cp2.tp2+selective", False),
+        ("tp2+full", False),
+        ("cp2+full", False),
+    ):
+        todo = edits(lower(facts(), Layout.parse(layout), 0, compiled=True))
+        rows = [f"model.layers.{at}.mlp.down_proj" for at in range(3)] * outside
+        assert [each.path for each in todo if isinstance(each, Outside)] == rows, layout
 
 
 def test_every_edit_that_a_plan_may_list_has_one_builder() -> None:

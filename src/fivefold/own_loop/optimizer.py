@@ -174,8 +174,8 @@ def why_not(optimizer: torch.optim.Optimizer, ranks_hold: Literal["tensors", "pa
     and the right layout; None if they are the same.
 
     Optimizers like this one take `_STEPS` steps: one over some small tensors, others over two ranks' shares of them.
-    Tensors, and parts of them, have gradients of different sizes, which jump now and then: an update that depends on
-    more than one element differs on each rank. After that many steps warm-ups are over and periods have passed.
+    Tensors, and parts of them, have gradients of different sizes, which jump one after another: an update that depends
+    on more than one element differs on each rank. After that many steps warm-ups are over and periods have passed.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
@@ -192,8 +192,10 @@ def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[
     whole = _Twin(optimizer, start, list)
     twins = {way: [_Twin(optimizer, start, partial(way.share, rank=rank)) for rank in (0, 1)] for way in ways}
     for step in range(_STEPS):
-        jump = 30.0 if step % 7 == 3 else 1.0
-        gradients = [[jump * size * (1 + 0.5 * noise(size.shape)) for size in group] for group in sizes]
+        gradients = [
+            [size * (1 + 0.5 * noise(size.shape)) * (30.0 if (step + at) % 7 == 3 else 1.0) for at, size in each]
+            for each in map(enumerate, sizes)
+        ]
         with Dispatch(partial(_note, mixed)):
             whole.step(gradients)
         for twin in itertools.chain(*twins.values()):

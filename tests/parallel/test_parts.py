@@ -1,0 +1,63 @@
+"""Parts of gradients in the hands of a user, on one of two ranks, of which the other is made up."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fivefold.core.errors import UserError
+from fivefold.parallel.parts import NarrowPart, Part
+
+VALUES = torch.arange(1.0, 17.0).view(4, 4)
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def part(kind: type[Part], values: Tensor, place: Any) -> Any:
+    made = DTensor.from_local(values, init_device_mesh("cpu", (2,)), [place], run_check=False)
+    made.__class__ = kind
+    return made
+
+
+READS: tuple[Callable[[Any], Any], ...] = (
+    Tensor.item, float, int, bool, complex, operator.index,
+)  # fmt: skip
+COPIES: tuple[Callable[[Any], Any], ...] = (Tensor.tolist, Tensor.numpy, np.asarray)  # torch has none of a DTensor
+
+
+@pytest.mark.parametrize("read", READS + COPIES)
+def test_a_number_is_read_of_what_every_rank_has_alone(read: Callable[[Any], Any]) -> None:
+    one = torch.tensor(1)
+    if read in READS:
+        assert read(part(Part, one, Replicate())) == 1
+    for kind, place in ((Part, Partial()), (NarrowPart, Replicate())):
+        with pytest.raises(UserError, match="every rank would read another"):
+            read(part(kind, one, place))
+
+
+TOGETHER: tuple[Callable[[Any], Any], ...] = (
+    torch.sum, torch.norm, torch.mean, torch.prod, torch.std, torch.var_mean, torch.median, torch.argmax, torch.max,
+    torch.aminmax, torch.histc, torch.logsumexp, torch.softmax, torch.cumsum, torch.sort, torch.all,
+    lambda p: p @ p.T, lambda p: torch.dot(p[0], p[1]), lambda p: torch.einsum("ij,ij->", p, p),
+    lambda p: p.quantile(0.9), lambda p: p.topk(2), lambda p: torch.bincount(p[0].long()), lambda p: p.roll(1),
+    lambda p: p[0], lambda p: torch.cat([p, p]), lambda p: p[p > 2], lambda p: p.fill_diagonal_(0.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call", TOGETHER)
+def test_what_needs_the_parts_of_other_ranks_is_refused(call: Callable[[Any], Any]) -> None:
+    given = (0,) if call in (torch.logsumexp, torch.softmax, torch.cumsum) else ()
+    with pytest.raises(UserError, match="of which this rank holds a part"):
+        call(part(NarrowPart, VALUES.clone(), Replicate()), *given)
