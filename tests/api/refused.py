@@ -141,7 +141,7 @@ def edits(layout: str) -> bool:
     by_place: list[Callable[[Any], Any]] = [
         lambda g: g.mul_(0.5),
         lambda g: g.clamp_(-1e-3, 1e-3),
-        lambda g: g.copy_(torch.where(g.abs() > 1e-3, g.sign(), g.t().t())),
+        lambda g: g.copy_(torch.where(g.abs() > 1e-3, g.sign(), g)),
         lambda g: torch._foreach_mul_([g], 0.5),
         lambda g: g.mul_(mask[name] if g is not parameter.grad else ff.scatter(model, mask)[name]),
     ]
@@ -151,6 +151,7 @@ def edits(layout: str) -> bool:
         lambda g: g.copy_(g.cumsum(1)),
         lambda g: g.copy_(g * (g.abs() > g.abs().sort(1).values[:, 3:4])),
         lambda g: g.copy_(g.tril()),
+        lambda g: g.copy_(g.t().contiguous().t()),
         lambda g: g.copy_(nn.functional.mse_loss(g, torch.zeros_like(g), reduction="sum").sqrt() * g),
     ]
     of_some: list[Callable[[Any], Any]] = [

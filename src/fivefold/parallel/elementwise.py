@@ -11,51 +11,20 @@ from fivefold.torch_internals import of_one
 
 # Not tagged as pointwise: they keep every number at its place, or create or fill tensors.
 _SAME_PLACES = {
-    "copy",
-    "_to_copy",
-    "clone",
-    "where",
-    "masked_fill",
-    "rsub",
-    "fill",
-    "zero",
-    "scalar_tensor",
-    "_fused_adam",
-    "_fused_adamw",
-    "_fused_adagrad",
-    "_fused_sgd",
-}
+    "copy", "_to_copy", "clone", "where", "masked_fill", "rsub", "fill", "zero", "scalar_tensor", "_fused_adam",
+    "_fused_adamw", "_fused_adagrad", "_fused_sgd",
+}  # fmt: skip
 _NEW = ("ones", "zeros", "full", "empty", "new_")
 # They pick or join numbers: a pick by position takes other numbers of a part than of the whole.
 _PICKS = {
-    "index",
-    "index_select",
-    "index_put",
-    "index_copy",
-    "index_fill",
-    "gather",
-    "take",
-    "masked_select",
-    "nonzero",
-    "cat",
-    "stack",
-}
+    "index", "index_select", "index_put", "index_copy", "index_fill", "gather", "take", "masked_select", "nonzero",
+    "cat", "stack",
+}  # fmt: skip
 _RANDOM = ("rand", "normal", "bernoulli", "uniform")
-# Views of all numbers in their order.
+# Views of all numbers in their order: the transpose of a part is no part of the transpose.
 _WHOLE_VIEWS = {
-    "detach",
-    "alias",
-    "view",
-    "_unsafe_view",
-    "_reshape_alias",
-    "t",
-    "transpose",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "lift_fresh",
-}
+    "detach", "alias", "view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze", "expand", "lift_fresh",
+}  # fmt: skip
 
 
 @cache
