@@ -288,6 +288,41 @@ def test_what_backward_needs_is_known() -> None:
     assert not torch_internals.saves_memory_of(x * 2)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_runs_between_its_hooks_and_ends_if_it_raises(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+    """Of an optimizer that was made before, and of one that is made later."""
+    ran = list[str]()
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            """Take a step."""
+            ran.append("step")
+            return closure and closure()
+
+    def run(step: Any, optimizer: Any, *args: Any) -> Any:
+        ran.append("begin")
+        try:
+            return step(optimizer, *args)
+        finally:
+            ran.append("end")
+
+    hooks = torch.optim.Optimizer.profile_hook_step
+    monkeypatch.setattr(torch.optim.Optimizer, "profile_hook_step", staticmethod(hooks))
+    monkeypatch.setattr(torch_internals, "_subclasses", lambda _: iter([Own]))
+    early = None if is_late else Own([torch.zeros(1)])
+    torch_internals.around_steps(run)
+    optimizer = early or Own([torch.zeros(1)])
+    with (
+        optimizer.register_step_pre_hook(lambda *_: ran.append("before")),
+        optimizer.register_step_post_hook(lambda *_: ran.append("after")),
+    ):
+        assert optimizer.step(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+    assert ran == ["before", "begin", "step", "end", "after", "before", "begin", "step", "end"]
+    assert Own.step.__doc__ == "Take a step."
+
+
 def test_convolutions_and_fans() -> None:
     assert torch_internals.is_convolution(nn.Conv1d(1, 1, 1)) and torch_internals.is_convolution(
         nn.ConvTranspose2d(1, 1, 1)

@@ -19,6 +19,7 @@ torch allowed.
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | no other use |
 """
 
+import functools
 import itertools
 import logging
 import warnings
@@ -246,6 +247,33 @@ def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -
         yield
     finally:
         assign(optimizer, _optimizer_step_pre_hooks=first, _optimizer_step_post_hooks=last)
+
+
+def around_steps(run: Callable[..., Any]) -> None:
+    """Let `run(step, optimizer, *args, **kwargs)` call the step of every optimizer of this process from now on: behind
+    its hooks before a step, and in front of those after it, which an exception would leave out."""
+    with_hooks = torch.optim.Optimizer.profile_hook_step
+
+    def around(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            return run(step, *args, **kwargs)
+
+        return with_hooks(within)
+
+    assign(torch.optim.Optimizer, profile_hook_step=staticmethod(around))
+    code = with_hooks(around).__code__
+    for each in _subclasses(torch.optim.Optimizer):
+        step: Any = vars(each).get("step")
+        if getattr(step, "__code__", None) is code:  # torch has put hooks around it
+            new = around(step.__wrapped__)
+            vars(new).update(vars(step))  # torch's mark that it has
+            assign(each, step=new)
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for each in kind.__subclasses__():
+        yield from (each, *_subclasses(each))
 
 
 def assign(owner: Any, **values: Any) -> None:
@@ -799,9 +827,9 @@ _NEEDED: Mapping[str, str] = {
     "nn.init": "_calculate_fan_in_and_fan_out",
     "nn.modules.conv": "_ConvNd",
     "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
-    "ops.aten": "_flash_attention_backward _flash_attention_forward _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
+    "ops.aten": "_flash_attention_backward _flash_attention_forward _local_scalar_dense "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
+    "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks profile_hook_step",
     "utils": "_python_dispatch _pytree",
 }  # fmt: skip
 

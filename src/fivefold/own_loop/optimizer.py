@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
@@ -25,11 +25,10 @@ from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.elementwise import mixes_nothing
 from fivefold.parallel.offload.runtime import WALKING
-from fivefold.parallel.parts import begin_step, end_step
-from fivefold.torch_internals import Dispatch
+from fivefold.parallel.parts import paused, stepping
+from fivefold.torch_internals import Dispatch, around_steps
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
-_BEGINS = "fivefold_begins"
 # Options that choose an implementation, not the update.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 _STEPS = 100  # steps of a trial
@@ -54,12 +53,18 @@ def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Param
 @cache
 def _install() -> None:
     register_optimizer_step_pre_hook(lambda optimizer, *_: check_parameters(optimizer, steps=True))
-    register_optimizer_step_post_hook(lambda optimizer, *_: end_step(_spread(optimizer)))
+    around_steps(_step)
 
 
-def _spread(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its parameters that belong to a parallelized model."""
-    return [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]
+def _step(step: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Take a step of an optimizer that has been tried; its closure is the user's."""
+    spread = [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]
+
+    def outside(given: Any) -> Any:
+        return paused(spread)(given) if callable(given) else given
+
+    with stepping(spread):
+        return step(optimizer, *map(outside, args), **{key: outside(each) for key, each in kwargs.items()})
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -98,11 +103,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
         _check_update(optimizer, layout)
         _check_runs(optimizer, parameters)
         setattr(optimizer, _CHECKED, checked)
-    if steps and layout is not None:
-        # After the user's hooks, which see the same state as a loop.
-        if hook := getattr(optimizer, _BEGINS, None):
-            hook.remove()
-        setattr(optimizer, _BEGINS, optimizer.register_step_pre_hook(lambda *_: begin_step(_spread(optimizer))))
 
 
 def _check_update(optimizer: torch.optim.Optimizer, layout: Layout) -> None:

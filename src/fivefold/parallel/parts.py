@@ -15,7 +15,8 @@ parallel): it may be computed with place by place alone. Every operator of a cal
 | a mean over unequal shards | refused: DTensor averages averages | refused |
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -185,21 +186,30 @@ class _Stepping:
 _stepping = _Stepping()
 
 
-def begin_step(parameters: Iterable[Tensor]) -> None:
+@contextmanager
+def stepping(parameters: Collection[Tensor]) -> Iterator[None]:
     """Let an optimizer that can do so take the parts of `parameters`, and their gradients, for whole tensors."""
     _stepping.optimizers += 1
     gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             gradient.__class__ = DTensor
+    try:
+        yield
+    finally:
+        _stepping.optimizers -= 1
+        mark_gradients(parameters)
 
 
-def end_step(parameters: Iterable[Tensor]) -> None:
-    """End what `begin_step` began."""
-    _stepping.optimizers = max(0, _stepping.optimizers - 1)
-    for parameter in parameters:
-        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
-            parameter.grad.__class__ = type(parameter)._derived()
+@contextmanager
+def paused(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Take parts for parts again while an optimizer calls a function of its user."""
+    before, _stepping.optimizers = _stepping.optimizers, 0
+    mark_gradients(parameters)
+    try:
+        yield
+    finally:
+        _stepping.optimizers = before
 
 
 def _refuse_number(tensor: Any, kind: type[Part]) -> None:
@@ -218,10 +228,11 @@ def _is_whole(tensor: DTensor) -> bool:
     return all(size == 1 or place.is_replicate() for size, place in zip(sizes, tensor.placements, strict=True))
 
 
-def mark_gradients(model: nn.Module) -> None:
-    """Make the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
-    _stepping.optimizers = 0
-    end_step(model.parameters())
+def mark_gradients(parameters: Iterable[Tensor]) -> None:
+    """Make the gradients of `parameters` refuse to be taken for whole ones."""
+    for parameter in parameters:
+        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
+            parameter.grad.__class__ = type(parameter)._derived()
 
 
 def is_parameter(tensor: Any) -> bool:
