@@ -288,6 +288,14 @@ def test_what_backward_needs_is_known() -> None:
     assert not torch_internals.saves_memory_of(x * 2)
 
 
+def test_a_hook_runs_first_after_a_step() -> None:
+    ran, optimizer = list[str](), torch.optim.SGD([torch.zeros(1)])
+    optimizer.register_step_post_hook(lambda *_: ran.append("theirs"))
+    torch_internals.first_after_step(optimizer, optimizer.register_step_post_hook(lambda *_: ran.append("ours")))
+    optimizer.step()
+    assert ran == ["ours", "theirs"]
+
+
 def test_convolutions_and_fans() -> None:
     assert torch_internals.is_convolution(nn.Conv1d(1, 1, 1)) and torch_internals.is_convolution(
         nn.ConvTranspose2d(1, 1, 1)

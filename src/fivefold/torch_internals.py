@@ -248,6 +248,12 @@ def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool, after: bool) -
         assign(optimizer, _optimizer_step_pre_hooks=first, _optimizer_step_post_hooks=last)
 
 
+def first_after_step(optimizer: torch.optim.Optimizer, hook: Any) -> None:
+    """Let `hook`, a handle of `register_step_post_hook`, run before the optimizer's other hooks after a step."""
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(hook.id, last=False)
+
+
 def assign(owner: Any, **values: Any) -> None:
     """Set existing attributes. Raises `AttributeError` for one that torch has renamed: setting it would only create an
     attribute that nothing reads."""
@@ -804,8 +810,8 @@ _NEEDED: Mapping[str, str] = {
     "nn.init": "_calculate_fan_in_and_fan_out",
     "nn.modules.conv": "_ConvNd",
     "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
-    "ops.aten": "_flash_attention_backward _flash_attention_forward _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "ops.aten": "_flash_attention_backward _flash_attention_forward _local_scalar_dense "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
     "utils": "_python_dispatch _pytree",
 }  # fmt: skip

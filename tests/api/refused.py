@@ -115,11 +115,18 @@ def numbers(layout: str) -> bool:
         assert float(squares.sqrt()) == pytest.approx(norm, rel=1e-12)
         assert float(nn.utils.clip_grad_norm_(model.parameters(), math.inf).full_tensor()) == pytest.approx(norm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    hook = optimizer.register_step_pre_hook(lambda *_: print(parameter.grad.pow(2).sum().item()))
-    with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
-        optimizer.step()
-    hook.remove()
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        hook = register(lambda *_: print(parameter.grad.pow(2).sum().item()))
+        with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
+            optimizer.step()
+        hook.remove()
+    for of in (parameter, parameter.grad):
+        with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
+            optimizer.step(lambda of=of: of.norm().item())
+    optimizer.step(lambda: model.backward(batch))
     optimizer.step()
+    with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
+        optimizer.state[parameter]["exp_avg_sq"].sum().item()
     with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
         parameter.grad.norm().item()
     kept = io.BytesIO()
@@ -162,6 +169,7 @@ def edits(layout: str) -> bool:
         lambda g: g.chunk(2)[0].zero_(),
         lambda g: g.t()[:, 3].zero_(),
         lambda g: g.__setitem__(5, g[6]),
+        lambda g: g.mul_(float(f"{g.norm():.3f}")),
         lambda g: g.add_(g, alpha=g.square().sum()),
         lambda g: g.copy_(nn.functional.mse_loss(g, torch.zeros_like(g)).sqrt() * g),  # over 101 rows
         lambda g: g.normal_(),
@@ -198,7 +206,6 @@ def edits(layout: str) -> bool:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
-    model.backward(batch)
     with nullcontext() if is_whole else refuses(r"ff\.clip_grad_norm_"):
         parameter.grad.norm().item()
     return True

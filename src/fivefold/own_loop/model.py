@@ -93,7 +93,7 @@ class ParallelModel(nn.Module):
         """`ff.gradients(model, batch)`."""
         check_runs(self)
         loss = accumulate(self, some(micro_batches(self, batch, also=check_grad_enabled)))
-        parts.mark_gradients(self)
+        parts.mark_gradients(self.parameters())
         return loss
 
     def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:

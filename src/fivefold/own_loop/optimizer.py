@@ -8,6 +8,7 @@ tensor is whole on some rank (a pipeline); Prodigy, LBFGS and other sums over al
 import copy
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
@@ -25,11 +26,11 @@ from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.elementwise import mixes_nothing
 from fivefold.parallel.offload.runtime import WALKING
-from fivefold.parallel.parts import begin_step, end_step
-from fivefold.torch_internals import Dispatch
+from fivefold.parallel.parts import begin_step, end_step, paused
+from fivefold.torch_internals import Dispatch, first_after_step
 
 _LAYOUT, _REPLACED, _CHECKED = "fivefold_layout", "fivefold_replaced", "fivefold_checked"
-_BEGINS = "fivefold_begins"
+_WINDOW = "fivefold_step"
 # Options that choose an implementation, not the update.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 _STEPS = 100  # steps of a trial
@@ -53,13 +54,30 @@ def watch_optimizers(model: nn.Module, layout: Layout, before: Sequence[nn.Param
 
 @cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, *_: check_parameters(optimizer, steps=True))
-    register_optimizer_step_post_hook(lambda optimizer, *_: end_step(_spread(optimizer)))
+    register_optimizer_step_pre_hook(_before_hooks)
 
 
-def _spread(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Its parameters that belong to a parallelized model."""
-    return [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]
+def _before_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check an optimizer that is about to step. Its step begins behind its hooks before a step, and ends in front of
+    those after it: hooks are the user's, and see what a loop sees."""
+    check_parameters(optimizer, steps=True)
+    for hook in vars(optimizer).pop(_WINDOW, ()):
+        hook.remove()
+    if spread := [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]:
+        begin = optimizer.register_step_pre_hook(partial(_begin, spread))
+        end = optimizer.register_step_post_hook(lambda *_: end_step(spread, optimizer.state))
+        first_after_step(optimizer, end)
+        setattr(optimizer, _WINDOW, (begin, end))
+
+
+def _begin(spread: Sequence[Tensor], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begin a step, whose closure is the user's."""
+    begin_step(spread, sys._getframe(1))
+
+    def outside(given: Any) -> Any:
+        return paused(spread)(given) if callable(given) else given
+
+    return tuple(map(outside, args)), {key: outside(each) for key, each in kwargs.items()}
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -98,11 +116,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
         _check_update(optimizer, layout)
         _check_runs(optimizer, parameters)
         setattr(optimizer, _CHECKED, checked)
-    if steps and layout is not None:
-        # After the user's hooks, which see the same state as a loop.
-        if hook := getattr(optimizer, _BEGINS, None):
-            hook.remove()
-        setattr(optimizer, _BEGINS, optimizer.register_step_pre_hook(lambda *_: begin_step(_spread(optimizer))))
 
 
 def _check_update(optimizer: torch.optim.Optimizer, layout: Layout) -> None:

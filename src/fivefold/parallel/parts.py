@@ -15,8 +15,10 @@ parallel): it may be computed with place by place alone. Every operator of a cal
 | a mean over unequal shards | refused: DTensor averages averages | refused |
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils._pytree import tree_leaves
 
-from fivefold.core.errors import UserError
+from fivefold.core.errors import UserError, first_line
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.elementwise import is_random, keeps_places
 from fivefold.torch_internals import Dispatch, storage_key, without_torch_function
@@ -43,12 +45,22 @@ class Part(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         with without_torch_function():
-            if _stepping.optimizers:
+            if _steps:
                 return func(*args, **(kwargs or {}))
             if name in _HOST:
                 _refuse_number(args[0], cls)
-            with Dispatch(partial(_watched, cls, name.strip("_"))):
-                out = func(*args, **(kwargs or {}))
+            try:
+                with Dispatch(partial(_watched, cls, name.strip("_"))):
+                    out = func(*args, **(kwargs or {}))
+            except (NotImplementedError, RuntimeError) as error:
+                if not (isinstance(error, NotImplementedError) or "mixed torch.Tensor and DTensor" in str(error)):
+                    raise
+                raise UserError(
+                    f"{name.strip('_')} of a parameter or gradient of which a rank holds a part: {first_line(error)}",
+                    fix="make the whole tensor alike on every rank, and take this rank's part of it: "
+                    "ff.scatter(model, {name: values}); ff.gather(model) has whole tensors",
+                    more=READ_MORE,
+                ) from error
         for each in tree_leaves(out) if not (name.endswith("_like") or name.startswith("new_")) else ():
             if type(each) is DTensor:
                 each.__class__ = cls._derived()
@@ -57,6 +69,9 @@ class Part(DTensor):
     @classmethod
     def _derived(cls) -> type[DTensor]:
         return Part
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.detach()
@@ -176,27 +191,69 @@ class NarrowPartOfParameter(_OfModel, NarrowPart):
     """A parameter whose mesh does not know all of its parts."""
 
 
-class _Stepping:
-    """Optimizers inside a step, which have been tried before."""
+class _Steps:
+    """Steps of optimizers that are under way, which have been tried before: the frames that run them. A step that
+    raised has no end; its frame does not run any more."""
 
-    optimizers = 0
+    def __init__(self) -> None:
+        self.frames: list[FrameType] = []
+
+    def __bool__(self) -> bool:
+        while self.frames and not _runs(self.frames[-1]):
+            self.frames.pop()
+        return bool(self.frames)
 
 
-_stepping = _Stepping()
+def _runs(frame: FrameType) -> bool:
+    try:
+        frame.clear()
+    except RuntimeError:  # Python clears no frame that runs
+        return True
+    return False
 
 
-def begin_step(parameters: Iterable[Tensor]) -> None:
-    """Let an optimizer that can do so take the parts of `parameters`, and their gradients, for whole tensors."""
-    _stepping.optimizers += 1
+_steps = _Steps()
+
+
+def begin_step(parameters: Iterable[Tensor], frame: FrameType) -> None:
+    """Let an optimizer that can do so take the parts of `parameters`, and their gradients, for whole tensors. `frame`:
+    the one that runs its step."""
+    _steps.frames.append(frame)
     gradients: Iterable[Any] = (parameter.grad for parameter in parameters)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             gradient.__class__ = DTensor
 
 
-def end_step(parameters: Iterable[Tensor]) -> None:
-    """End what `begin_step` began."""
-    _stepping.optimizers = max(0, _stepping.optimizers - 1)
+def end_step(parameters: Collection[Tensor], state: Mapping[Any, Any]) -> None:
+    """End what `begin_step` began. `state`: of the optimizer; its tensors are parts too."""
+    _steps.frames[-1:] = []
+    mark_gradients(parameters)
+    for parameter in parameters:
+        kept: Any = state.get(parameter) if isinstance(parameter, Part) else None
+        for value in kept.values() if isinstance(kept, Mapping) else ():
+            if type(value) is DTensor:
+                value.__class__ = _kind(parameter)
+
+
+@contextmanager
+def paused(parameters: Collection[Tensor]) -> Iterator[None]:
+    """Take parts for parts again while an optimizer calls a function of its user."""
+    before, _steps.frames = _steps.frames, []
+    mark_gradients(parameters)
+    try:
+        yield
+    finally:
+        _steps.frames = before
+
+
+def _kind(parameter: Any) -> type[DTensor]:
+    kind: type[DTensor] = type(parameter)._derived()
+    return kind
+
+
+def mark_gradients(parameters: Iterable[Tensor]) -> None:
+    """Make the gradients of `parameters` refuse to be taken for whole ones."""
     for parameter in parameters:
         if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
             parameter.grad.__class__ = type(parameter)._derived()
@@ -216,12 +273,6 @@ def _refuse_number(tensor: Any, kind: type[Part]) -> None:
 def _is_whole(tensor: DTensor) -> bool:
     sizes = tensor.device_mesh.shape
     return all(size == 1 or place.is_replicate() for size, place in zip(sizes, tensor.placements, strict=True))
-
-
-def mark_gradients(model: nn.Module) -> None:
-    """Make the gradients of `model` refuse to be taken for whole ones. (A step that raised has no end.)"""
-    _stepping.optimizers = 0
-    end_step(model.parameters())
 
 
 def is_parameter(tensor: Any) -> bool:
