@@ -1,4 +1,4 @@
-"""Parts of gradients in the hands of a user, on one of two ranks, of which the other is made up."""
+"""Parts of gradients in the hands of a user, on one of four ranks, of which the others are made up."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ VALUES = torch.arange(1.0, 17.0).view(4, 4)
 
 
 @pytest.fixture(autouse=True)
-def two_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
 
 
 def part(kind: type[Part], values: Tensor, place: Any) -> Any:
-    made = DTensor.from_local(values, init_device_mesh("cpu", (2,)), [place], run_check=False)
+    made = DTensor.from_local(values, init_device_mesh("cpu", (2, 2)), [Replicate(), place], run_check=False)
     made.__class__ = kind
     return made
 

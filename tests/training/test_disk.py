@@ -228,6 +228,22 @@ def test_a_read_only_run_folder_is_the_users(
         start(config)
 
 
+def test_a_place_for_checkpoints_that_is_not_there_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}})
+    place = config.run_dir / "checkpoints"
+    config.run_dir.mkdir()
+    place.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=f"{place} is a link to {tmp_path}/unmounted, which is not there") as caught:
+        open_folder(config)
+    assert "run.dir" in str(caught.value.fix)
+    (tmp_path / "unmounted").mkdir()
+    open_folder(config)
+    place.unlink()
+    place.touch()
+    with pytest.raises(UserError, match=f"cannot write {place}.*: Not a directory"):
+        open_folder(config)
+
+
 def test_a_failure_that_cannot_be_left_beside_the_logs_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -14,9 +15,11 @@ from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import FACTOR, LayoutResult, relative_number
+from tests.parallel.test_context_parity import ROBERTA
+from tests.parity import VOCABULARY
 from tests.pool import run_ranks
 from tests.verification.faults import Model
-from tests.verification.mutation import make_subject, prove, save_on_rank
+from tests.verification.mutation import SEED, make_subject, prove, save_on_rank
 
 
 @pytest.mark.full
@@ -28,6 +31,17 @@ def test_a_module_that_runs_twice_in_a_pass_is_left_out(tmp_path: Path) -> None:
     seen = {row.where for row in outcome.found.rows if row.what == "output"}
     assert "model.rotary_emb" not in seen
     assert {"model.layers.0.self_attn.q_norm", "model.layers.1.mlp.down_proj input", "model.norm"} < seen
+
+
+@pytest.mark.full
+def test_a_model_that_counts_from_its_padding_token_is_no_false_alarm(tmp_path: Path) -> None:
+    """Its `generate` counts that token too, its forward does not; and it changes hidden states behind its base."""
+    prompt = np.random.default_rng([SEED, 1_000_003]).integers(0, VOCABULARY, 5)
+    more = {"pad_token_id": int(prompt[1]), "max_position_embeddings": 256}
+    roberta = Model("none", tied=True, changes=tuple((ROBERTA | more).items()))
+    outcome = prove("step", roberta, "shard2", tmp_path, steps=1)
+    assert not outcome.is_killed, outcome.row
+    assert outcome.found.not_told == ["tokens, continuations"] and "lm_head.dense" in outcome.found.not_shown
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ class Observer:
                     self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, holder, own)))
         in_pieces = [name for name in here if is_within(name, self._state.plan.feature(ChunkPlan).mlps)]
         self.not_shown |= {f"{name}{what}" for name in in_pieces for what in ("", " input")}
+        # What makes logits of hidden states gets those of a chunk of targets; the logits and its gradients tell.
+        self.not_shown |= {name for name in self._token_dims if not is_within(name, [anatomy.base])}
         outputs = [name for name in here if name in self._token_dims and name not in self.not_shown]
         inputs = [name for name in here if f"{name} input" in self._token_dims and name not in self.not_shown]
         self._handles += watch(self._model, outputs, inputs, self._note)
