@@ -180,17 +180,40 @@ def test_where_a_pattern_looks_far_the_whole_is_encoded(monkeypatch: pytest.Monk
 NEAR = (
     LLAMA_3, r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t)?|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*", r" {2,}",
     r"\d{1,3}(?=(?:\d{3})*\b)", r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+", r"[^\S\n]+", r"(?:\r?\n)+", r"\W+",
-    r"[一-龥ࠀ-一가-퟿]+", "[abc]{3}",
+    r"[一-龥ࠀ-一가-퟿]+", "[abc]{3}", r"\s(?:\w)+",
 )  # fmt: skip
 FAR = (
     r'"[^"]*"|\w+|\s+', "<.*>", r"/\*[\s\S]*?\*/", r"(?:\s*\w+)+", r"(\w+\s)*", r"[^\n]+", r"\D+", "a.*?b", ".{2,}",
     r'(?:[^"\\]|\\.)*', "(?s:.)+", "(?:a| )*", "a)", "[z-a]",
+    r"[\t\w]+", r"[\n\w]+", r"[\r\w]+", "[ a-z]+", "[ A-Z]+", r"[ \d]+", r"[ \u0621-\u064a]+", r"[ \u0966-\u096f]+",
+    r"[\sа-я]+", r"[\s一-龥]+", r"[\s가-힣]+", r"[\sぁ-ん]+", r"[\sก-ฮ]+",
+    r"(?:\p{L}|\p{Z})+", r"[[:alpha:]\s]+", r"[\]\sa]+", "[]a ]+", "[^,]{,}", "[^,]*+", "[^,]{2,}?",
+    "(?:(?:a|b| )c?)*", r"((\w|\s))+", "(?>a| )+", r"(?<name>\w|\s)+", r"(?:\d(?= )|\s)+",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", NEAR + FAR)
 def test_how_far_a_pattern_looks_is_read_from_it(pattern: str) -> None:
     assert patterns._runs_through(pattern) == (pattern in FAR)
+
+
+def looks_far(normalizer: Any, pre_tokenizer: Any) -> bool:
+    made = Tokenizer(models.BPE())
+    if normalizer:
+        made.normalizer = normalizer
+    if pre_tokenizer:
+        made.pre_tokenizer = pre_tokenizer
+    return patterns.looks_far(made)
+
+
+def test_all_patterns_of_a_tokenizer_are_read() -> None:
+    near, far = pre_tokenizers.Split(Regex(r"\w+"), "isolated"), pre_tokenizers.Split(Regex("<.*>"), "isolated")
+    replace, both = normalizers.Replace(Regex('"[^"]*"'), "Q"), pre_tokenizers.Sequence
+    assert looks_far(replace, None) and looks_far(replace, near) and looks_far(None, far)
+    assert looks_far(normalizers.Sequence([normalizers.NFC(), replace]), None)
+    assert looks_far(None, both([near, far])) and looks_far(None, both([far, near]))
+    assert not looks_far(None, None) and not looks_far(normalizers.NFC(), both([near, near]))
+    assert not looks_far(normalizers.Replace("<.*>", "<.*>"), pre_tokenizers.Split("<.*>", "isolated"))  # are texts
 
 
 @pytest.mark.parametrize("form", ["txt", "eos", "prompt", "chat", "preference"])

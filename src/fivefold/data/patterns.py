@@ -8,6 +8,7 @@ of two marks opens and which closes.
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import regex
@@ -19,7 +20,7 @@ _PIECES = re.compile(
     |(?P<atom>\\[pP]\{[^}]*\}|\\x\{\w+\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*\]|.)""",
     re.VERBOSE | re.DOTALL,
 )
-_SPACES, _WORDS = " \t\n\r", "aZ0\u00e9\u0437\u0643\u0663\u4e2d"
+_SPACES = " \t\n\r"
 
 
 def looks_far(tokenizer: Any) -> bool:
@@ -36,6 +37,12 @@ def _patterns(tree: Any) -> Iterator[str]:
         yield from _patterns(each)
 
 
+@cache
+def _letters() -> str:
+    """The letters and digits of all scripts in the basic plane: a pattern may name any script."""
+    return "".join(regex.findall(r"[\p{L}\p{Nd}]", "".join(map(chr, range(0x10000)))))
+
+
 def _runs_through(pattern: str) -> bool:
     """True if an unbounded repetition matches spaces and letters or digits. Unreadable patterns count as such."""
     groups, last = [set[bool]()], set[bool]()
@@ -49,8 +56,8 @@ def _runs_through(pattern: str) -> bool:
             elif piece["more"] and len(last) == 2:
                 return True
             elif piece["atom"]:
-                one = regex.compile(piece["atom"], regex.DOTALL)
-                last = {at == 0 for at, some in enumerate((_SPACES, _WORDS)) if any(map(one.fullmatch, some))}
+                one = regex.compile(piece["atom"])
+                last = {some is _SPACES for some in (_SPACES, _letters()) if one.search(some)}
                 groups[-1] |= last
     except (regex.error, IndexError):
         return True

@@ -10,7 +10,7 @@ import torch
 from fivefold.torch_internals import of_one
 
 # Not tagged as pointwise: they keep every number at its place, or create or fill tensors.
-_SAME_PLACES = (
+_SAME_PLACES = {
     "copy",
     "_to_copy",
     "clone",
@@ -19,15 +19,27 @@ _SAME_PLACES = (
     "rsub",
     "fill",
     "zero",
-    "ones",
-    "full",
-    "empty",
-    "new_",
     "scalar_tensor",
-    "_fused_",
-)
+    "_fused_adam",
+    "_fused_adamw",
+    "_fused_adagrad",
+    "_fused_sgd",
+}
+_NEW = ("ones", "zeros", "full", "empty", "new_")
 # They pick or join numbers: a pick by position takes other numbers of a part than of the whole.
-_PICKS = ("index", "gather", "take", "masked_select", "nonzero", "cat", "stack", "_unsafe_view")
+_PICKS = {
+    "index",
+    "index_select",
+    "index_put",
+    "index_copy",
+    "index_fill",
+    "gather",
+    "take",
+    "masked_select",
+    "nonzero",
+    "cat",
+    "stack",
+}
 _RANDOM = ("rand", "normal", "bernoulli", "uniform")
 # Views of all numbers in their order.
 _WHOLE_VIEWS = {
@@ -50,7 +62,7 @@ _WHOLE_VIEWS = {
 def keeps_places(operator: Any) -> bool:
     """True if each result depends on the numbers at its own place alone, so that it may be computed on a part."""
     name, plain = operator.overloadpacket.__name__, _plain(operator)
-    if plain.startswith(_SAME_PLACES) or plain in _WHOLE_VIEWS:
+    if plain in _SAME_PLACES or plain in _WHOLE_VIEWS or plain.startswith(_NEW):
         return True
     packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
     if name != plain + "_" * name.endswith("_"):  # foreach operators: `max` reduces each tensor, `maximum` does not
@@ -63,7 +75,7 @@ def keeps_places(operator: Any) -> bool:
 def mixes_nothing(operator: Any) -> bool:
     """True if each result depends on at most one number of each tensor, wherever that stands. Drawing is mixing
     nothing."""
-    return keeps_places(operator) or _plain(operator).startswith((*_PICKS, *_RANDOM))
+    return keeps_places(operator) or _plain(operator) in _PICKS or _plain(operator).startswith(_RANDOM)
 
 
 def is_random(operator: Any) -> bool:
