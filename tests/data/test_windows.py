@@ -70,11 +70,12 @@ def one_word_unigram() -> Tokenizer:
     return made
 
 
-def split_by(pattern: str) -> Callable[[], Tokenizer]:
+def split_by(*each: str) -> Callable[[], Tokenizer]:
     def make() -> Tokenizer:
         made = zoo.byte_bpe()
         bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_of])
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in each]
+        made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of])
         special, alphabet = ["<s>", "<|endoftext|>"], pre_tokenizers.ByteLevel.alphabet()
         numbers = [f" {number:03}" for number in range(1000)]  # each a token
         trainer = trainers.BpeTrainer(
@@ -192,9 +193,126 @@ FAR = (
 )  # fmt: skip
 
 
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CASED = (  # of o200k and those after it: `A` and `a` stand for sets of letters
+    r"[^\r\n\p{L}\p{N}]?[A]*[a]+END|[^\r\n\p{L}\p{N}]?[A]+[a]*END|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def cased(end: str, but: str = "") -> str:
+    upper, lower = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    return CASED.replace("[A]", upper).replace("[a]", lower).replace("END", end)
+
+
+# The patterns of published tokenizers, one after the other.
+PUBLISHED: dict[str, tuple[str, ...]] = {
+    "GPT-2": (GPT_2,),
+    "StarCoder": (r"\p{N}", GPT_2),
+    "Falcon": (r"[\p{P}\$\+<=>\^~\|`]+", GPT_2, "[0-9][0-9][0-9]"),
+    "CLIP": (r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",),
+    "BLOOM": (r" ?[^(\s|[.,!?…。，、।۔،])]+",),
+    "GPT-4": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+    "cl100k": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
+        r"|\s+(?!\S)|\s",
+    ),
+    "DBRX": (
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "Qwen2": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+",
+    ),
+    "Qwen3.5": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "o200k": (cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?"),),
+    "Tiny Aya": (cased("(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"),),
+    "Mistral tekken": (cased("").replace("{1,3}", ""),),
+    "Kimi K2": (r"[\p{Han}]+|" + cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", but=r"&&[^\p{Han}]"),),
+    "DeepSeek LLM": (
+        r"[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅḀ-ἕℂℇℊ-ℓＡ-Ｚａ-ｚ𐐀-𐑏𞤀-𞥃]+",
+        r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}+",
+    ),
+    "DeepSeek V2": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}"),
+    "DeepSeek V3": (
+        r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "Youtu": ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+", cased("")),
+    "SuperBPE": (r"(?=(\d{3})+(?!\d))| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",),
+    "Poro": (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))", r" ?[^(\s|[.,!?…。，、।۔،])]+"),
+}  # fmt: skip
+# What ends at a mark that may also begin a match, or is cut by number: from the beginning alone.
+NOT_KNOWN = (
+    r'"[^"]{0,4000}"|\w+|\s+|[^\w\s"]+|"', r'"[^"\s]*"|\p{L}|[^\p{L}"]|"', r"<\S*?>|\w+|\s+|[^\w\s<]+|<", r"<\w+>",
+    r'"(?<any>[^"])\g<any>*"|\w+|\s+|[^\w\s"]+|"', r'"\w*"', r"\[\w{1,9}\]", r"\w-\w", r"\p{L}+-\p{L}+", r"\w+-?\w*",
+    r"\d+(?:\.\d+)?", r"[ -]\S+", r"#\S*", r"=[^\w\s=]*=", r"[\w.]{2}", r"\S{1,9}", r"\S+?", r"(?:\w-?)+",
+    r"\w-|-\w", r"-\w+|\w+-?", r"-\w+|\S+", r"\w+(?:'n')?", r"\w+(?=[^;]*;)", r"(?=\w+ +\w+)\w", r"(\w)\1", r"\Gab",
+    r"a\Kb", r"(?~ab)", r"(?x: a)", "(?#a)", r"a(?i)b", r"\w+{}", "a{", r"\X", r"\h+", "[a--z]", "(?=a)*", "^*", "*",
+    "(a", "[a", r"[\h]", "(?(1)a|b)", r"\b\W+", r"\W+(?=-)", r"(?<=a)[-a]+", r"\w+\W*\b",
+    r"\p{L}+(?:-a|-1)?", r" ?=[^\w\s=]*=", r'"\W*', r"\W+\W", r"\w+-", r"\s-\s", r"\s-?\w*", r"\w+[\s.]{0,2}",
+    r"[^,\w]+[ ,]?", r"\p{L}+'s", r"\p{L}+(?:'s|'t)", r"\p{L}+(?:'\w+)?", r"\p{L}+(?:'s)*", r"(?: -)?\w+", r"(?:\W+)?\w+",
+)  # fmt: skip
+
+
+NEAR_TOO = (
+    r"\s*\w+",
+    r"-?\w+",
+    r"\w+-*",
+    r"[^\s\w]?\p{L}\p{M}*",
+    r"[\u3000\u00a0]+\w+",
+    r"\x{2e}?\w+",
+    r" {0,1}[^\s.,]+",
+    r"\_\w",
+    r"(?: ?\w+|-)|\.",
+)
+
+
+@pytest.mark.parametrize("pattern", NEAR_TOO)
+def test_each_form_of_near_patterns_is_known(pattern: str) -> None:
+    assert not patterns._is_far(pattern)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_patterns_are_near(name: str) -> None:
+    for pattern in PUBLISHED[name]:
+        assert not patterns._is_far(pattern), pattern
+        assert not patterns._is_far(f"({pattern})") and not patterns._is_far(f"(?i){pattern}")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_tokens_of_published_patterns_are_those_of_the_whole_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(windows, "_STEP", 97)
+    monkeypatch.setattr(windows, "_SHARED", 128)
+    tokenizer, most = split_by(*PUBLISHED[name])(), 0
+    rng = np.random.default_rng(1)
+    signs = [*"aB1é.-'\"/漢。 \n", "\r\n", "  ", " x", "'s", "ab", "AB"]
+    for seed in range(8):
+        text = text_of(seed) + "".join(rng.choice(rng.choice(signs, 6), 1500).tolist()) + text_of(seed + 50, 500)
+        parts, ids, _ = encoded(tokenizer, text)
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids, seed
+        most = max(most, parts)
+    assert most > 5
+
+
+@pytest.mark.parametrize("pattern", NOT_KNOWN)
+def test_what_is_not_known_to_be_near_is_far(pattern: str) -> None:
+    assert patterns._is_far(pattern) and patterns._is_far(rf"\s+|{pattern}") and patterns._is_far(rf"(?:{pattern})")
+
+
 @pytest.mark.parametrize("pattern", NEAR + FAR)
 def test_how_far_a_pattern_looks_is_read_from_it(pattern: str) -> None:
-    assert patterns._runs_through(pattern) == (pattern in FAR)
+    assert patterns._is_far(pattern) == (pattern in FAR)
 
 
 def looks_far(normalizer: Any, pre_tokenizer: Any) -> bool:
@@ -212,6 +330,7 @@ def test_all_patterns_of_a_tokenizer_are_read() -> None:
     assert looks_far(replace, None) and looks_far(replace, near) and looks_far(None, far)
     assert looks_far(normalizers.Sequence([normalizers.NFC(), replace]), None)
     assert looks_far(None, both([near, far])) and looks_far(None, both([far, near]))
+    assert looks_far(None, pre_tokenizers.FixedLength(5))  # counts from the beginning
     assert not looks_far(None, None) and not looks_far(normalizers.NFC(), both([near, near]))
     assert not looks_far(normalizers.Replace("<.*>", "<.*>"), pre_tokenizers.Split("<.*>", "isolated"))  # are texts
 

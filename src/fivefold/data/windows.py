@@ -12,7 +12,7 @@ The joined tokens are those of the whole text, because each part of a tokenizer 
 - Other models encode word by word. Their windows are joined between two words.
 - Normalizers, added tokens and the patterns that split words read from left to right, and look no further than the end
   of a run of like characters. Windows that share only a part of such a run disagree, or split it in the same way. A
-  pattern may look further, `"[^"]*"` to a quote anywhere: `patterns.looks_far`.
+  pattern may look further, `"[^"]*"` to a quote anywhere: `patterns.looks_far` unless it is known not to.
 
 Windows that disagree are encoded as one, up to the whole text for a tokenizer that decides globally. With a pattern
 that looks far no text is split.
