@@ -279,6 +279,65 @@ def called_around() -> bool:
     return ff.evaluate(model, batch) == right != changed
 
 
+def inside(layout: str) -> bool:
+    """What a user puts inside of a model: another attention, and hooks, before `parallelize` and after."""
+    batch = plain(np.random.default_rng(3), 2, 8)
+    plain_model = build("llama")
+    early = plain_model.model.layers[0].register_forward_hook(lambda *_: None)
+    model: Any = ff.parallelize(plain_model, layout)
+
+    def calls() -> None:
+        model.backward(batch)
+        model.zero_grad()
+        with torch.no_grad():
+            ff.evaluate(model, batch)
+            ff.logits(model, {"input_ids": batch["input_ids"]})
+            if model.layout.pp == 1:
+                model(input_ids=batch["input_ids"])
+
+    def each_refuses(match: str) -> None:
+        for call in (
+            lambda: model.backward(batch),
+            lambda: ff.evaluate(model, batch),
+            lambda: ff.generate(model, [1, 2]),
+            lambda: model(input_ids=batch["input_ids"]),
+        ):
+            with torch.enable_grad(), refuses("some of the model's layers|" + match):
+                call()
+
+    looks_at_parts = model.layout.tp > 1 or model.layout.cp > 1
+    if looks_at_parts:
+        each_refuses(r"model\.layers\.0 has a hook")
+    early.remove()
+    calls()
+    ours = model.config._attn_implementation
+    for other in ("eager", "sdpa"):
+        model.set_attn_implementation(other)
+        if model.layout.world > 1:
+            each_refuses(rf"other attention \({other}\) .* ranks.*\n?.*set_attn_implementation")
+    model.set_attn_implementation(ours)
+    calls()
+
+    def add(*_: Any) -> None:
+        ran.append(1)
+
+    ran = list[int]()
+    for name in ("lm_head", "model.layers.1.mlp") if looks_at_parts else ():
+        module = model.get_submodule(name)
+        for register in (
+            module.register_forward_hook,
+            module.register_forward_pre_hook,
+            module.register_full_backward_hook,
+        ):
+            with register(add):
+                each_refuses(rf"{name} has a hook, which under .*{layout}.*(.*\n)*.*is_elementwise = True")
+    assert not ran
+    vars(add).update(is_elementwise=True)
+    with model.lm_head.register_forward_hook(add):
+        calls()
+    return bool(ran) or model.layout.pp > 1
+
+
 def methods(layout: str) -> bool:
     """Methods of `transformers` and torch that would give or take parts for wholes."""
     model, _ = model_and_batch(layout)

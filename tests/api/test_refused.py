@@ -86,6 +86,12 @@ def test_what_is_called_around_the_whole_model_is_not_left_out() -> None:
     assert all(run_ranks(1, refused.called_around))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["single", *PARTS])
+def test_what_takes_a_ranks_tokens_for_all_is_refused(layout: str) -> None:
+    assert all(run_ranks(1 if layout == "single" else 2, refused.inside, layout))
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_gradient_hook_that_would_be_lost_is_refused(register: str) -> None:
     model = build("llama")

@@ -407,6 +407,7 @@ def ended_half_way(which: str, layout: str, call: str, at: int, library: bool) -
         if len(called) == at:
             raise Planted
 
+    vars(interrupt).update(is_elementwise=True)
     layer = model.model.layers[1]
     register = layer.register_forward_hook if call == "forward" else layer.register_full_backward_hook
     if at:

@@ -324,6 +324,13 @@ def select_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation(name)
 
 
+def implementations(model: nn.Module) -> list[tuple[str | None, str | None]]:
+    """The attention and the experts functions that the modules of `model` find in their configs at every forward."""
+    names = ("_attn_implementation", "_experts_implementation")
+    configs = [vars(module)["config"] for module in model.modules() if "config" in vars(module)]
+    return [(getattr(config, names[0], None), getattr(config, names[1], None)) for config in configs]
+
+
 def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
     """Offer an experts function to every model under `name`."""
     ExpertsInterface.register(name, forward)

@@ -198,7 +198,7 @@ def parallelize(
     if not isinstance(layout, Layout):
         raise UserError(f"the layout is a {type(layout).__name__}", fix='pass a Layout, or its text: "shard2.tp2"')
     given = _check_model(model)
-    before, called_around = list(model.parameters()), _around_call(model)
+    before, called_around, inside = list(model.parameters()), _around_call(model), guard.hooks_inside(model)
     if layout.state_dtype != "fp32":
         raise refusal(
             f"{layout} keeps an optimizer's state in {layout.state_dtype}, and an optimizer of torch keeps its own",
@@ -235,6 +235,7 @@ def parallelize(
     assert isinstance(model, ParallelModel)
     model.given_dtype, model.adapter = given, lora
     model.called_around = _around_call(model) - called_around
+    state.guard.hooks = guard.hooks_inside(model).keys() - inside.keys()
     return model
 
 
@@ -337,8 +338,10 @@ def check_parallel(model: Any) -> None:
 
 
 def check_runs(model: Any) -> None:
-    """`check_parallel`, for a model about to be run here. Raises `UserError` for hooks that this would leave out."""
+    """`check_parallel`, for a model about to be run here. Raises `UserError` for hooks that this would leave out, and
+    what inside of it would take a part for the whole."""
     check_parallel(model)
+    guard.check_inside(model)
     if _around_call(model) - model.called_around:
         raise refusal(
             "the whole model has a forward hook, or a forward of its own, which would be left out: here its base, its "

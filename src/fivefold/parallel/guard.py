@@ -7,7 +7,7 @@ which has only its own layers, a plain forward is refused too. The library's own
 where nothing is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.core.errors import UserError
+from fivefold.models.hf_internals import implementations
 from fivefold.parallel.fsdp.copies import before_backward
 from fivefold.parallel.fsdp.runtime import put_in_order, reshard
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -29,12 +30,15 @@ READ_MORE = "docs/howto/python.md"
 
 class Guard:
     """Calls of the model: `is_library` inside the library's passes; `is_called` during a user's call of all of it.
-    `parameters`: those of the model by name, if other tensors replace them in a forward."""
+    `parameters`: those of the model by name, if other tensors replace them in a forward. `implementations`: what its
+    modules compute with. `hooks`: the library's own inside of it."""
 
     def __init__(self) -> None:
         self._depth = 0
         self.is_called = False
         self.parameters: dict[str, nn.Parameter] = {}
+        self.implementations: list[Any] = []
+        self.hooks: Collection[int] = ()
 
     @property
     def is_library(self) -> bool:
@@ -57,6 +61,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
     Gathered parameters are dropped after a plain forward, and before the next: backward may have gathered them again,
     or ended half-way. Otherwise the forward after the next optimizer step would still use the old values.
     """
+    guard.implementations = implementations(model)
     base, parts = plan.anatomy.base, [plan.anatomy.embedding, *plan.anatomy.layers, plan.anatomy.head]
     pipelined, recomputes = plan.layout.pp > 1, any(map(plan.recompute.wraps, plan.placement.layers))
 
@@ -86,6 +91,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
         if not is_in_backward():  # backward reruns a model that is checkpointed as a whole
             put_in_order(model)
             check_parameters(model)
+            check_inside(model)
         guard.is_called = True
         return None
 
@@ -160,6 +166,36 @@ def check_parameters(model: Any) -> None:
             fix="with torch.no_grad(): parameter.copy_(values), or put it there before ff.parallelize",
             more=READ_MORE,
         )
+
+
+def check_inside(model: Any) -> None:
+    """Raise `UserError` if something inside of the model would take this rank's tokens or features for all."""
+    layout, guard = model.fivefold.plan.layout, model.fivefold.guard
+    if layout.world > 1 and (found := implementations(model)) != guard.implementations:
+        now, ours = next(pair for pair in zip(found, guard.implementations, strict=True) if pair[0] != pair[1])
+        kind, at = ("attention", 0) if now[0] != ours[0] else ("experts", 1)
+        raise UserError(
+            f"the model was given other {kind} ({now[at]}) after ff.parallelize, which does not know the other ranks",
+            fix=f'model.set_{"attn" if at == 0 else kind}_implementation("{ours[at]}"), or look at it in one process',
+            more=READ_MORE,
+        )
+    share_rows = layout.world // (layout.data_ranks * layout.pp)  # ranks: by tokens, features or both
+    for at, (name, hook) in hooks_inside(model).items() if share_rows > 1 else ():
+        # Those of transformers collect what passes.
+        is_theirs = str(getattr(hook, "__module__", "")).startswith("transformers.")
+        if not (at in guard.hooks or is_theirs or getattr(hook, "is_elementwise", False)):
+            raise UserError(
+                f"{name} has a hook, which under {layout} would see this rank's part of the tokens or features",
+                fix="a layout without tp and cp; where it treats each number by itself: hook.is_elementwise = True",
+                more=READ_MORE,
+            )
+
+
+def hooks_inside(model: nn.Module) -> dict[int, tuple[str, Any]]:
+    """The hooks of modules inside of `model` by their numbers, with the module's name."""
+    kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+    found = [(name, vars(module)[kind]) for name, module in model.named_modules() if name for kind in kinds]
+    return {number: (name, hook) for name, hooks in found for number, hook in hooks.items()}
 
 
 def _by_name(model: Any) -> dict[str, nn.Parameter]:
