@@ -274,11 +274,49 @@ def test_join_under_torchrun_which_starts_the_ranks_again(script: Path) -> None:
     ]
 
 
+NODES = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from fivefold.launch.world import find_world, join
+
+world = find_world("cpu")
+with join(world, timeout=60):
+    dist.all_reduce(torch.ones(1))
+    if world.rank == 0 and not Path(sys.argv[1]).exists():
+        time.sleep(120)  # until torchrun ends it, as the other node asks for a new round
+    elif not Path(sys.argv[1]).exists():
+        Path(sys.argv[1]).touch()
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+print("met again with", os.environ["TORCHELASTIC_RESTART_COUNT"], "restarts", flush=True)
+"""
+
+
+@pytest.mark.full
+def test_nodes_that_count_restarts_differently_meet_again(tmp_path: Path) -> None:
+    """torchrun counts a restart where a rank failed, and not where the ranks are restarted for another node."""
+    (tmp_path / "nodes.py").write_text(NODES)
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{_free_port()}", "--rdzv-id", "two"]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", *place, "--max-restarts", "1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(tmp_path / "nodes.py"), str(tmp_path / "x")]
+    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        said = [node.communicate(timeout=180)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()  # torchrun then ends its ranks
+    assert sorted(said) == ["met again with 0 restarts\n", "met again with 1 restarts\n"]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 @pytest.mark.full
 def test_join_under_srun_s_variables(script: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     tasks = []
     for rank in range(2):
         step = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}

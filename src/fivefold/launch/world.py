@@ -259,8 +259,9 @@ def _open_group(world: World, timeout: float) -> None:
             fix="look at what they have said: one may have ended; or let the network between their machines pass",
             more="docs/machine.md",
         ) from error
-    store.set_timeout(TIMEOUT)
-    set_timeout_of_world(TIMEOUT)
+    if is_met:
+        store.set_timeout(TIMEOUT)
+        set_timeout_of_world(TIMEOUT)
 
 
 def _store(world: World, timeout: float) -> Any:
