@@ -799,8 +799,8 @@ _NEEDED: Mapping[str, str] = {
     "nn.init": "_calculate_fan_in_and_fan_out",
     "nn.modules.conv": "_ConvNd",
     "ops._c10d_functional": "all_gather_into_tensor all_reduce all_to_all_single reduce_scatter_tensor wait_tensor",
-    "ops.aten": "_flash_attention_backward _flash_attention_forward _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "ops.aten": "_flash_attention_backward _flash_attention_forward _local_scalar_dense "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward",
     "optim.Optimizer": "_optimizer_step_post_hooks _optimizer_step_pre_hooks",
     "utils": "_python_dispatch _pytree",
 }  # fmt: skip
