@@ -258,8 +258,28 @@ NOT_KNOWN = (
     r"\w-|-\w", r"-\w+|\w+-?", r"-\w+|\S+", r"\w+(?:'n')?", r"\w+(?=[^;]*;)", r"(?=\w+ +\w+)\w", r"(\w)\1", r"\Gab",
     r"a\Kb", r"(?~ab)", r"(?x: a)", "(?#a)", r"a(?i)b", r"\w+{}", "a{", r"\X", r"\h+", "[a--z]", "(?=a)*", "^*", "*",
     "(a", "[a", r"[\h]", "(?(1)a|b)", r"\b\W+", r"\W+(?=-)", r"(?<=a)[-a]+", r"\w+\W*\b",
-    r"\p{L}+(?:-a|-1)?",
+    r"\p{L}+(?:-a|-1)?", r" ?=[^\w\s=]*=", r'"\W*', r"\W+\W", r"\w+-", r"\s-\s", r"\s-?\w*", r"\w+[\s.]{0,2}",
+    r"[^,\w]+[ ,]?", r"\p{L}+'s", r"\p{L}+(?:'s|'t)", r"\p{L}+(?:'\w+)?", r"\p{L}+(?:'s)*", r"(?: -)?\w+",
+    r"(?:\W+)?\w+",
 )  # fmt: skip
+
+
+NEAR_TOO = (
+    r"\s*\w+",
+    r"-?\w+",
+    r"\w+-*",
+    r"[^\s\w]?\p{L}\p{M}*",
+    r"[\u3000\u00a0]+\w+",
+    r"\x{2e}?\w+",
+    r" {0,1}[^\s.,]+",
+    r"\_\w",
+    r"(?: ?\w+|-)|\.",
+)
+
+
+@pytest.mark.parametrize("pattern", NEAR_TOO)
+def test_each_form_of_near_patterns_is_known(pattern: str) -> None:
+    assert not patterns._is_far(pattern)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -9,7 +9,7 @@ other. These alternatives are near:
   those of words: `[^\s\w]+[\r\n]*`.
 - A repeated set that takes all it can and may begin anywhere, ` ?[^\s.,]+`, without `\b` or lookarounds. Spaces and
   words are not both in it.
-- A word with such an end: `\p{L}+(?:'s|'t)?`.
+- A word with an end of one apostrophe and written-out letters: `\p{L}+(?:'s|'t)?`.
 
 No pattern has both an alternative that goes from words to another kind and one that goes from that kind to words,
 such ends aside. A lookaround repeats characters of one kind. All else is far, unknown elements included: then the whole
@@ -108,7 +108,7 @@ def _steps(way: _Way) -> Iterator[tuple[str, str]]:
         anywhere = not any(part.must for part in opener)
         if not (len(body) == 1 and body[0].greedy and anywhere) or {"space", "word"} <= body[0].kinds:
             raise _UnknownError
-    if any(part.must or "word" in part.kinds or not (_is_simple(part) or part.greedy) for part in behind):
+    if any(part.must or "word" in part.kinds or (part.many and not part.greedy) for part in behind):
         raise _UnknownError
     before = frozenset[str]()
     for part in (*opener, *body, *behind):
@@ -120,10 +120,6 @@ def _steps(way: _Way) -> Iterator[tuple[str, str]]:
 
 def _kinds(parts: _Way) -> frozenset[str]:
     return frozenset[str]().union(*(part.kinds for part in parts))
-
-
-def _is_simple(part: _Part) -> bool:
-    return len(part.kinds) == 1 or not (part.many or part.ways)
 
 
 def _refuse_ends(parts: _Way) -> None:
