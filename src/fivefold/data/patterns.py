@@ -9,7 +9,7 @@ other. These alternatives are near:
   those of words: `[^\s\w]+[\r\n]*`.
 - A repeated set that takes all it can and may begin anywhere, ` ?[^\s.,]+`, without `\b` or lookarounds. Spaces and
   words are not both in it.
-- A word with such an end: `\p{L}+(?:'s|'t)?`.
+- A word with an end of one apostrophe and written-out letters: `\p{L}+(?:'s|'t)?`.
 
 No pattern has both an alternative that goes from words to another kind and one that goes from that kind to words,
 such ends aside. A lookaround repeats characters of one kind. All else is far, unknown elements included: then the whole
