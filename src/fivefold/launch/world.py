@@ -257,7 +257,7 @@ def _open_group(world: World, timeout: float) -> None:
         raise RunFailed(
             f"rank {world.rank} could not connect to the other ranks, which had all come: {first_line(error)}",
             fix="look at what they have said: one may have ended; or let the network between their machines pass",
-            more="docs/machine.md",
+            more="docs/explain/machine.md",
         ) from error
     if is_met:
         store.set_timeout(TIMEOUT)
