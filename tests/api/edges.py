@@ -50,6 +50,27 @@ def evaluated(layout: str) -> tuple[float, float, list[bool]]:
     return loss, ff.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batch).loss, modes
 
 
+def inferred(layout: str, call: str) -> bool:
+    """Steps after a first call in inference mode are those of a model that was not called."""
+    batch, found = plain(np.random.default_rng(1), 2, 8), []
+    calls: dict[str, Any] = {
+        "none": lambda _: None,
+        "evaluate": lambda model: ff.evaluate(model, batch),
+        "logits": lambda model: ff.logits(model, {"input_ids": batch["input_ids"]}),
+        "generate": lambda model: ff.generate(model, [1, 2, 3], max_new_tokens=2),
+        "a plain forward": lambda model: model.layout.pp > 1 or model(input_ids=batch["input_ids"]),
+        "parallelize": lambda model: None,
+    }
+    for each in ("none", call):
+        with torch.inference_mode(each == "parallelize"):
+            model = ff.parallelize(build("llama"), layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with torch.inference_mode():
+            calls[each](model)
+        found.append([ff.train_step(model, optimizer, batch).loss for _ in range(2)])
+    return found[0] == found[1]
+
+
 def freeze(model: Any, what: str) -> None:
     """`what`: the first half of the model, or all but its head, or all but its embedding."""
     kept = {"but the head": ("lm_head",), "but the embedding": ("embed_tokens",)}.get(

@@ -49,6 +49,12 @@ def test_an_evaluation_has_the_loss_of_a_step_and_leaves_the_mode(layout: str) -
         assert modes == [False, True]
 
 
+@pytest.mark.parametrize("layout", ["shard2", "cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("call", ["evaluate", "logits", "generate", "a plain forward", "parallelize"])
+def test_a_first_call_in_inference_mode_leaves_a_model_that_trains(layout: str, call: str) -> None:
+    assert all(run_ranks(2, edges.inferred, layout, call))
+
+
 @pytest.mark.parametrize("layout", ["shard2", "tp2"])
 def test_a_step_without_targets_or_with_infinities_changes_nothing(layout: str) -> None:
     assert all(run_ranks(2, edges.skipped, layout))

@@ -7,10 +7,11 @@ or ignored, and documents begin where `position_ids` restart. (`transformers` it
 Legend: B rows, T positions of an input row, L positions as computed.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from fivefold.parallel.state import ParallelState, state_of
 Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids
 Integers = NDArray[np.int64]
 Checked = TypeVar("Checked")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 READ_MORE = "docs/howto/python.md"
@@ -304,6 +307,20 @@ def _wide(values_BT: Integers, wide: int) -> Integers:
     """Cut or zero-pad to [B, wide]."""
     kept = values_BT[:, :wide]
     return np.pad(kept, ((0, 0), (0, wide - kept.shape[1])))
+
+
+def leaves_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` without gradients in place of inference mode: what FSDP makes at its first use could not be
+    trained with."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def check_grad_enabled() -> None:

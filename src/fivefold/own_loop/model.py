@@ -24,7 +24,15 @@ from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
 from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
-from fivefold.own_loop.batches import Batch, check_grad_enabled, differing, micro_batches, refusal, some
+from fivefold.own_loop.batches import (
+    Batch,
+    check_grad_enabled,
+    differing,
+    leaves_inference_mode,
+    micro_batches,
+    refusal,
+    some,
+)
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard, parts
 from fivefold.parallel.balance.runtime import BalanceOptions, configure
@@ -80,6 +88,7 @@ class ParallelModel(nn.Module):
         """The number of ranks that read different rows: `num_replicas` of a `DistributedSampler`."""
         return self.fivefold.plan.layout.data_ranks
 
+    @leaves_inference_mode
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward. If it raises or is interrupted (torch hooks do not see Ctrl-C), the model stays consistent."""
         try:
@@ -166,6 +175,7 @@ class ParallelModel(nn.Module):
         return self
 
 
+@leaves_inference_mode
 def parallelize(
     model: nn.Module,
     layout: Layout | str,

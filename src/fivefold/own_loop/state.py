@@ -17,7 +17,7 @@ from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
 from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
-from fivefold.own_loop.batches import on_every_rank, refusal
+from fivefold.own_loop.batches import leaves_inference_mode, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
 from fivefold.own_loop.optimizer import IMPLEMENTATION, check_optimizer
 from fivefold.parallel import parts, plain
@@ -91,6 +91,7 @@ def save(
     return Path(path)
 
 
+@leaves_inference_mode
 def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
     """Load the result of `save` at `path`, or the newest checkpoint of a run folder, under any layout. Returns the
     `state` given to `save`.

@@ -19,6 +19,7 @@ from fivefold.own_loop.batches import (
     Batch,
     check_grad_enabled,
     differing,
+    leaves_inference_mode,
     micro_batches,
     on_every_rank,
     refusal,
@@ -102,6 +103,7 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
     return norm
 
 
+@leaves_inference_mode
 def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
     """The mean cross entropy, nats per target, over all targets of these batches and those of the other ranks.
 
@@ -123,6 +125,7 @@ def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
     return mean_loss(model, read())
 
 
+@leaves_inference_mode
 def logits(model: ParallelModel, batch: Batch) -> Tensor:
     """Logits [rows, tokens, vocabulary] of this data rank's rows, on each of its ranks, without gradients.
 
@@ -148,6 +151,7 @@ def logits(model: ParallelModel, batch: Batch) -> Tensor:
     return found[:rows, :tokens]
 
 
+@leaves_inference_mode
 def generate(
     model: ParallelModel,
     prompt: str | Tensor | Sequence[int],
