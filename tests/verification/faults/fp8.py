@@ -16,6 +16,7 @@ from fivefold.parallel.fp8 import amax
 from fivefold.parallel.fp8 import runtime as products
 from fivefold.parallel.fp8 import scales as fp8_scales
 from fivefold.parallel.linears import runtime as linears
+from fivefold.parallel.linears.spec import LinearPlan
 from tests.verification.faults.fault import Model, fault
 
 DEEPSEEK, MIXTRAL = Model("deepseek_v3", kv_heads=4), Model("mixtral")
@@ -95,11 +96,18 @@ def scales_rounded_up() -> Any:
     expects=[("output", r"kv_a_proj|q_a_proj")],
 )
 def latents_in_fp8() -> Any:
-    plain = linears.place
-    return patch.object(
-        linears, "place",
-        lambda module, role, *args, **options: plain(module, "dense" if role == "latent" else role, *args, **options),
-    )  # fmt: skip
+    roles, reasons = LinearPlan.roles.func, LinearPlan.reasons
+    latents = set[str]()
+
+    def as_dense(self: LinearPlan) -> Any:
+        found = roles(self)
+        latents.update(name for name, role in found.items() if role == "latent")
+        return {name: "dense" if role == "latent" else role for name, role in found.items()}
+
+    def with_latents(self: LinearPlan, module: str, role: Any) -> Any:
+        return [*reasons(self, module, role), *([("fp8", "")] if module in latents else [])]
+
+    return patch.multiple(LinearPlan, roles=property(as_dense), reasons=with_latents)
 
 
 @fault(
