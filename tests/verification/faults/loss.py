@@ -246,7 +246,7 @@ def padding_carries_loss() -> Any:
     expects=[("gradient, raw", r"embed_tokens")],
 )
 def head_gradient_of_a_tied_embedding_lost() -> Any:
-    return patch.object(loss, "parameters_after_base", lambda *_: [])
+    return patch.object(passes, "parameters_after_base", lambda *_: [])
 
 
 @fault(
