@@ -230,10 +230,9 @@ def end_step(parameters: Collection[Tensor], state: Mapping[Any, Any]) -> None:
     _steps.frames[-1:] = []
     mark_gradients(parameters)
     for parameter in parameters:
-        kept: Any = state.get(parameter) if isinstance(parameter, Part) else None
+        kept = state.get(parameter)
         for value in kept.values() if isinstance(kept, Mapping) else ():
-            if type(value) is DTensor:
-                value.__class__ = _kind(parameter)
+            _mark(value, parameter)
 
 
 @contextmanager
@@ -247,16 +246,16 @@ def paused(parameters: Collection[Tensor]) -> Iterator[None]:
         _steps.frames = before
 
 
-def _kind(parameter: Any) -> type[DTensor]:
-    kind: type[DTensor] = type(parameter)._derived()
-    return kind
+def _mark(tensor: Any, parameter: Tensor) -> None:
+    """Make a tensor that lies like `parameter` a part, if that is one."""
+    if isinstance(parameter, Part) and isinstance(tensor, DTensor):
+        tensor.__class__ = parameter._derived()
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
     """Make the gradients of `parameters` refuse to be taken for whole ones."""
     for parameter in parameters:
-        if isinstance(parameter, Part) and isinstance(parameter.grad, DTensor):
-            parameter.grad.__class__ = type(parameter)._derived()
+        _mark(parameter.grad, parameter)
 
 
 def _refuse_number(tensor: Any, kind: type[Part]) -> None:
@@ -285,9 +284,8 @@ def part_like(parameter: Tensor, values: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return values
     shape, stride = parameter.shape, parameter.stride()
-    part: Any = DTensor.from_local(
+    part: Tensor = DTensor.from_local(
         values, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-    if isinstance(parameter, Part):
-        part.__class__ = type(parameter)._derived()
-    return part  # type: ignore[no-any-return]
+    _mark(part, parameter)
+    return part
