@@ -132,13 +132,7 @@ def expert_parallel(
 
 
 def builders(model: nn.Module, fold: ExpertParallel) -> Builders:
-    """Builders that cut the experts of `model` to this rank's, and replace their modules' forward."""
-
-    def cut(edit: spec.CutExperts) -> None:
-        owner, _, leaf = edit.name.rpartition(".")
-        whole = model.get_parameter(edit.name)
-        own = nn.Parameter(whole.new_empty(edit.shape), requires_grad=whole.requires_grad)
-        setattr(model.get_submodule(owner), leaf, own)
+    """Builders that replace the forwards of experts and routers. Parameters are cut as those of tensor parallelism."""
 
     def send_rows(edit: spec.SendRows) -> None:
         module = model.get_submodule(edit.path)
@@ -147,7 +141,6 @@ def builders(model: nn.Module, fold: ExpertParallel) -> Builders:
         module.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
 
     return {
-        spec.CutExperts: cut,
         spec.SendRows: send_rows,
         spec.RouteInFp32: lambda edit: route_in_fp32(model.get_submodule(edit.path)),
     }

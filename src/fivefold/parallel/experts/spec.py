@@ -9,6 +9,7 @@ from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.step import Step
+from fivefold.parallel.tensor.spec import Cut
 
 
 def calls(step: Step) -> Iterator[Call]:
@@ -63,15 +64,6 @@ def _shared_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
 
 
 @dataclass(frozen=True)
-class CutExperts(Edit):
-    """Cut a parameter of experts to those of this rank, or to its features of them: to `shape`."""
-
-    kind = "cut"
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class SendRows(Edit):
     """Send rows of tokens to the ranks of their experts."""
 
@@ -94,7 +86,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         for name, spec in placement.shards.items():
             if spec.over == "ep" and is_within(name, [each.name]) and spec.local_shape(part) != spec.shape:
                 leaf, shape = name.removeprefix(f"{each.name}."), spec.local_shape(part)
-                yield CutExperts(each.name, "ep", f"{leaf}: {shape} of {spec.shape}", name, shape)
+                yield Cut(each.name, "ep", f"{leaf}: {shape} of {spec.shape}", name, shape)
         yield SendRows(each.name, "ep", "rows of tokens go to the ranks of their experts", each)
     for router in plan.fp32_routers:
         yield RouteInFp32(router, "router", "scores are computed in fp32")
