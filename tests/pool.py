@@ -151,7 +151,11 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
 
 def _end_groups() -> None:
     """End the process groups a test made: each keeps threads, and a session makes thousands. Torch remembers meshes,
-    and these their groups."""
+    and these their groups.
+
+    DTensor remembers how it resharded for an operator, on which mesh. A later mesh of the same ranks counts as equal,
+    and the ended groups of the first would be asked ("Could not resolve the process group").
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import _get_default_group, _world
@@ -163,6 +167,10 @@ def _end_groups() -> None:
     for group in list(_world.pg_map):
         if group is not _get_default_group():
             dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 _pools: dict[int, _Pool] = {}
