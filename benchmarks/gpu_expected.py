@@ -8,10 +8,10 @@ from typing import Any
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of

@@ -32,13 +32,13 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import parse_length
 from fivefold.data.batch import MicroBatch, Piece, assemble
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.world import World, alone, find_world, join
 from fivefold.models import kernels
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.state import state_of
-from fivefold.planner.cluster import Cluster
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.changes import changed
 from fivefold.rehearsal.counts import Driver

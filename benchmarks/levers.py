@@ -23,8 +23,8 @@ from benchmarks.pages import put_between
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core.units import GIB
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.relief import planned
 

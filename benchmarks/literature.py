@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.inverse import longest_sequence

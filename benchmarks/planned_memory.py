@@ -24,9 +24,9 @@ from benchmarks.pages import put_between
 
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
+from fivefold.hardware.chip import Chip
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
-from fivefold.planner.chips import Chip
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.doubt import Interval, step_interval
 from fivefold.planner.engines import ENGINES, Engine
 from fivefold.planner.estimate import Step, Workload

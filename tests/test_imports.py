@@ -13,24 +13,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "src" / "fivefold"
 # Each package, or module of the root, imports only from those to its left, anywhere in its code.
+TRAINS = {
+    "core", "hardware", "config", "data", "torch_internals", "ops", "models", "parallel", "checkpoint", "launch",
+    "generation", "training", "own_loop",
+}  # fmt: skip
 ORDER = [
-    *("core", "config", "report", "data", "convert", "torch_internals", "ops", "models", "parallel", "planner"),
-    *(
-        "checkpoint",
-        "launch",
-        "generation",
-        "training",
-        "evaluation",
-        "verification",
-        "comparison",
-        "rehearsal",
-        "calibration",
-        "doctor",
-        "own_loop",
-        "api",
-        "cli",
-    ),
+    *("core", "hardware", "config", "report", "data", "convert", "torch_internals", "ops", "models", "parallel"),
+    *("planner", "checkpoint", "launch", "generation", "training", "evaluation", "verification", "comparison"),
+    *("rehearsal", "calibration", "doctor", "own_loop", "api", "cli"),
 ]
+ASKS_THE_PLANNER = "training/advice.py"  # inside functions: what a run does not ask is not loaded
 FACES = {"__init__.py", "__main__.py"}  # of the root: what they import is what they are for
 WITHOUT_TORCH = "core", "config", "report"
 
@@ -66,6 +58,29 @@ def test_imports_go_one_way(subtests: pytest.Subtests) -> None:
             allowed = {*ORDER[: ORDER.index(room) + 1]}
             own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
             assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
+
+
+def test_what_trains_imports_no_tool() -> None:
+    tools = {*ORDER} - TRAINS - {"api", "cli"}
+    assert {"planner", "verification", "rehearsal", "comparison", "doctor", "report"} <= tools
+    asked = [
+        f"{place} imports {name}"
+        for room in sorted(TRAINS)
+        for place, name in _imports(ROOT / room)
+        if name.startswith("fivefold.") and name.split(".")[1] in tools
+    ]
+    assert [line for line in asked if not line.startswith(ASKS_THE_PLANNER)] == []
+
+
+@pytest.mark.full
+def test_a_run_loads_no_tool(tmp_path: Path) -> None:
+    code = (
+        "import sys, fivefold.training.run, fivefold.training.launch, fivefold.own_loop\n"
+        f"tools = {sorted({*ORDER} - TRAINS - {'api', 'cli'})}\n"
+        "print([name for name in sys.modules if name.startswith('fivefold.') and name.split('.')[1] in tools])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_files_do_not_import_in_circles() -> None:

@@ -21,7 +21,7 @@ from fivefold.cli import app
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
 from fivefold.core.layout import Layout
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from tests.commands import as_process, fivefold
 from tests.pages import DOCS, ROOT, Block, blocks
 from tests.tiers import put_off

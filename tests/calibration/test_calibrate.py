@@ -16,9 +16,9 @@ from fivefold.calibration import hardware_file
 from fivefold.calibration.fit import _positive, errors, fitted
 from fivefold.calibration.found import Collective, Found, Matmul, Sizes
 from fivefold.core.errors import UserError
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.collectives import Call
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import Product, attention_seconds, matmul_seconds
 from fivefold.planner.links import seconds
 from tests.commands import fivefold

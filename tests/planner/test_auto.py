@@ -11,12 +11,12 @@ import pytest
 from fivefold.config import RunConfig, load_config, parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch import cluster as of_machine
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.memory import Room
 from fivefold.planner import auto, of_run
 from fivefold.planner.auto import chosen, facts_of_run
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Workload, estimate
 from fivefold.planner.of_run import expected
 from fivefold.planner.search import search

@@ -9,12 +9,12 @@ from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.planner.auto import chosen
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import TIGHT, Step, Workload
 from fivefold.planner.explain import budgeted, cures

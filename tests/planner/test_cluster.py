@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fivefold.core.errors import UserError
-from fivefold.planner.chips import DTYPES, HARDWARE, Chip, chip_names, chip_of_device
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.chip import DTYPES, HARDWARE, Chip, chip_names, chip_of_device
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.report import guessed
 
 TYPES = {"p4d": "A100-40", "p5": "H100", "p5e": "H200", "p6": "B200", "pcie": "L40S"}

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from fivefold.hardware.cluster import Cluster, Span
 from fivefold.parallel.collectives import Call
-from fivefold.planner.cluster import Cluster, Span
 from fivefold.planner.links import seconds
 
 

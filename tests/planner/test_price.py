@@ -7,8 +7,8 @@ import pytest
 
 from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fivefold import cli
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Workload
 from fivefold.planner.page import page
 from fivefold.planner.plan import planned

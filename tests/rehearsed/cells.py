@@ -17,7 +17,7 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.layout import Layout
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.launch import changes, resolved, scratch, stage
 from fivefold.rehearsal.request import Request, Seen

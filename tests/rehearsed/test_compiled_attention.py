@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.stand_in import lacking
 

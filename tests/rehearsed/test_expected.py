@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.plan import estimate
 from fivefold.rehearsal.expected import ExpectedStep, ms, or_why

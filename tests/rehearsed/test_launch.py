@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped, sigterm_raises
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.rehearsal import launch
 from fivefold.rehearsal.request import Request
 

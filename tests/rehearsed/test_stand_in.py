@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.rehearsal import changes, stand_in
 from fivefold.rehearsal.request import Request
 from fivefold.rehearsal.stage import world_of

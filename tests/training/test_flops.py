@@ -3,10 +3,10 @@
 import pytest
 from transformers import AutoConfig
 
+from fivefold.hardware.chip import bf16_peak
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
-from fivefold.planner.chips import bf16_peak
 
 PEAKS = {
     "NVIDIA GB300": 2500.0,

@@ -14,11 +14,11 @@ import fivefold
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
 from fivefold.core.layout import Layout
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.models.config_facts import facts_of_config
-from fivefold.planner.cluster import Cluster
-from fivefold.planner.relief import Relief, changed, relief
-from fivefold.training.out_of_memory import _PHASES, _changes, advise, asked_bytes
+from fivefold.planner.relief import Relief, changed, changes, relief
+from fivefold.training.out_of_memory import _PHASES, advise, asked_bytes
 from tests.training import bodies
 from tests.training.bodies import STARVED
 
@@ -84,7 +84,7 @@ def test_the_fastest_changes_that_fit_come_first(needed: float) -> None:
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_fits_as_planned_is_said_to(fits: bool) -> None:
     planned = SimpleNamespace(fits=fits, step_seconds=2.0)
-    lines = list(_changes(cast(Relief, SimpleNamespace(planned=planned, changes=("train.micro_batch_size=1",)))))
+    lines = list(changes(cast(Relief, SimpleNamespace(planned=planned, changes=("train.micro_batch_size=1",)))))
     assert lines[0].startswith("as planned it fits") is fits and lines[-1] == "train.micro_batch_size=1"
 
 

@@ -12,11 +12,11 @@ from fivefold.core import interrupts
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.core.version import versions
+from fivefold.hardware.chip import chip_of_device
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.workers import gpus, start_workers
 from fivefold.launch.world import cores, device_kind, find_world
-from fivefold.planner.chips import chip_of_device
-from fivefold.planner.cluster import Cluster
 from fivefold.report.table import Report
 
 NOISY = 0.5  # above this median error, other work has disturbed the measurement: 0.1 to 0.3 are usual

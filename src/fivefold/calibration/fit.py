@@ -15,9 +15,9 @@ import numpy as np
 
 from fivefold.calibration.found import Attention, Collective, Found, Matmul
 from fivefold.core.units import GIB
+from fivefold.hardware.chip import Chip, Link
+from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.collectives import Call
-from fivefold.planner.chips import Chip, Link
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import Product, matmul_seconds
 from fivefold.planner.links import seconds
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.files import put
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 
 
 def text(tables: Mapping[str, Any], about: str = "") -> str:

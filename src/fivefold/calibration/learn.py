@@ -20,9 +20,9 @@ from fivefold.core import history, json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.layout import Layout
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner import doubt
 from fivefold.planner.auto import facts_of_run, workload_of
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.doubt import LIKELY, terms
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate

@@ -55,8 +55,8 @@ def plan(
     from dataclasses import replace
 
     from fivefold.core.units import parse_length
+    from fivefold.hardware.cluster import Cluster
     from fivefold.planner import plan as planner
-    from fivefold.planner.cluster import Cluster
     from fivefold.planner.estimate import Workload
     from fivefold.report.table import write
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
+from fivefold.hardware.chip import chip_of_device
+from fivefold.hardware.cluster import Cluster, nodes_of
 from fivefold.launch.memory import room
-from fivefold.planner.chips import chip_of_device
-from fivefold.planner.cluster import Cluster, nodes_of
 
 OWN_LAYOUT = "write a layout, such as layout.dp_shard: -1, or name a file of fivefold calibrate: layout.hardware"
 

@@ -43,6 +43,8 @@ MOMENTS = (*FIRST.values(), "a backward ends", UPDATE, *FIRST)
 SMALL = 16  # saved tensors below 1 / SMALL of a layer's input stay on the device: they are many and small
 PARTS = 3  # of offloaded optimizer state, on the device at once: arriving, in update, leaving
 STATES = ("parameters", "optimizer state")  # can be kept in host memory
+BETWEEN_STEPS = ("parameters", "gradients", "optimizer state")  # kinds that torch can tell apart in a running process
+REST = "all other tensors"
 PART_BYTES = 64 * 2**20  # of the parameters of a part; in a small model an eighth of them
 Bytes = Any  # a number, or an array of them: the planner sums many layouts at once
 

@@ -9,11 +9,11 @@ from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID
 from fivefold.core.recompute import budget_bytes
 from fivefold.core.units import GIB, many
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.planner.answers import answer
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.explain import too_large

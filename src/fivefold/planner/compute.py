@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.hardware.chip import Chip
 from fivefold.models.facts import LayerCost, Partition, Saved
-from fivefold.planner.chips import Chip
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 1}
 

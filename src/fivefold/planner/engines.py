@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fivefold.core.layout import Layout
+from fivefold.hardware.chip import Chip
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.stage_plan import stage_plan
-from fivefold.planner.chips import Chip
 
 # This runtime on a CPU, uncompiled: CPU seconds of one thread, over Llamas that differ in width, layers, micro batches
 # and tokens (torch 2.13). Operations of a layer and micro batch, FSDP's hooks included; operations of the model's ends;

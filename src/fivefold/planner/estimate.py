@@ -20,13 +20,13 @@ from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
 from fivefold.core.violation import refuse
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import Costs
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.budget import Parts, under_budget
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.edges import Edges, edges_of, sum_calls, tied_call, transfer_call, transfer_seconds

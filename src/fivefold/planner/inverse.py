@@ -11,8 +11,8 @@ from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.layout import MOST_RING, Layout
 from fivefold.core.violation import refuse
+from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.limits import limits_of
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.space import divisors

@@ -11,8 +11,8 @@ except for a send, which waits for nobody.
 
 from math import log2
 
+from fivefold.hardware.cluster import Cluster, Span
 from fivefold.parallel.collectives import Call
-from fivefold.planner.cluster import Cluster, Span
 
 
 def seconds(cluster: Cluster, span: Span, call: Call) -> float:

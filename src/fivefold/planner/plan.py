@@ -12,11 +12,11 @@ from fivefold.core.files import expanded, put
 from fivefold.core.layout import DEGREES, Layout
 from fivefold.core.shapes import shape_folder
 from fivefold.core.units import GIB, many
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import config_values, facts_of_config
 from fivefold.models.facts import ModelFacts
 from fivefold.planner import report
 from fivefold.planner.answers import answer
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout

@@ -14,6 +14,8 @@ import numpy as np
 
 from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
+from fivefold.hardware.chip import Chip
+from fivefold.hardware.cluster import Cluster, Span
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import calls, layer_calls, unit_calls
@@ -23,8 +25,6 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
-from fivefold.planner.chips import Chip
-from fivefold.planner.cluster import Cluster, Span
 from fivefold.planner.compute import (
     Product,
     attention_seconds,

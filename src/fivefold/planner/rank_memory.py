@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB
+from fivefold.hardware.chip import Chip
+from fivefold.hardware.cluster import Cluster
 from fivefold.parallel import memory
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.memory import Passing, Units, buffer_bytes
 from fivefold.parallel.ranks import RankGrid
-from fivefold.planner.chips import Chip
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import InFlight
 from fivefold.planner.parts import NO_UNIT, Content, Numbers, Shards, Stages, UnitPrice

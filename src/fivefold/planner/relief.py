@@ -4,6 +4,7 @@ They come from the planner that chooses layouts: the nearest layouts that fit (`
 (`inverse.py`). If a run needed more than was planned for it, changes must fit by as much more.
 """
 
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -11,14 +12,16 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.layout import SAID, Layout
 from fivefold.core.units import GIB
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.planner.auto import workload_of
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step
 from fivefold.planner.explain import MOST_CURES, cures
 from fivefold.planner.inverse import longest_sequence
 from fivefold.planner.price import PriceList
+from fivefold.planner.rank_memory import OUTSIDE
 from fivefold.planner.report import seconds_text
 
 LESS = 0.97  # of the planned bytes: a change may need at most this much
@@ -82,3 +85,40 @@ def changed(layout: Layout, other: Layout) -> str:
 
 def _written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def table(told: Relief, there: Mapping[str, float]) -> Iterator[str]:
+    """Yield lines of GiB by item: planned, and `there`, measured. Torch does not say what the other tensors are."""
+    rest = {name: size for name, size in told.items.items() if name not in (*BETWEEN_STEPS, *OUTSIDE)}
+    planned = {name: told.items.get(name, 0.0) for name in BETWEEN_STEPS} | {REST: sum(rest.values())}
+    planned |= {name: told.items.get(name, 0.0) for name in OUTSIDE}
+    yield f"  {'GiB':<24} {'there':>8} {'planned':>8}" if there else f"  {'GiB':<33} {'planned':>8}"
+    for name in (*planned, *(each for each in there if each not in planned)):
+        seen = f"{there[name] / GIB:8.2f}" if name in there else " " * 8
+        own = f"{planned[name] / GIB:8.2f}" if name in planned else ""
+        largest = sorted(rest, key=lambda each: -rest[each])[:3] if name == REST else ()
+        parts = ", ".join(f"{each} {rest[each] / GIB:.2f}" for each in largest if rest[each] > 0)
+        yield f"  {_WORDS.get(name, name):<24} {seen} {own}{f'  {parts}' if parts else ''}".rstrip()
+    total = sum(planned.values())
+    before = f"{sum(there.values()) / GIB:8.2f}" if "allocator" in there else " " * 8
+    has = told.planned.cluster.chip
+    guess = ", whose table is a guess" if has.is_guess else ""
+    yield f"  {'all':<24} {before} {total / GIB:8.2f}  of {has.memory_gib:.2f} GiB of {has.name}{guess}"
+
+
+_WORDS = {"allocator": "kept by the allocator", "runtime": "outside of torch"}
+
+
+def changes(told: Relief) -> Iterator[str]:
+    """Yield lines with the changes that would make it fit."""
+    if not told.changes:
+        yield "nothing small makes it fit: take more devices, or devices with more memory (fivefold plan says which)"
+        return
+    if told.planned.fits:
+        yield "as planned it fits: something else may hold memory here, or needs more than was planned"
+    now = seconds_text(told.planned.step_seconds)
+    yield f"these would fit, the fastest first, as planned (a step takes {now} s as it is):"
+    yield from map(str, told.changes)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.core.terminal import folded
 from fivefold.core.units import GIB, many
-from fivefold.planner.chips import Chip
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.chip import Chip
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied

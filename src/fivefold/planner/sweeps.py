@@ -5,8 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from fivefold.core.errors import UserError
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.answers import TOP, answer
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.price import PriceList
 

@@ -17,12 +17,12 @@ from fivefold.core import interrupts
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.layout import Layout
 from fivefold.core.violation import refuse
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder
 from fivefold.launch.world import LAUNCHER
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.auto import chosen, facts_of_run, workload_of
-from fivefold.planner.cluster import Cluster
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, estimate
 from fivefold.planner.price import PriceList

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fivefold.core.units import GIB, human_bytes, many
-from fivefold.planner.cluster import Cluster
+from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Estimate
 from fivefold.rehearsal.expected import ExpectedStep, TimeRow
 from fivefold.rehearsal.request import Item, Phase, Seen

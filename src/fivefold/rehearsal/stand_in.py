@@ -19,8 +19,8 @@ from fivefold.core.c_library import INSTALL as INSTALL_COMPILER
 from fivefold.core.c_library import compile_library, compiler, kept_library
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
+from fivefold.hardware.chip import Chip
 from fivefold.launch.world import set_for_cuda
-from fivefold.planner.chips import Chip
 from fivefold.rehearsal.symbols import undefined
 
 SOURCE = Path(__file__).with_name("driver") / "driver.c"

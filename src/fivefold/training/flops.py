@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fivefold.data.batch import IGNORE, MicroBatch
-from fivefold.planner.chips import bf16_peak
+from fivefold.hardware.chip import bf16_peak
 
 
 def squared_lengths(batch: Sequence[MicroBatch]) -> int:

@@ -111,10 +111,10 @@ def _settled(config: RunConfig, size: int, local_size: int, *, is_fresh: bool) -
         say(f"layout: auto: {began}, as this run began")
         return config.with_layout(began)
     from fivefold.launch.cluster import cluster_here
-    from fivefold.planner.auto import chosen
+    from fivefold.training import advice
 
     here = cluster_here(device_kind(config.train.device), size, local_size, config.hardware)
-    config, why = chosen(config, here)
+    config, why = advice.chosen(config, here)
     for line in why:
         say(line)
     return config

@@ -18,6 +18,7 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed
 from fivefold.core.units import GIB
 from fivefold.data.prepare import PreparedData
+from fivefold.hardware.cluster import Cluster
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.launch.memory import address_limit, address_said, room
@@ -25,19 +26,14 @@ from fivefold.launch.world import World
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.parallel.state import state_of
-from fivefold.planner.auto import facts_of_run
-from fivefold.planner.cluster import Cluster
-from fivefold.planner.rank_memory import OUTSIDE
-from fivefold.planner.relief import Relief, relief
-from fivefold.planner.report import seconds_text
+from fivefold.training import advice
 from fivefold.training.job import Job
 from fivefold.training.model import build_model
 from fivefold.training.peak_memory import resident
 
 TRIAL = "training/trial.py"
-STATE = ("parameters", "gradients", "optimizer state")
-REST = "all other tensors"
 _ASKED = r"Tried to allocate ([\d.]+ \w+)|tried to allocate (\d+) bytes"
 _THERE = {
     "capacity": r"total capacity of ([\d.]+ \w+)",
@@ -84,8 +80,7 @@ def advise(death: WorkerDied, config: RunConfig, ranks: int) -> None:
     """Add the planner's advice to the error of a worker, one of `ranks` on this machine, killed for lack of memory."""
     with suppress(Exception):
         cluster = cluster_here("cpu", ranks, ranks, config.hardware)
-        told = relief(config, cluster, facts_of_run(config))
-        death.fix = "\n".join([death.fix or "", *_table({}, told), *_changes(told)]).strip()
+        death.fix = "\n".join([death.fix or "", *advice.to_fit(config, cluster)]).strip()
 
 
 def _advice(error: Exception, config: RunConfig, world: World, data: PreparedData, job: Job | None) -> RunFailed | None:
@@ -101,9 +96,9 @@ def _advice(error: Exception, config: RunConfig, world: World, data: PreparedDat
         kind, lora = "cpu" if world.device == "cpu" else "cuda", config.adapter.lora
         cluster = _within_addresses(cluster_here(kind, world.size, world.local_size, config.hardware))
         facts = state_of(job.model).plan.facts if job else adapted(facts_of(build_model(config, data)), lora)
-        told = relief(config, cluster, facts, rank=world.rank, needed=there.needed)
-        fix = [line for line in (address_said() if kind == "cpu" else "", *_table(there.items, told)) if line]
-        return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join([*fix, *_changes(told)]))
+        lines = advice.to_fit(config, cluster, facts, rank=world.rank, needed=there.needed, measured=there.items)
+        fix = [line for line in (address_said() if kind == "cpu" else "", *lines) if line]
+        return RunFailed(f"{where}{_asked(what)}{there.left}", fix="\n".join(fix))
     return None
 
 
@@ -149,7 +144,7 @@ class Held:
 
 def held(message: str, device: str, job: Job | None) -> Held:
     """Measure memory from the text of torch's error, which describes the moment of failure, and the run's tensors."""
-    own = _states(job) if job else dict.fromkeys(STATE, 0)
+    own = _states(job) if job else dict.fromkeys(BETWEEN_STEPS, 0)
     said = {name: _bytes(found[1]) for name, each in _THERE.items() if (found := re.search(each, message))}
     if device == "cpu" and "allocated" not in said:
         peak = 1024 * (resident("VmHWM") or 0)
@@ -195,40 +190,6 @@ def _bytes(said: str) -> float:
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
-
-
-def _table(there: Mapping[str, float], told: Relief) -> Iterator[str]:
-    """Yield lines of GiB by item, measured next to planned. Torch does not say what the other tensors are."""
-    rest = {name: size for name, size in told.items.items() if name not in (*STATE, *OUTSIDE)}
-    planned = {name: told.items.get(name, 0.0) for name in STATE} | {REST: sum(rest.values())}
-    planned |= {name: told.items.get(name, 0.0) for name in OUTSIDE}
-    yield f"  {'GiB':<24} {'there':>8} {'planned':>8}" if there else f"  {'GiB':<33} {'planned':>8}"
-    for name in (*planned, *(each for each in there if each not in planned)):
-        seen = f"{there[name] / GIB:8.2f}" if name in there else " " * 8
-        own = f"{planned[name] / GIB:8.2f}" if name in planned else ""
-        largest = sorted(rest, key=lambda each: -rest[each])[:3] if name == REST else ()
-        parts = ", ".join(f"{each} {rest[each] / GIB:.2f}" for each in largest if rest[each] > 0)
-        yield f"  {_WORDS.get(name, name):<24} {seen} {own}{f'  {parts}' if parts else ''}".rstrip()
-    total = sum(planned.values())
-    before = f"{sum(there.values()) / GIB:8.2f}" if "allocator" in there else " " * 8
-    has = told.planned.cluster.chip
-    guess = ", whose table is a guess" if has.is_guess else ""
-    yield f"  {'all':<24} {before} {total / GIB:8.2f}  of {has.memory_gib:.2f} GiB of {has.name}{guess}"
-
-
-_WORDS = {"allocator": "kept by the allocator", "runtime": "outside of torch"}
-
-
-def _changes(told: Relief) -> Iterator[str]:
-    """Yield lines with the changes that would make it fit."""
-    if not told.changes:
-        yield "nothing small makes it fit: take more devices, or devices with more memory (fivefold plan says which)"
-        return
-    if told.planned.fits:
-        yield "as planned it fits: something else may hold memory here, or needs more than was planned"
-    now = seconds_text(told.planned.step_seconds)
-    yield f"these would fit, the fastest first, as planned (a step takes {now} s as it is):"
-    yield from map(str, told.changes)
 
 
 def _for_host(world: World) -> str:

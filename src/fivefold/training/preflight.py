@@ -31,7 +31,7 @@ from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
-from fivefold.planner.relief import planned
+from fivefold.training import advice
 from fivefold.training.optimizers import rule_of
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
@@ -130,7 +130,7 @@ def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | N
     kind = "cpu" if world.device == "cpu" else "cuda"
     try:
         cluster = cluster_here(kind, world.size, world.local_size, config.hardware)
-        return planned(config, cluster, facts).estimate().memory_gib
+        return advice.planned_gib(config, cluster, facts)
     except UserError:
         return None
 

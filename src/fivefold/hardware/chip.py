@@ -16,7 +16,7 @@ from typing import Any
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 
-HARDWARE = Path(__file__).parent / "hardware"
+HARDWARE = Path(__file__).parent
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8")  # keys of a table by dtype
 
 # Fields that a file may leave out.

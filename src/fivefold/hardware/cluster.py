@@ -28,7 +28,7 @@ from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import expanded
 from fivefold.core.layout import MOST_RANKS
-from fivefold.planner.chips import (
+from fivefold.hardware.chip import (
     Chip,
     Link,
     NodeType,
