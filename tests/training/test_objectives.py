@@ -21,9 +21,9 @@ from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.objectives import Objective, Ratings, judge
+from fivefold.training.objectives import Objective, Ratings, pair_losses
 from fivefold.training.optimizers import build_optimizer
-from fivefold.training.preference import Goal, log_probs, mean_over_pairs, pairs_of, table
+from fivefold.training.preference import ObjectiveSpec, log_probs, mean_over_pairs, pairs_of, table
 from fivefold.verification.exact import exactly
 from tests.parity import ROW, VOCABULARY, Case, build, gathered, gradient, pieces, reference_model
 from tests.pool import run_ranks
@@ -142,16 +142,16 @@ def on_rank(case: Case, objective: Objective) -> dict[str, Any]:
     model = build(case)
     batch = micro_batches(case, state_of(model).placement.data_rank, rated=objective.has_baseline)
     other = near() if objective.has_baseline else before()
-    goal = Goal(objective, other if objective.needs_reference else None)
+    spec = ObjectiveSpec(objective, other if objective.needs_reference else None)
     with exactly(case.parsed.precision):
-        loss = float(training_step.accumulate(model, batch, goal=goal))
+        loss = float(training_step.accumulate(model, batch, spec=spec))
         gradients = pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
         model.zero_grad()
-        evaluated, _ = mean_over_pairs(model, batch, goal)
+        evaluated, _ = mean_over_pairs(model, batch, spec)
         mine = table(model, batch, len(all_pairs()))
         with record(state_of(model).mesh) as ran:
             result = training_step.train_step(
-                model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, goal=goal
+                model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, spec=spec
             )
     return {
         "loss": loss, "gradients": gradients, "evaluated": evaluated, "table": mine, "step": result.loss,
@@ -249,7 +249,9 @@ def test_the_metrics_of_kto() -> None:
 def test_a_baseline_below_0_is_0() -> None:
     """Answers to other prompts that became less likely: nothing to be above."""
     ratings = Ratings(torch.tensor([True, False]), torch.zeros((), dtype=torch.float64))
-    found = judge(RATED, torch.tensor([[-3.0, -9.0]] * 2), torch.ones(2, 2), torch.tensor([[-3.0, -1.0]] * 2), ratings)
+    found = pair_losses(
+        RATED, torch.tensor([[-3.0, -9.0]] * 2), torch.ones(2, 2), torch.tensor([[-3.0, -1.0]] * 2), ratings
+    )
     assert found.loss_P.tolist() == pytest.approx([0.65, 0.35])
     assert not found.slope_P2[:, 1].any() and (found.slope_P2[:, 0] * torch.tensor([-1, 1]) > 0).all()
 
@@ -283,7 +285,7 @@ def weighted_on_rank(case: Case) -> dict[str, Any]:
     model = build(case)
     batch = weighted(case, state_of(model).placement.data_rank)
     with exactly(case.parsed.precision):
-        loss = float(training_step.accumulate(model, batch, goal=Goal(Objective())))
+        loss = float(training_step.accumulate(model, batch, spec=ObjectiveSpec(Objective())))
     return {"loss": loss, "gradients": pieces(model, {name: gradient(p) for name, p in model.named_parameters()})}
 
 
@@ -300,7 +302,7 @@ def test_weights_of_targets_equal_plain_transformers(layout: str) -> None:
 
 def test_a_model_that_is_its_own_reference_has_no_preference() -> None:
     sums, tokens = torch.tensor([[-7.0, -3.0], [-200.0, -1.0]]), torch.tensor([[3, 2], [50, 1]])
-    found = judge(Objective("dpo", beta=0.1), sums, tokens, sums)
+    found = pair_losses(Objective("dpo", beta=0.1), sums, tokens, sums)
     assert found.loss_P.tolist() == pytest.approx([np.log(2)] * 2)
     assert found.slope_P2.tolist() == [[pytest.approx(-0.05), pytest.approx(0.05)]] * 2
     assert not found.metrics["rewards/accuracies"].any()
@@ -309,15 +311,15 @@ def test_a_model_that_is_its_own_reference_has_no_preference() -> None:
 def test_extreme_answers_stay_finite() -> None:
     sums, tokens = torch.tensor([[0.0, -1e5], [-1e5, 0.0], [-1e-9, -1e-9]]), torch.tensor([[1, 9]] * 3)
     for name in ("dpo", "ipo", "orpo", "simpo"):
-        found = judge(Objective(name), sums, tokens, torch.zeros(3, 2))
+        found = pair_losses(Objective(name), sums, tokens, torch.zeros(3, 2))
         assert found.loss_P.isfinite().all() and found.slope_P2.isfinite().all(), name
 
 
 def test_a_reference_is_asked_for() -> None:
     with pytest.raises(ValueError, match="reference"):
-        judge(Objective("dpo"), torch.zeros(1, 2), torch.ones(1, 2))
+        pair_losses(Objective("dpo"), torch.zeros(1, 2), torch.ones(1, 2))
     with pytest.raises(ValueError, match="ratings"):
-        judge(RATED, torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2))
+        pair_losses(RATED, torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(1, 2))
 
 
 def test_labels_without_an_answer_have_no_weight() -> None:
@@ -335,9 +337,9 @@ def loads_on_rank(case: Case, has_goal: bool) -> Any:
     """The tokens of every expert that a step counts."""
     model = build(case)
     batch = micro_batches(case, state_of(model).placement.data_rank)
-    goal = Goal(Objective("simpo")) if has_goal else None
+    spec = ObjectiveSpec(Objective("simpo")) if has_goal else None
     result = training_step.train_step(
-        model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, goal=goal
+        model, build_optimizer(model, case.options), batch, learning_rate=0.0, max_grad_norm=0.0, spec=spec
     )
     return result.balance.tokens_per_expert
 
@@ -357,7 +359,7 @@ def amax_on_rank(case: Case) -> tuple[bool, bool]:
     assert amax.names
     log_probs(model, batch)
     first = bool(amax._now.any()) or bool(len(amax.history))
-    training_step.accumulate(model, batch, goal=Goal(Objective("simpo")))
+    training_step.accumulate(model, batch, spec=ObjectiveSpec(Objective("simpo")))
     return first, bool(amax.history.any())
 
 

@@ -11,7 +11,7 @@ import torch
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.objectives import Objective
-from fivefold.training.preference import Goal, mean_over_pairs
+from fivefold.training.preference import ObjectiveSpec, mean_over_pairs
 from tests.parity import Case, build, gradient, pieces, reference_model
 from tests.pool import run_ranks
 from tests.training.test_objectives import DESIRABLE, all_pairs, before, micro_batches, near
@@ -26,9 +26,9 @@ CASE = Case("single+mb2+fp32", loss_chunks=3)
 def on_rank(objective: Objective) -> tuple[float, dict[str, float], list[Any]]:
     model = build(CASE)
     batch = micro_batches(CASE, state_of(model).placement.data_rank, rated=objective.has_baseline)
-    goal = Goal(objective, near() if objective.has_baseline else before())
-    loss = float(training_step.accumulate(model, batch, goal=goal))
-    metrics = dict(mean_over_pairs(model, batch, goal)[1])
+    spec = ObjectiveSpec(objective, near() if objective.has_baseline else before())
+    loss = float(training_step.accumulate(model, batch, spec=spec))
+    metrics = dict(mean_over_pairs(model, batch, spec)[1])
     return loss, metrics, pieces(model, {name: gradient(p) for name, p in model.named_parameters()})
 
 

@@ -38,7 +38,7 @@ class Job:
     memory: PeakMemory
     costs: Costs
     total_steps: int
-    goals: reference.Goals = field(default_factory=reference.Goals)
+    goals: reference.ObjectiveSpecs = field(default_factory=reference.ObjectiveSpecs)
     teacher: Teacher | None = None
     attention: str = ""  # see `kernels.choose`
     step: int = 0  # steps done

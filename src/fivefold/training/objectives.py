@@ -63,7 +63,7 @@ class Ratings:
 
 
 @dataclass(frozen=True)
-class Judged:
+class PairLosses:
     """Losses of P pairs [P], their derivatives by each answer's summed log-probability [P, 2], and metrics [P] under
     TRL's names. Metrics use sums over tokens if the objective needs a reference or uses no means, else means; NaN where
     a metric does not apply to a pair. All fp64."""
@@ -73,11 +73,11 @@ class Judged:
     metrics: Mapping[str, Tensor]
 
 
-def judge(
+def pair_losses(
     objective: Objective, policy_P2: Tensor, tokens_P2: Tensor, reference_P2: Tensor | None = None,
     ratings: Ratings | None = None,
-) -> Judged:  # fmt: skip
-    """Judge pairs. `policy_P2`, `reference_P2`: summed log-probabilities of answers; `tokens_P2`: their trained tokens.
+) -> PairLosses:  # fmt: skip
+    """Pairs pairs. `policy_P2`, `reference_P2`: summed log-probabilities of answers; `tokens_P2`: their trained tokens.
 
     Raises `ValueError` if a reference or ratings are needed and missing.
     """
@@ -97,8 +97,8 @@ def judge(
     shown = sums.detach() if objective.needs_reference else answers.detach()
     rewards = objective.beta * (shown - reference_P2.to(shown) if reference_P2 is not None else shown)
     if ratings is not None:
-        return Judged(loss.detach(), slope, _of_ratings(rewards[:, 0], shown[:, 0], ratings))
-    return Judged(
+        return PairLosses(loss.detach(), slope, _of_ratings(rewards[:, 0], shown[:, 0], ratings))
+    return PairLosses(
         loss.detach(),
         slope,
         {

@@ -4,7 +4,7 @@
                   -> the loss of each pair, and its derivative by each answer
                   -> cross entropy of each target, times a weight that is minus the derivative by its answer
 
-All of it happens in the loss of a micro batch (`Judge`), since a micro batch has both answers of each of its pairs. So
+All of it happens in the loss of a micro batch (`Pairs`), since a micro batch has both answers of each of its pairs. So
 an objective costs one more forward pass of the head. Only KTO compares with a mean over the global batch; it adds a
 forward pass of the model. That pass leaves no trace in the step's state: fp8 scales, routers and capacities ignore it.
 """
@@ -24,14 +24,14 @@ from fivefold.data.batch import IGNORE, MicroBatch
 from fivefold.parallel import passes
 from fivefold.parallel.state import state_of
 from fivefold.training.inputs import evaluating, to_device
-from fivefold.training.objectives import Judged, Objective, Ratings, judge
+from fivefold.training.objectives import Objective, PairLosses, Ratings, pair_losses
 
 Table = NDArray[np.float64]  # [pairs of a side, 2]: log-probabilities of the answers under a reference model
 _MARGIN = "rewards/margins"  # for rated answers the difference of two means
 
 
 @dataclass(frozen=True, eq=False)
-class Goal:
+class ObjectiveSpec:
     """The objective of a step. `reference`: log-probabilities of every pair of the data; None if it needs none."""
 
     objective: Objective
@@ -39,90 +39,92 @@ class Goal:
 
 
 @dataclass(eq=False)
-class Judge:
+class Pairs:
     """All inputs of an objective for one micro batch, except the log-probabilities of its answers.
 
     `tokens_P2`: trained targets. `before_P2`: log-probabilities under the reference, if any. `desirable_P`, `baseline`:
-    see `Ratings`. `judged`: the last result; None before the first."""
+    see `Ratings`. `losses`: the last result; None before the first."""
 
     objective: Objective
     tokens_P2: Tensor
     before_P2: Tensor | None
     desirable_P: Tensor
     baseline: Tensor | None = None
-    judged: Judged | None = None
+    losses: PairLosses | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatch, goal: Goal, device: torch.device) -> "Judge":
+    def of(cls, batch: MicroBatch, spec: ObjectiveSpec, device: torch.device) -> "Pairs":
         pairs = np.zeros(0, np.int64) if batch.pairs is None else batch.pairs
         desirable = np.zeros(len(pairs), np.bool_) if batch.desirable is None else batch.desirable
-        before = None if goal.reference is None else np.asarray(goal.reference[pairs])
+        before = None if spec.reference is None else np.asarray(spec.reference[pairs])
         tokens_P2, before_P2, desirable_P = (
             None if each is None else torch.from_numpy(each).to(device, non_blocking=True)
             for each in (answer_tokens(batch), before, desirable)
         )
         assert tokens_P2 is not None and desirable_P is not None
-        return cls(goal.objective, tokens_P2, before_P2, desirable_P)
+        return cls(spec.objective, tokens_P2, before_P2, desirable_P)
 
-    def judge(self, sums_P2: Tensor) -> Judged:
-        """Judge the pairs by the summed log-probabilities of their answers, and keep the result in `judged`."""
+    def compute(self, sums_P2: Tensor) -> PairLosses:
+        """Compute the losses of the pairs from the summed log-probabilities of their answers, and keep them."""
         ratings = None if self.baseline is None else Ratings(self.desirable_P, self.baseline)
-        self.judged = judge(self.objective, sums_P2, self.tokens_P2, self.before_P2, ratings)
-        return self.judged
+        self.losses = pair_losses(self.objective, sums_P2, self.tokens_P2, self.before_P2, ratings)
+        return self.losses
 
     def weights(self, sums_A: Tensor) -> Tensor:
         """The weight of each answer's targets, fp64 [A] like the sums; without pairs one answer of weight 0."""
-        of_answers = -self.judge(sums_A[: self.tokens_P2.numel()].view(-1, 2)).slope_P2.flatten()
+        of_answers = -self.compute(sums_A[: self.tokens_P2.numel()].view(-1, 2)).slope_P2.flatten()
         return torch.nn.functional.pad(of_answers, (0, len(sums_A) - len(of_answers)))
 
 
 # ---- per step --------------------------------------------------------------------------------------------------------
 
 
-def judges_of(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> list[Judge]:
-    """One judge for each micro batch of a step; an empty list if the objective has no pairs. Every rank calls this with
-    the same number of micro batches."""
-    if not goal.objective.has_pairs:
+def pairs_of_step(model: Any, batch: Sequence[MicroBatch], spec: ObjectiveSpec) -> list[Pairs]:
+    """Return the pairs of each micro batch of a step; an empty list if the objective has no pairs. Every rank calls
+    this with the same number of micro batches."""
+    if not spec.objective.has_pairs:
         return []
     device = next(model.parameters()).device
-    judges = [Judge.of(each, goal, device) for each in batch]
-    if goal.objective.has_baseline:
-        _compare(model, judges, log_probs(model, batch))
-    return judges
+    pairs_by_batch = [Pairs.of(each, spec, device) for each in batch]
+    if spec.objective.has_baseline:
+        _set_baseline(model, pairs_by_batch, log_probs(model, batch))
+    return pairs_by_batch
 
 
-def divisor(model: Any, batch: Sequence[MicroBatch], goal: Goal) -> float:
+def divisor(model: Any, batch: Sequence[MicroBatch], spec: ObjectiveSpec) -> float:
     """The divisor of the loss sum over the global batch, on every rank: its pairs, or the weights of its targets."""
     own = 0.0
     if state_of(model).placement.is_first_of_row:
-        own = sum(float(pairs_of(each) if goal.objective.has_pairs else weights_of(each).sum()) for each in batch)
+        own = sum(float(pairs_of(each) if spec.objective.has_pairs else weights_of(each).sum()) for each in batch)
     found = torch.tensor(own, dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(found)
     return found.item()
 
 
-def outcome(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
+def outcome(model: Any, pairs_by_batch: Sequence[Pairs], objective: Objective) -> tuple[Tensor, Mapping[str, float]]:
     """This rank's share of the summed losses, fp64, and metric means over all pairs; call it after a step's passes."""
     coords = state_of(model).placement.coords
-    speaks = coords.tp == coords.cp == 0  # in a pipeline, only ranks with a loss have judged anything
-    loss, _, metrics = _over_ranks(model, judges if speaks else (), objective)
+    speaks = coords.tp == coords.cp == 0  # in a pipeline, only ranks with a loss have computed any
+    loss, _, metrics = _over_ranks(model, pairs_by_batch if speaks else (), objective)
     return loss, metrics
 
 
 # ---- forward only ----------------------------------------------------------------------------------------------------
 
 
-def mean_over_pairs(model: Any, batches: Iterable[MicroBatch], goal: Goal) -> tuple[float, Mapping[str, float]]:
+def mean_over_pairs(
+    model: Any, batches: Iterable[MicroBatch], spec: ObjectiveSpec
+) -> tuple[float, Mapping[str, float]]:
     """The mean of a preference objective over the pairs of all ranks, and its metrics; NaN without pairs."""
     device = next(model.parameters()).device
-    both = [(Judge.of(each, goal, device), log_probs(model, [each])[0]) for each in batches]
-    judges = [each for each, _ in both]
-    if goal.objective.has_baseline:
-        _compare(model, judges, [sums for _, sums in both])
+    both = [(Pairs.of(each, spec, device), log_probs(model, [each])[0]) for each in batches]
+    pairs_by_batch = [each for each, _ in both]
+    if spec.objective.has_baseline:
+        _set_baseline(model, pairs_by_batch, [sums for _, sums in both])
     for each, sums in both:
-        each.judge(sums)
+        each.compute(sums)
     loss, pairs, metrics = _over_ranks(
-        model, judges if state_of(model).placement.is_first_of_row else (), goal.objective
+        model, pairs_by_batch if state_of(model).placement.is_first_of_row else (), spec.objective
     )
     dist.all_reduce(loss)
     return (loss.item() / pairs if pairs else nan), metrics
@@ -171,33 +173,35 @@ def weights_of(batch: MicroBatch) -> NDArray[np.float64]:
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def _compare(model: Any, judges: Sequence[Judge], sums: Sequence[Tensor]) -> None:
-    """Set the baseline of each judge: how much likelier answers to other prompts became, the mean over all ranks, at
+def _set_baseline(model: Any, pairs_by_batch: Sequence[Pairs], sums: Sequence[Tensor]) -> None:
+    """Set the baseline of all pairs: how much likelier answers to other prompts became, the mean over all ranks, at
     least 0, fp64. `sums`: [P, 2] of each micro batch."""
     found = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    for each, sums_P2 in zip(judges, sums, strict=True) if state_of(model).placement.is_first_of_row else ():
+    for each, sums_P2 in zip(pairs_by_batch, sums, strict=True) if state_of(model).placement.is_first_of_row else ():
         assert each.before_P2 is not None, "it is compared with a reference"
         gains = sums_P2[:, 1] - each.before_P2[:, 1]
         found += torch.stack([gains.sum(), torch.ones_like(gains).sum()])
     dist.all_reduce(found)
     baseline = (found[0] / found[1].clamp(min=1)).clamp(min=0)
-    for each in judges:
+    for each in pairs_by_batch:
         each.baseline = baseline
 
 
-def _over_ranks(model: Any, judges: Sequence[Judge], objective: Objective) -> tuple[Tensor, int, Mapping[str, float]]:
+def _over_ranks(
+    model: Any, pairs_by_batch: Sequence[Pairs], objective: Objective
+) -> tuple[Tensor, int, Mapping[str, float]]:
     """This rank's share of the summed losses, the number of pairs on all ranks, and the mean of each metric over the
-    pairs it applies to. Metrics that apply to no pair are left out. `judges`: those that this rank reports."""
+    pairs it applies to. Metrics that apply to no pair are left out. `pairs_by_batch`: those that this rank reports."""
     device = next(model.parameters()).device
     names = [name for name in objective.metrics if not (objective.has_baseline and name == _MARGIN)]
     sums = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for judged in (each.judged for each in judges if each.judged is not None):
-        loss += judged.loss_P.sum()
-        sums[0] += len(judged.loss_P)
+    for losses in (each.losses for each in pairs_by_batch if each.losses is not None):
+        loss += losses.loss_P.sum()
+        sums[0] += len(losses.loss_P)
         for at, name in enumerate(names):
-            sums[1 + 2 * at] += judged.metrics[name].nansum()
-            sums[2 + 2 * at] += (~judged.metrics[name].isnan()).sum()
+            sums[1 + 2 * at] += losses.metrics[name].nansum()
+            sums[2 + 2 * at] += (~losses.metrics[name].isnan()).sum()
     dist.all_reduce(sums)
     pairs, *rest = sums.tolist()
     means = {name: rest[2 * at] / rest[2 * at + 1] if rest[2 * at + 1] else nan for at, name in enumerate(names)}

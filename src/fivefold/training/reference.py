@@ -27,18 +27,18 @@ from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import plain
 from fivefold.parallel.state import fill, state_of
 from fivefold.training.objectives import Objective
-from fivefold.training.preference import Goal, Table, table
+from fivefold.training.preference import ObjectiveSpec, Table, table
 
 _VERSION = 2  # raise when the numbers change
 _FILE = "log_probs.npy"
 
 
 @dataclass(frozen=True)
-class Goals:
+class ObjectiveSpecs:
     """The objectives of the steps and evaluations of a run; None: the mean over targets."""
 
-    train: Goal | None = None
-    validation: Goal | None = None
+    train: ObjectiveSpec | None = None
+    validation: ObjectiveSpec | None = None
     told: str = ""  # describes the reference, for the header
 
 
@@ -86,24 +86,26 @@ def objective_of(config: RunConfig) -> Objective:
     return Objective(section.name, section.beta, section.gamma, section.desirable_weight, section.undesirable_weight)
 
 
-def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> Goals:
-    """Goals of a run whose `model` has its first weights, which stay the same. Every rank calls this."""
+def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference | None) -> ObjectiveSpecs:
+    """ObjectiveSpecs of a run whose `model` has its first weights, which stay the same. Every rank calls this."""
     objective = objective_of(config)
     if not objective.has_pairs:
-        return Goals()
+        return ObjectiveSpecs()
     sides = {"train": data.train, "validation": data.validation}
     if compared is None:
-        return Goals(Goal(objective), Goal(objective))
-    found, computed = dict[str, Goal | None](), 0
+        return ObjectiveSpecs(ObjectiveSpec(objective), ObjectiveSpec(objective))
+    found, computed = dict[str, ObjectiveSpec | None](), 0
     for side, rows in sides.items():
         found[side] = None
         if rows is not None:
             numbers, is_new = _table(config, data, model, compared, side, rows)
-            found[side], computed = Goal(objective, numbers), computed + is_new * len(numbers)
-    pairs = sum(len(goal.reference) for goal in found.values() if goal and goal.reference is not None)
+            found[side], computed = ObjectiveSpec(objective, numbers), computed + is_new * len(numbers)
+    pairs = sum(len(spec.reference) for spec in found.values() if spec and spec.reference is not None)
     how = "computed now" if computed == pairs else "from the cache" if not computed else "in part from the cache"
     name = "the first weights" if compared.source is None else config.objective.reference
-    return Goals(found["train"], found["validation"], f"with {name}: log-probabilities of {many(pairs, 'pair')}, {how}")
+    return ObjectiveSpecs(
+        found["train"], found["validation"], f"with {name}: log-probabilities of {many(pairs, 'pair')}, {how}"
+    )
 
 
 def _table(

@@ -192,7 +192,7 @@ class Trainer(Job):
             ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                    stop=self._is_to_stop, goal=self.goals.train,
+                    stop=self._is_to_stop, spec=self.goals.train,
                 )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1

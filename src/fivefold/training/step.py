@@ -21,7 +21,7 @@ from fivefold.torch_internals import norms, scale_
 from fivefold.training.flops import squared_lengths
 from fivefold.training.inputs import evaluating as evaluating
 from fivefold.training.inputs import to_device as to_device
-from fivefold.training.preference import Goal, Judge, divisor, judges_of, outcome
+from fivefold.training.preference import ObjectiveSpec, Pairs, divisor, outcome, pairs_of_step
 
 _PIECE = 2**14  # values of a gradient whose squares a CPU sums at once
 
@@ -49,16 +49,16 @@ def train_step(
     learning_rate: float | None,
     max_grad_norm: float,
     stop: bool = False,
-    goal: Goal | None = None,
+    spec: ObjectiveSpec | None = None,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to stop; all ranks learn it.
 
-    The loss is summed and divided by the global count of target tokens, or by the divisor of `goal` (the sum of target
+    The loss is summed and divided by the global count of target tokens, or by the divisor of `spec` (the sum of target
     weights, the number of pairs); every reduction is a plain sum. `learning_rate` is set in every parameter group;
     None: each keeps its own.
     """
     state = state_of(model)
-    done = _forward_backward(model, batch, stop, goal)
+    done = _forward_backward(model, batch, stop, spec)
     summed, squares = all_reduce_sum(torch.stack([done.loss, squared_norm(model)])).tolist()
     norm = sqrt(squares) if squares >= 0 else float("nan")
     skipped = not (isfinite(summed) and isfinite(norm))
@@ -76,13 +76,13 @@ def train_step(
     )  # fmt: skip
 
 
-def accumulate(model: Any, batch: Sequence[MicroBatch], *, goal: Goal | None = None) -> Tensor:
+def accumulate(model: Any, batch: Sequence[MicroBatch], *, spec: ObjectiveSpec | None = None) -> Tensor:
     """Add the gradients of one global batch to the existing ones, as a backward pass does. Returns the loss in nats per
     target token of the global batch, an fp64 scalar, the same on every rank."""
     earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
-    done = _forward_backward(model, batch, goal=goal)
+    done = _forward_backward(model, batch, spec=spec)
     state_of(model).amax.end_step()
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -102,36 +102,39 @@ class _Done:
     metrics: Mapping[str, float]
 
 
-def _forward_backward(model: Any, batch: Sequence[MicroBatch], stop: bool = False, goal: Goal | None = None) -> _Done:
+def _forward_backward(
+    model: Any, batch: Sequence[MicroBatch], stop: bool = False, spec: ObjectiveSpec | None = None
+) -> _Done:
     """Count over all ranks, then run every micro batch; gradients end up summed."""
     state = state_of(model)
     device = next(model.parameters()).device
     targets, tokens, squared, rows, stops = _count(batch, state, device, stop).tolist()
-    total = targets if goal is None else divisor(model, batch, goal)
+    total = targets if spec is None else divisor(model, batch, spec)
     # Before `balance.begin_step`: routers must count the trained passes only.
-    judges = [] if goal is None else judges_of(model, batch, goal)
+    pairs_by_batch = [] if spec is None else pairs_of_step(model, batch, spec)
     scale = torch.tensor(1.0 / total if total else 1.0, dtype=torch.float64, device=device)
     state.balance.begin_step(rows)
-    loss = gradients(model, batch, scale, judges)
+    loss = gradients(model, batch, scale, pairs_by_batch)
     balance = state.balance.end_step()
     if not state.placement.owns_loss:
         loss.zero_()
     metrics: Mapping[str, float] = {}
-    if goal is not None and judges:  # the weighted cross entropy has the objective's gradient, but not its value
-        own, metrics = outcome(model, judges, goal.objective)
+    if spec is not None and pairs_by_batch:
+        # The weighted cross entropy has the objective's gradient, but not its value.
+        own, metrics = outcome(model, pairs_by_batch, spec.objective)
         loss = own * scale
     if not total:
         loss.fill_(float("nan"))  # like cross entropy over no targets
     return _Done(loss, targets, tokens, squared, stops, balance, metrics)
 
 
-def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, judges: Sequence[Judge] = ()) -> Tensor:
-    """Run forward and backward of every micro batch; gradients end up reduced. `judges`: one per micro batch, or none.
-    Returns the scaled loss sum, fp64."""
+def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, pairs_by_batch: Sequence[Pairs] = ()) -> Tensor:
+    """Run forward and backward of every micro batch; gradients end up reduced. `pairs_by_batch`: of each micro batch,
+    or none. Returns the scaled loss sum, fp64."""
     device = next(model.parameters()).device
     rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
-    judge_of = [each.weights for each in judges] if judges else [None] * len(batch)
-    inputs = [to_device(each, device, scale, weigh=judge) for each, judge in zip(batch, judge_of, strict=True)]
+    weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
+    inputs = [to_device(micro, device, scale, weigh=weigh) for micro, weigh in zip(batch, weights, strict=True)]
     return passes.gradients(model, inputs, rows=rows)
 
 

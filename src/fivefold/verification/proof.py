@@ -228,10 +228,10 @@ class Proof:
             self.case.desirable_weight, self.case.undesirable_weight,
         )  # fmt: skip
         table = self.case.compared_with()
-        goal = preferences.Goal(objective, table if objective.needs_reference else None)
+        spec = preferences.ObjectiveSpec(objective, table if objective.needs_reference else None)
         sums = torch.from_numpy(preferences.table(self.model, batch, len(table)))
-        metrics = preferences.mean_over_pairs(self.model, batch, goal)[1]
-        loss = training.accumulate(self.model, batch, goal=goal)
+        metrics = preferences.mean_over_pairs(self.model, batch, spec)[1]
+        loss = training.accumulate(self.model, batch, spec=spec)
         found = {
             "log-probabilities": sums, "loss": loss.reshape(1).cpu(),
             "metrics": torch.tensor([metrics[name] for name in objective.metrics], dtype=torch.float64),

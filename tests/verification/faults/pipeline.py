@@ -254,14 +254,14 @@ def embedding_scaled_on_every_stage() -> Any:
     expects=[("gradient, raw", r"layers\.")],
 )
 def deferred_gradients_dropped() -> Any:
-    plain = pipeline._Step._weights
+    plain = pipeline._Step.weights
 
     def weights(self: Any, slot: Any) -> None:
         if slot.micro_batch == len(self.inputs) - 1:
             self.pipeline.store._queues[slot.stage, slot.micro_batch].clear()
         plain(self, slot)
 
-    return patch.object(pipeline._Step, "_weights", weights)
+    return patch.object(pipeline._Step, "weights", weights)
 
 
 @fault(

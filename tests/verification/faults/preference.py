@@ -128,12 +128,12 @@ def log_probabilities_with_dropout() -> Any:
     layout="shard2", expects=[("preference", r"^(loss|metrics)")], model=DPO,
 )  # fmt: skip
 def chosen_and_rejected_swapped_on_one_rank() -> Any:
-    plain = preference.Judge.judge
+    plain = preference.Pairs.compute
 
-    def swapped(judge: Any, sums_P2: Tensor) -> Any:
-        return plain(judge, sums_P2.flip(-1) if dist.get_rank() == 1 else sums_P2)
+    def swapped(pairs: Any, sums_P2: Tensor) -> Any:
+        return plain(pairs, sums_P2.flip(-1) if dist.get_rank() == 1 else sums_P2)
 
-    return patch.object(preference.Judge, "judge", swapped)
+    return patch.object(preference.Pairs, "compute", swapped)
 
 
 @fault(
@@ -198,8 +198,8 @@ def weights_of_contiguous_slices() -> Any:
     layout="single", expects=GRADIENT, model=DPO,
 )  # fmt: skip
 def weights_with_the_wrong_sign() -> Any:
-    plain = preference.Judge.weights
-    return patch.object(preference.Judge, "weights", lambda judge, sums_A: -plain(judge, sums_A))
+    plain = preference.Pairs.weights
+    return patch.object(preference.Pairs, "weights", lambda pairs, sums_A: -plain(pairs, sums_A))
 
 
 @fault(
@@ -221,12 +221,12 @@ KTO = Model(objective="kto")
     layout="shard2", expects=LOSS, model=KTO,
 )  # fmt: skip
 def baseline_of_one_rank() -> Any:
-    def own(model: Any, judges: Sequence[Any], sums: Sequence[Tensor]) -> None:
-        gains = [sums_P2[:, 1] - each.before_P2[:, 1] for each, sums_P2 in zip(judges, sums, strict=True)]
-        for each in judges:
+    def own(model: Any, pairs_by_batch: Sequence[Any], sums: Sequence[Tensor]) -> None:
+        gains = [sums_P2[:, 1] - each.before_P2[:, 1] for each, sums_P2 in zip(pairs_by_batch, sums, strict=True)]
+        for each in pairs_by_batch:
             each.baseline = torch.cat(gains).mean().clamp(min=0)
 
-    return patch.object(preference, "_compare", own)
+    return patch.object(preference, "_set_baseline", own)
 
 
 @fault(
@@ -235,15 +235,15 @@ def baseline_of_one_rank() -> Any:
     layout="single", expects=LOSS, model=KTO,
 )  # fmt: skip
 def baseline_of_the_answers_themselves() -> Any:
-    plain = preference._compare
+    plain = preference._set_baseline
 
-    def flipped(model: Any, judges: Sequence[Any], sums: Sequence[Tensor]) -> None:
-        turned = [replace(each, before_P2=each.before_P2.flip(1)) for each in judges]
+    def flipped(model: Any, pairs_by_batch: Sequence[Any], sums: Sequence[Tensor]) -> None:
+        turned = [replace(each, before_P2=each.before_P2.flip(1)) for each in pairs_by_batch]
         plain(model, turned, [each.flip(1) for each in sums])
-        for each, other in zip(judges, turned, strict=True):
+        for each, other in zip(pairs_by_batch, turned, strict=True):
             each.baseline = other.baseline
 
-    return patch.object(preference, "_compare", flipped)
+    return patch.object(preference, "_set_baseline", flipped)
 
 
 @fault(
@@ -267,10 +267,10 @@ def answers_to_other_prompts_trained() -> Any:
     layout="shard2", expects=LOSS, model=KTO,
 )  # fmt: skip
 def ratings_of_another_order() -> Any:
-    plain = preference.Judge.of.__func__  # type: ignore[attr-defined]
+    plain = preference.Pairs.of.__func__  # type: ignore[attr-defined]
 
     def reversed_ratings(*given: Any) -> Any:
         found = plain(*given)
         return replace(found, desirable_P=found.desirable_P.flip(0))
 
-    return patch.object(preference.Judge, "of", classmethod(reversed_ratings))
+    return patch.object(preference.Pairs, "of", classmethod(reversed_ratings))

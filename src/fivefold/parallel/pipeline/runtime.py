@@ -12,8 +12,8 @@ Legend: B rows, T tokens of a row on this rank, D hidden size.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -66,8 +66,13 @@ def run(model: Any, pipeline: Pipeline, inputs: Sequence[Any]) -> Tensor:
     losses, fp64: 0 on ranks without the last stage."""
     plan = pipeline.plan.feature(PipelinePlan).schedule(len(inputs))
     step = _Step(model, pipeline, plan, inputs)
+    slots = {"F": step.forward, "B": step.backward, "I": step.backward, "W": step.weights}
     for action in plan.actions[pipeline.plan.placement.coords.pp]:
-        step.do(action)
+        if isinstance(action, Transfer):
+            (step.send if action.way == "send" else step.receive)(action)
+        else:
+            with step.running(action):
+                slots[action.kind](action)
     step.finish()
     return step.loss
 
@@ -88,17 +93,15 @@ class _Step:
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._watch = None if pipeline.timed is None else Stopwatch(self.loss.device, pipeline.group)
 
-    def do(self, action: Slot | Transfer) -> None:
-        """Run a slot, or begin a transfer."""
-        if isinstance(action, Transfer):
-            (self._send if action.way == "send" else self._receive)(action)
-            return
-        self.pipeline.running = action
+    @contextmanager
+    def running(self, slot: Slot) -> Iterator[None]:
+        """Wait for the slot's input, and time the slot."""
+        self.pipeline.running = slot
         if self._watch:
-            self._watch.asked(action)
-        self._wait_for(action)
+            self._watch.asked(slot)
+        self._wait_for(slot)
         self._mark()
-        {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}[action.kind](action)
+        yield
         self._mark()
         self.pipeline.running = None
 
@@ -118,7 +121,7 @@ class _Step:
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
-    def _forward(self, slot: Slot) -> None:
+    def forward(self, slot: Slot) -> None:
         stage, at = slot.stage, slot.micro_batch
         hidden = self._take("F", stage, at).requires_grad_() if stage else None
         with self._collecting(stage, at):
@@ -130,7 +133,7 @@ class _Step:
             self._give("F", stage + 1, at, out.detach())
         self._kept[stage, at] = hidden, out
 
-    def _backward(self, slot: Slot) -> None:
+    def backward(self, slot: Slot) -> None:
         stage, at = slot.stage, slot.micro_batch
         hidden, out = self._kept.pop((stage, at))
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
@@ -143,9 +146,9 @@ class _Step:
             assert hidden.grad is not None, f"no gradient reached the input of stage {stage}"
             self._give("B", stage - 1, at, hidden.grad)
         if self.plan.record.splits_backward and slot.kind == "B":
-            self._weights(slot)
+            self.weights(slot)
 
-    def _weights(self, slot: Slot) -> None:
+    def weights(self, slot: Slot) -> None:
         assert self.pipeline.store is not None, f"{slot} of a schedule that splits no backward"
         self.pipeline.store.compute((slot.stage, slot.micro_batch))
         self._fsdp.after_weights(slot)
@@ -174,12 +177,12 @@ class _Step:
         tensor, _ = self._given.pop((of, stage, at))
         return tensor
 
-    def _send(self, transfer: Transfer) -> None:
+    def send(self, transfer: Transfer) -> None:
         tensor = self._outbox.pop((transfer.of, transfer.stage, transfer.micro_batch))
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         self._sent.append((_isend(tensor, self.pipeline.group, transfer.peer), tensor))
 
-    def _receive(self, transfer: Transfer) -> None:
+    def receive(self, transfer: Transfer) -> None:
         buffer = self.staged.empty(self.inputs[transfer.micro_batch].input_ids)
         work = _irecv(buffer, self.pipeline.group, transfer.peer)
         self._given[transfer.of, transfer.stage, transfer.micro_batch] = buffer, work
