@@ -28,11 +28,11 @@ from tests.pool import run_ranks
 from campaign import commit
 from common import RESULTS, machine
 from fivefold.config import OptimizerSection
-from fivefold.core.layout import Layout
-from fivefold.core.legality import violations
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import violations
 from fivefold.parallel.limits import limits_of
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof

@@ -22,10 +22,10 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
 from common import OPTIONS, RESULTS, SEED, SHAPES, Shape, machine, micro_batch
-from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, join
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 

@@ -22,13 +22,13 @@ import torch
 import compact_loop
 import plain_loop
 from common import LEARNING_RATE, OPTIONS, SEED, SHAPES, Clock, best_gflops, micro_batch, plain_model
-from fivefold.core.layout import Layout
 from fivefold.launch.cpu import tune
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.flops import squared_lengths
 from fivefold.training.optimizers import build_optimizer

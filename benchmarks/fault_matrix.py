@@ -46,7 +46,7 @@ from tests.verification.test_faults import TIERED
 from campaign import commit
 from common import machine
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 
 STEPS = 2
 PATIENCE = 20.0  # seconds of a proof that hangs: one takes a second, and the start of its workers five

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from common import LEARNING_RATE, OPTIONS, RESULTS, SEED, SHAPES, Clock, machine, plain_model, run_ranks
-from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
+from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate
 from fivefold.planner.of_run import cluster_of

@@ -29,7 +29,6 @@ import torch
 
 from common import OPTIONS, RESULTS, SEED, best_gflops, machine, slug
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import parse_length
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.hardware.cluster import Cluster
@@ -38,6 +37,7 @@ from fivefold.models import kernels
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.changes import changed

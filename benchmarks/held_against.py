@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer

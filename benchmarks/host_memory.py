@@ -27,13 +27,13 @@ from transformers import AutoConfig
 from common import RESULTS, SEED, machine
 from fivefold import checkpoint
 from fivefold.config import OptimizerSection
-from fivefold.core.layout import Layout
 from fivefold.launch.processes import Workers
 from fivefold.launch.workers import start_workers
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.models.sources import SafetensorsFolder, TensorSource, stored_tensors
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from pages import put_between

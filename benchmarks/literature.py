@@ -19,9 +19,9 @@ from benchmarks.published import Shape, folder_of
 from matplotlib.axes import Axes
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.inverse import longest_sequence

@@ -25,11 +25,11 @@ import torch
 from transformers import AutoConfig
 
 from common import OPTIONS, PRECISIONS, RESULTS, SEED, machine, run_ranks
-from fivefold.core.layout import Layout
 from fivefold.data.batch import Piece, assemble
 from fivefold.launch.world import alone, find_world, join
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.step import train_step

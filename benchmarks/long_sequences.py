@@ -25,8 +25,8 @@ from benchmarks.pages import put_between
 from benchmarks.planned_memory import prices
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
+from fivefold.parallel.layout import Layout
 from fivefold.planner.answers import answer
 from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.inverse import longest_sequence

@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pages import put_between
 
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Step, Workload
 from fivefold.planner.price import PriceList

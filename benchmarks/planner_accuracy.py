@@ -24,8 +24,8 @@ from benchmarks.published import Measured, folder_of, read
 from numpy.typing import NDArray
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.planner.doubt import Interval, step_interval
 from fivefold.planner.engines import ENGINES, Engine
 from fivefold.planner.estimate import Step, Workload

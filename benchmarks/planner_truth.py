@@ -37,13 +37,13 @@ from transformers import AutoConfig
 from common import LEARNING_RATE, OPTIONS, RESULTS, SEED, machine
 from fivefold.calibration.calibrate import calibrate
 from fivefold.calibration.hardware_file import parsed
-from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.processes import Workers
 from fivefold.launch.workers import start_workers
 from fivefold.launch.world import World
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.planner.estimate import Estimate
 from fivefold.planner.plan import estimate

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from fivefold.core.cache import key_of
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import about_code, kept
+from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 

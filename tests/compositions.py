@@ -6,7 +6,7 @@ packing, ties, what saves memory, clipping that bites, decay, unequal token coun
 `benchmarks/compositions.py` runs all of them and writes docs/evidence/compositions.md.
 """
 
-from fivefold.core.layout import DEGREES
+from fivefold.parallel.layout import DEGREES
 from tests.parity import Case
 
 ROWS = 16

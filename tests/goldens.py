@@ -29,10 +29,10 @@ from typing import Any
 
 from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import keys
-from fivefold.core.layout import Layout
-from fivefold.core.legality import violations
 from fivefold.core.violation import Violation
 from fivefold.parallel.calls import calls
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import violations
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.planned_edits import edits

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from fivefold.core.layout import DEGREES, SCHEDULES, Layout
+from fivefold.parallel.layout import DEGREES, SCHEDULES, Layout
 from tests.allpairs import Choice, Pair, all_pairs, reachable
 from tests.verification.cases import ProvedCase, model_of
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from fivefold.config import OptimizerSection
-from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.models import hf_internals
@@ -31,6 +30,7 @@ from fivefold.ops import nf4
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, total
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of

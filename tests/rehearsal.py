@@ -99,10 +99,10 @@ def _steps(case: Rehearsal) -> Seen:
     import torch
     from torch._dynamo.utils import counters
 
-    from fivefold.core.legality import micro_batches_for
     from fivefold.models.build import build_meta
     from fivefold.ops.linear import WeightGradStore
     from fivefold.parallel import apply
+    from fivefold.parallel.legality import micro_batches_for
     from fivefold.parallel.recorder import record
     from fivefold.parallel.state import state_of
     from fivefold.training import step

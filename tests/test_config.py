@@ -8,10 +8,10 @@ import pytest
 
 from fivefold.config import DEMO, RunConfig, check_supported, keys, load_config, parse_config
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import SCHEDULES
 from fivefold.core.shapes import shape_folder, shape_names
 from fivefold.core.units import human, parse_count, parse_fraction, parse_length
+from fivefold.parallel.layout import Layout
 
 
 def written(folder: Path, text: str) -> Path:

@@ -23,13 +23,16 @@ ORDER = [
     *("rehearsal", "calibration", "doctor", "own_loop", "api", "cli"),
 ]
 ASKS_THE_PLANNER = "training/advice.py"  # inside functions: what a run does not ask is not loaded
+# The layout: what every room says. These files of parallel/ import core alone, and every room but core imports them.
+LAYOUT = {"parallel.layout", "parallel.legality"}
 FACES = {"__init__.py", "__main__.py"}  # of the root: what they import is what they are for
 WITHOUT_TORCH = "core", "config", "report"
 
 # Who asks whether a parallelism is on: those that say what a layout may be, and what it is to a model and a rank; and
 # those that choose or show a layout. The parallelisms themselves do nothing on an axis of one rank.
 SETTLE = {
-    "core", "config", "plan.py", "lower.py", "placement.py", "spec.py", "ranks.py", "shard_rules.py", "stage_plan.py",
+    "core", "config", "layout.py", "legality.py", "plan.py", "lower.py", "placement.py", "spec.py", "ranks.py",
+    "shard_rules.py", "stage_plan.py",
 }  # fmt: skip
 SHOW = {"doctor", "record.py", "planner"}
 REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers
@@ -57,7 +60,18 @@ def test_imports_go_one_way(subtests: pytest.Subtests) -> None:
         with subtests.test(msg=room):
             allowed = {*ORDER[: ORDER.index(room) + 1]}
             own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
+            own = [(place, name) for place, name in own if room == "core" or ".".join(name[1:3]) not in LAYOUT]
             assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
+
+
+def test_the_layout_imports_core_alone() -> None:
+    for module in sorted(LAYOUT):
+        imported = [name for _, name in _imports(ROOT / module.replace(".", "/")) if name.startswith("fivefold.")]
+        assert [
+            name
+            for name in imported
+            if not name.startswith(("fivefold.core.", *(f"fivefold.{each}" for each in LAYOUT)))
+        ] == []
 
 
 def test_what_trains_imports_no_tool() -> None:

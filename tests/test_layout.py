@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 
 TEXTS = [
     "single",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.core.layout import CP_METHODS, Layout
-from fivefold.core.legality import ModelLimits, violations
 from fivefold.core.schedule import SCHEDULES, SchedulePlan, Slot, balanced
 from fivefold.core.violation import Violation
+from fivefold.parallel.layout import CP_METHODS, Layout
+from fivefold.parallel.legality import ModelLimits, violations
 from fivefold.parallel.sharding import split_even
 
 # ---- what can be built, without a rule -------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ import typer
 from fivefold.cli import app
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from tests.commands import as_process, fivefold
 from tests.pages import DOCS, ROOT, Block, blocks
 from tests.tiers import put_off

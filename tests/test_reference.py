@@ -8,9 +8,9 @@ from tools import reference
 import fivefold
 from fivefold.config import keys
 from fivefold.core import history
-from fivefold.core.layout import SAID
 from fivefold.core.metric_names import METRICS
 from fivefold.core.run_folder import RUN_FILES
+from fivefold.parallel.layout import SAID
 from fivefold.training import record
 from fivefold.training.objectives import METRICS as OF_PAIRS
 from fivefold.training.objectives import RATED_METRICS

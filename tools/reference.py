@@ -4,7 +4,7 @@
     python tools/reference.py --check    exit with 1 where a page is not what the code says
 
 Each page is a function in `PAGES`. A description that is missing on a page is missing in the code: a key of the run
-file (`config/schema.py`), a field of the layout (`core/layout.py`), an option of a command (`cli/`), a docstring, a
+file (`config/schema.py`), a field of the layout (`parallel/layout.py`), an option of a command (`cli/`), a docstring, a
 metric (`core/metric_names.py`), a file of a run (`core/run_folder.py`). Nothing here imports torch.
 """
 
@@ -30,19 +30,19 @@ from fivefold.config import keys
 from fivefold.config.key import Key, json_schema_of
 from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
-from fivefold.core import layout as layout_module
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import DEGREES, SAID, Layout, Said
-from fivefold.core.legality import UNKNOWN, ModelLimits, violations
 from fivefold.core.lora import Lora
 from fivefold.core.metric_names import METRICS
 from fivefold.core.run_folder import RUN_FILES
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel import layout as layout_module
+from fivefold.parallel import legality
 from fivefold.parallel import lower as lower_module
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.fp8 import spec as fp8
+from fivefold.parallel.layout import DEGREES, SAID, Layout, Said
+from fivefold.parallel.legality import UNKNOWN, ModelLimits, violations
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MANY = 2**31  # no bound that a reader needs

@@ -21,11 +21,11 @@ import torch
 
 from common import OPTIONS, RESULTS, SHAPES, machine, plain_model, run_ranks
 from fivefold.checkpoint import Checkpoint, Metadata, Saver, export, step_folder
-from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, find_world, join
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.sources import SafetensorsFolder
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.peak_memory import PeakMemory
 

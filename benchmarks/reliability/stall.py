@@ -26,10 +26,10 @@ import torch
 
 from common import OPTIONS, RESULTS, SEED, SHAPES, machine, micro_batch
 from fivefold.checkpoint import Metadata, Saver, shard
-from fivefold.core.layout import Layout
 from fivefold.launch.world import alone, join
 from fivefold.models.build import build_meta
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
 

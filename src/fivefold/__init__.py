@@ -7,7 +7,6 @@ if _typing.TYPE_CHECKING:
     from fivefold.api import Run, compare, export, generate, rehearse, train, verify
     from fivefold.config import RunConfig, load_config
     from fivefold.core.errors import RunFailed, UserError
-    from fivefold.core.layout import Layout
     from fivefold.core.lora import Lora
     from fivefold.own_loop import (
         ParallelModel,
@@ -22,6 +21,7 @@ if _typing.TYPE_CHECKING:
         scatter,
         train_step,
     )
+    from fivefold.parallel.layout import Layout
     from fivefold.planner.estimate import Estimate, Workload
     from fivefold.planner.plan import estimate, plan
     from fivefold.training.step import StepResult
@@ -35,7 +35,7 @@ _HOMES = {
         "fivefold.api": ("Run", "compare", "export", "generate", "rehearse", "train", "verify"),
         "fivefold.config": ("RunConfig", "load_config"),
         "fivefold.core.errors": ("RunFailed", "UserError"),
-        "fivefold.core.layout": ("Layout",),
+        "fivefold.parallel.layout": ("Layout",),
         "fivefold.core.lora": ("Lora",),
         "fivefold.own_loop": (
             "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.planner_accuracy import tau
 from benchmarks.published import read
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 
 ROW = {
     "source": "2205.05198", "model": "GPT 175B", "params_b": "175", "layers": "96", "hidden": "12288", "heads": "96",

@@ -16,8 +16,8 @@ from fivefold.calibration.learn import DOUBTS, Factors, Seen, corrected, explain
 from fivefold.calibration.learn import _start as start_of
 from fivefold.core import history
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.planner.doubt import ITEMS
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Workload, estimate

@@ -8,9 +8,9 @@ import pytest
 from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
-from fivefold.core.layout import Layout
 from fivefold.doctor.roles import short_names
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.planned_edits import edits
 from tests.models.tiny import SIZES

@@ -10,13 +10,13 @@ import pytest
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.launch import workers
 from fivefold.launch.failure import failures, leave_failure
 from fivefold.launch.memory import Needs, Pressure, Room, room
 from fivefold.launch.world import World
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.training import preflight

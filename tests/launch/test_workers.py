@@ -15,13 +15,13 @@ import pytest
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.layout import Layout
 from fivefold.launch.failure import WorkerDied, failure_file, hang_flag
 from fivefold.launch.folder import claim_fresh, open_folder
 from fivefold.launch.processes import Workers
 from fivefold.launch.worker import imported
 from fivefold.launch.workers import start_workers, worker_count
 from fivefold.launch.world import World
+from fivefold.parallel.layout import Layout
 from fivefold.training import launch
 from fivefold.training.schedule import settled
 from tests.commands import Crew

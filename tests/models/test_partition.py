@@ -24,7 +24,6 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import build_meta, without_dropout
 from fivefold.models.discover import facts_of
@@ -33,6 +32,7 @@ from fivefold.models.pairs import FeatureGroup, by_features, pairs_of
 from fivefold.models.partition import Partition, derive
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, MixesTokens, Untraceable
 from fivefold.models.trace import trace
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from tests.families import TINY
 from tests.models import tiny

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel.chunks.runtime import _in_pieces
 from fivefold.parallel.collectives import differing
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, working_numbers
 from tests.parity import Case, gradient_error, on_rank, outcome, reference, reference_model

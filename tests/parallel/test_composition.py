@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fivefold.core.layout import DEGREES
+from fivefold.parallel.layout import DEGREES
 from tests.checkpoint.ranks import load_and_save, train_and_save
 from tests.checkpoint.test_reshard import equal, whole
 from tests.compositions import PAIRS, QUADRUPLES, TRIPLES, folds

@@ -12,10 +12,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.models.experts import EAGER, RowKernels, expert_mlp, routed, sort_by_expert
 from fivefold.ops.linear import PLAIN
 from fivefold.parallel.experts.runtime import by_expert
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
 from tests.pool import run_ranks

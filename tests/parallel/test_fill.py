@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.core.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import RandomInit
 from fivefold.parallel import state
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.layout import Layout
 from tests.parity import Case, hf_config
 from tests.pool import run_ranks
 

@@ -16,8 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
 from fivefold.core.fp8 import KINDS, RECIPES, Recipe
-from fivefold.core.layout import Layout
-from fivefold.core.legality import of_fp8
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.delayed import Delayed
@@ -28,6 +26,8 @@ from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import of_fp8
 from fivefold.parallel.lower import lower
 from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.state import state_of

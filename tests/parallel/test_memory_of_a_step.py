@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import (
     FIRST,

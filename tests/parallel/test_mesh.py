@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from fivefold.core.layout import Layout
 from fivefold.parallel import mesh as meshes
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.ranks import RankGrid
 from tests.pool import TIMEOUT_SECONDS, run_ranks

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import LlamaConfig
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import TYPICAL, Slot
 from fivefold.models import discover, facts_store
 from fivefold.models.build import build_meta
@@ -34,6 +33,7 @@ from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
 from fivefold.parallel.pipeline.spec import PipelinePlan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid, row_blocks
 
 GRIDS: dict[str, dict[str, Any]] = {

@@ -11,11 +11,11 @@ import pytest
 import torch.distributed.pipelining.schedules as torchs
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
-from fivefold.core.legality import ModelLimits, layers_for, micro_batches_for, violations
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.core.schedule import SchedulePlan, Slot, Transfer, balanced
 from fivefold.core.violation import refuse
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import ModelLimits, layers_for, micro_batches_for, violations
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zb", 2), ("zbv", 2),
              ("dualpipev", 2)]  # fmt: skip

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 
-from fivefold.core.layout import Layout
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.stage_plan import stage_plan
 from tests.tiers import put_off
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
 from fivefold.planner.price import PriceList

@@ -7,10 +7,10 @@ import pytest
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.recompute.budget import within_budget

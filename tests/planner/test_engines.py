@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig
 
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of_deep
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.layout import Layout
 from fivefold.planner.compute import fused_saved
 from fivefold.planner.engines import ENGINES, Engine, as_planned, dealt_until_full, evenly
 from fivefold.planner.estimate import Estimate, Workload, estimate

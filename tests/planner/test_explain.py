@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.planner import price
 from fivefold.planner.doubt import DOUBTS, ITEMS, memory_interval, step_interval
 from fivefold.planner.engines import ENGINES

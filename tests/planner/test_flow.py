@@ -5,10 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fivefold.core import legality
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind
+from fivefold.parallel import legality
 from fivefold.parallel.fsdp.unshards import of_slots
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import under_way
 from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
 

@@ -11,8 +11,8 @@ import pytest
 import fivefold as ff
 from fivefold import cli
 from fivefold.config import load_config
-from fivefold.core.layout import Layout
 from fivefold.core.shapes import shape_folder
+from fivefold.parallel.layout import Layout
 from fivefold.planner import plan, report
 from fivefold.planner.answers import answer
 from fivefold.planner.estimate import Item

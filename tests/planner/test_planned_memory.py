@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from benchmarks.planned_memory import Planned, cells, plan
 
-from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import (
     buffer_bytes,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices

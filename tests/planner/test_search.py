@@ -8,14 +8,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel import legality
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import StepShape, summed
 from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes

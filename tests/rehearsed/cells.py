@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.rehearsal import stand_in
 from fivefold.rehearsal.launch import changes, resolved, scratch, stage
 from fivefold.rehearsal.request import Request, Seen

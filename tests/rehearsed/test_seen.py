@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry
 from fivefold.rehearsal.launch import kinds
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of

@@ -16,13 +16,13 @@ import fivefold as ff
 from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
 from fivefold.models.adapter import Merged
 from fivefold.models.adapter_facts import Target
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.peft_folder import CONFIG, WEIGHTS, PeftFolder, config_of, names_in_peft
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
 from fivefold.training import preflight
 from fivefold.verification.adapter_by_hand import in_nf4
 from tests.commands import fivefold

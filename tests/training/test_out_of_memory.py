@@ -13,10 +13,10 @@ import torch
 import fivefold
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.planner.relief import Relief, changed, changes, relief
 from fivefold.training.out_of_memory import _PHASES, advise, asked_bytes
 from tests.training import bodies

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.state_dtypes import block_length, kept_in, state_bytes
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.placement import Placement

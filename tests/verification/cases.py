@@ -8,7 +8,7 @@ checks.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from tests.verification.faults.fault import Kind, Model
 
 LAYERS = "num_hidden_layers"

@@ -20,9 +20,9 @@ import torch
 
 from fivefold.config import OptimizerSection
 from fivefold.core.errors import RunFailed
-from fivefold.core.layout import DEGREES, Layout
 from fivefold.core.lora import Lora
 from fivefold.models import discover, hf_internals
+from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import CHUNKS, LEARNING_RATE, WEIGHT_DECAY, ProofCase

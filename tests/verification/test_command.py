@@ -13,8 +13,8 @@ import torch
 from fivefold.cli import main
 from fivefold.config import OptimizerSection, load_config
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.launch.world import World
+from fivefold.parallel.layout import Layout
 from fivefold.verification import VerifyRequest, ranks, resolve
 from fivefold.verification.proof_case import ProofCase
 from tests.commands import fivefold

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.verification.prepare import flips, left_to_chance, prepare, rounding
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import ProofCase

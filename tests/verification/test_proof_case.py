@@ -3,7 +3,7 @@
 import pytest
 
 from fivefold.config import OptimizerSection
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.verification.reference_tensors import logit_distances
 from fivefold.verification.results import Distance, LayoutResult, Row, Tolerances, judge
 

@@ -19,8 +19,8 @@ from fivefold.config import RunConfig, load_config
 from fivefold.core import history, json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.core.layout import Layout
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.planner import doubt
 from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.doubt import LIKELY, terms

@@ -10,8 +10,8 @@ from typing import Any
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.core.layout import SAID
 from fivefold.core.text import shortened
+from fivefold.parallel.layout import SAID
 
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"

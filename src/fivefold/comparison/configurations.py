@@ -10,12 +10,12 @@ from typing import Any
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.config.runfile import READ_MORE
-from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.violation import refuse
 from fivefold.launch.model import check_model
 from fivefold.launch.workers import gpus, worker_count
 from fivefold.launch.world import device_kind
+from fivefold.parallel import legality
 
 # Set in every run: turns off what a comparison does not need, or what would count in its time.
 ALWAYS = (

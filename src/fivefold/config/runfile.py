@@ -20,10 +20,10 @@ from fivefold.config.key import Key
 from fivefold.config.peers import answer
 from fivefold.core import plain_yaml
 from fivefold.core.errors import UserError
-from fivefold.core.layout import SAID, Layout
 from fivefold.core.nearby import is_run, run_files, runs
 from fivefold.core.plain_yaml import Path as Path_
 from fivefold.core.text import shortened
+from fivefold.parallel.layout import SAID, Layout
 
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"

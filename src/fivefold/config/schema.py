@@ -27,10 +27,8 @@ from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
-from fivefold.core import legality
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.layout import FP8, SAID, Compute, Layout
 from fivefold.core.lora import AUTO, Lora
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.recompute import BUDGET
@@ -38,6 +36,8 @@ from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 from fivefold.core.violation import refuse
+from fivefold.parallel import legality
+from fivefold.parallel.layout import FP8, SAID, Compute, Layout
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000

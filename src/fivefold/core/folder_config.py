@@ -9,8 +9,8 @@ from typing import Any
 
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError
-from fivefold.core.legality import LAYERS
 
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of the number of layers in a config.json
 MOST_LAYERS = 10_000  # building the modules of more takes minutes; the deepest models have a few hundred
 MOST_HEAD_DIM = 2**16  # sizes a table of rotary angles; the widest heads have a few hundred
 MOST_NUMBER = 2**53

@@ -7,16 +7,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel import legality
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.plan import ParallelPlan

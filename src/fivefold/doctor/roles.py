@@ -8,13 +8,13 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fivefold.core import legality
 from fivefold.core.heads import legal_degrees
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB, human
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import Partition, Untrainable
+from fivefold.parallel import legality
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.shard_rules import shard_specs
 from fivefold.parallel.sharding import ShardSpec

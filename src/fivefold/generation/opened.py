@@ -19,7 +19,6 @@ from fivefold.config import RunConfig
 from fivefold.core.cache import cache_root, say_aloud
 from fivefold.core.errors import UserError
 from fivefold.core.hub import is_hub_id
-from fivefold.core.layout import Layout
 from fivefold.core.nearby import runs
 from fivefold.data.tokenizer import Bos, TokenizerInfo, encoding, find_tokenizer
 from fivefold.generation.settings import check_values, end_tokens, stop_texts
@@ -35,6 +34,7 @@ from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.fsdp.runtime import PRECISION_OF
+from fivefold.parallel.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from pathlib import Path
 from fivefold.core import strict_json
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import expanded
-from fivefold.core.layout import MOST_RANKS
 from fivefold.hardware.chip import (
     Chip,
     Link,
@@ -39,6 +38,7 @@ from fivefold.hardware.chip import (
     node_table,
     overridden,
 )
+from fivefold.parallel.layout import MOST_RANKS
 
 FORM = "a cluster is NODESxDEVICESxCHIP, such as 16x8xH100, or 8xH100 for one node, or a TOML file"
 _TEXT = re.compile(r"(?:([0-9]{1,9})x)?([0-9]{1,9})x([a-z][\w.-]*)(?:@([\w.-]+))?", re.IGNORECASE)

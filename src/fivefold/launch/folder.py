@@ -11,8 +11,8 @@ from shlex import quote
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, check_place, replace, writing
-from fivefold.core.layout import Layout
 from fivefold.core.step_folders import steps
+from fivefold.parallel.layout import Layout
 
 LOCK = ".lock"
 INSTEAD = "set run.dir to a folder you can write to"

@@ -10,11 +10,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from fivefold.core.layout import Layout
 from fivefold.launch.processes import Workers, kept_if_one_dies
 from fivefold.launch.worker import imported
 from fivefold.launch.workers import gpus, start_workers, worker_count
 from fivefold.launch.world import World, alone, device_kind, find_world, join
+from fivefold.parallel.layout import Layout
 
 Body = Callable[[Mapping[str, Any], World], Any]
 _STDIN = "stdin"  # key of a request: the pipe that the first rank reads as its standard input

@@ -11,7 +11,6 @@ from typing import Any
 
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import writing
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.launch.failure import (
     HANGS,
@@ -28,6 +27,7 @@ from fivefold.launch.memory import Needs, Pressure, address_said, room
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
+from fivefold.parallel.layout import Layout
 
 CPU_WORKERS = 2  # by default: the smallest number that trains in parallel
 

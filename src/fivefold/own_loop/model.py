@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.live import export_live
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
 from fivefold.launch.world import leave, open_world
 from fivefold.models.adapter import Layered
@@ -38,6 +37,7 @@ from fivefold.parallel import apply, guard, parts
 from fivefold.parallel.balance.runtime import BalanceOptions, configure
 from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
 from fivefold.training.model import own_coefficient

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
-from fivefold.core.layout import Layout
 from fivefold.own_loop.batches import refusal
 from fivefold.parallel.elementwise import mixes_nothing
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.runtime import WALKING
 from fivefold.parallel.parts import begin_step, end_step, paused
 from fivefold.torch_internals import Dispatch, first_after_step

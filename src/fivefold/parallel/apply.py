@@ -17,7 +17,6 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.lora import Lora
 from fivefold.core.recompute import budget_bytes
 from fivefold.models import hf_internals, offdiagonal
@@ -46,6 +45,7 @@ from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.gathers import Gather, gather_parameters
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.graphs import runtime as graphs
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.linears import runtime as linears
 from fivefold.parallel.loss.runtime import EAGER, CompiledKernels
 from fivefold.parallel.lower import lower

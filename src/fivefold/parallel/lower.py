@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 
-from fivefold.core import heads, legality
+from fivefold.core import heads
 from fivefold.core.heads import CPMethod
-from fivefold.core.layout import Layout
 from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.core.state_dtypes import block_length
 from fivefold.core.violation import Violation, refuse
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel import legality
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.core.layout import Layout
 from fivefold.parallel import shared_memory
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import APART, Over, RankGrid
 from fivefold.torch_internals import can_split_world, timeout_of_world
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.data.batch import IGNORE
 from fivefold.models import hf_internals
 from fivefold.models.anatomy import Anatomy, is_within
@@ -23,6 +22,7 @@ from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel import passes, plain
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.tasks import CrossEntropy
 from fivefold.parallel.state import state_of
 

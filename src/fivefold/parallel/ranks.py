@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 
 Blocks = tuple[tuple[int, int], ...]  # [start, stop) of tokens of a row, in the order that a rank holds them
 Tokens = tuple[Blocks, ...]  # of every rank of a ring

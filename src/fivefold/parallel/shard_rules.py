@@ -10,9 +10,9 @@ from itertools import product
 
 from fivefold.core import heads
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.models.adapter_facts import A
 from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Partition, Role
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import joined
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import balanced
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from fivefold.core.cache import cache_root, key_of, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.integrity import read_signed, signed
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.price import PriceList
 from fivefold.planner.search import Found, search

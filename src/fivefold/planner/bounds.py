@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind
+from fivefold.parallel.layout import Layout
 from fivefold.planner.edges import Edges, edges_of, transfer_seconds
 from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, span
 from fivefold.planner.parts import Content, Numbers, Shards, Stages

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.recompute import MODES, Choice, Mode, Recompute, spent
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import mode_choices
 from fivefold.planner.parts import Numbers, Prices, Shards, Stages
 from fivefold.planner.price import PriceList

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from fivefold.core.layout import Layout
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import Axis
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.links import seconds

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fivefold.core.layout import Layout
 from fivefold.hardware.chip import Chip
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.stage_plan import stage_plan
 
 # This runtime on a CPU, uncompiled: CPU seconds of one thread, over Llamas that differ in width, layers, micro batches

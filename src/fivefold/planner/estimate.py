@@ -11,9 +11,7 @@ from math import inf
 
 import numpy as np
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.recompute import budget_bytes
 from fivefold.core.schedule import Kind, Slot, Timeline
@@ -22,8 +20,10 @@ from fivefold.core.units import GIB
 from fivefold.core.violation import refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import Costs
+from fivefold.parallel import legality
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.budget import Parts, under_budget

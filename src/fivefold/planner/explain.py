@@ -7,11 +7,11 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel import legality
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.doubt import LIKELY, spread
 from fivefold.planner.estimate import TIGHT, Estimate, Item, Step, Workload

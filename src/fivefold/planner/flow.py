@@ -15,9 +15,9 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import Kind, SchedulePlan, Slot
 from fivefold.parallel.fsdp.unshards import of_slots
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import under_way
 
 Integers = NDArray[np.int64]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import MOST_RING, Layout
 from fivefold.core.violation import refuse
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel import legality
+from fivefold.parallel.layout import MOST_RING, Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fivefold.config import RunConfig
-from fivefold.core.layout import Layout
 from fivefold.hardware.chip import chip_of_device
 from fivefold.hardware.cluster import Cluster, nodes_of
+from fivefold.parallel.layout import Layout
 from fivefold.planner.auto import facts_of_run, workload_of
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import estimate

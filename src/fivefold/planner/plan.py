@@ -9,12 +9,12 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded, put
-from fivefold.core.layout import DEGREES, Layout
 from fivefold.core.shapes import shape_folder
 from fivefold.core.units import GIB, many
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.config_facts import config_values, facts_of_config
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.planner import report
 from fivefold.planner.answers import answer
 from fivefold.planner.engines import ENGINES

@@ -12,7 +12,6 @@ from math import gcd, log2, prod
 
 import numpy as np
 
-from fivefold.core.layout import Layout
 from fivefold.core.recompute import Recompute
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster, Span
@@ -21,6 +20,7 @@ from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import calls, layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, computes_in_copies
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.layout import Layout
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel import memory
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import Passing, Units, buffer_bytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.engines import Engine

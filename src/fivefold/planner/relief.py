@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.core.layout import SAID, Layout
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.layout import SAID, Layout
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.planner.auto import workload_of
 from fivefold.planner.engines import ENGINES

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.core import legality
 from fivefold.core.errors import UserError
-from fivefold.core.layout import MOST_RANKS, Layout
+from fivefold.parallel import legality
+from fivefold.parallel.layout import MOST_RANKS, Layout
 from fivefold.planner.bounds import Bounding, Bounds
 from fivefold.planner.estimate import TIGHT, Estimate, Step, Workload
 from fivefold.planner.flow import rounds_beyond

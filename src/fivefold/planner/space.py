@@ -1,8 +1,8 @@
 """Every layout worth pricing, as arrays. No torch.
 
 A layout is a place (degrees, and how ranks share a micro batch), the rows of a micro batch, recompute, the ZeRO stage
-and the schedule of a pipeline. The rules of `core/legality.py` are checked once for each part, not for each layout: a
-layout is legal if its parts are.
+and the schedule of a pipeline. The rules of `parallel/legality.py` are checked once for each part, not for each layout:
+a layout is legal if its parts are.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core import legality
-from fivefold.core.layout import Layout
-from fivefold.core.legality import ModelLimits
 from fivefold.core.schedule import SCHEDULES
+from fivefold.parallel import legality
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import ModelLimits
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import Workload
 from fivefold.planner.parts import Prices

@@ -15,12 +15,12 @@ from typing import IO, Any
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core import interrupts
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.layout import Layout
 from fivefold.core.violation import refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.launch.model import check_model
 from fivefold.launch.processes import scratch_folder
 from fivefold.launch.world import LAUNCHER
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.auto import chosen, facts_of_run, workload_of
 from fivefold.planner.engines import ENGINES

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.report.figures import Box
 from fivefold.report.names import Layer, in_layer, of_ranks, ranks_text
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.terminal import say, shown
 from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
@@ -31,6 +30,7 @@ from fivefold.launch.processes import Workers
 from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
 from fivefold.launch.world import device_kind, find_world, join
+from fivefold.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,6 @@ from torch import nn
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import GIB, human_bytes
@@ -25,6 +24,7 @@ from fivefold.launch.world import World
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import plain
 from fivefold.parallel.fsdp.runtime import master_dtype
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.offload.host_memory import HOST

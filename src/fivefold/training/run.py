@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig, check_supported, parse_config
-from fivefold.core import history, legality
+from fivefold.core import history
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
 from fivefold.core.violation import refuse
@@ -36,6 +36,7 @@ from fivefold.models import kernels
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
+from fivefold.parallel import legality
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import configure
 from fivefold.parallel.state import state_of

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.layout import COMPUTE, Layout
 from fivefold.launch.failure import one_voice
 from fivefold.launch.model import check_model
 from fivefold.launch.world import find_world
+from fivefold.parallel.layout import COMPUTE, Layout
 from fivefold.verification.request import MORE, QUICK_STEPS, STEPS, VerifyRequest
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.parallel.balance.runtime import movable_biases
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
-from fivefold.core.layout import Layout
 from fivefold.core.lora import nf4_bytes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
@@ -28,6 +27,7 @@ from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable
 from fivefold.parallel.collectives import Collective, by_group, differing, total
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.tasks import TopLogProbs
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.recorder import record

@@ -16,10 +16,10 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from fivefold.config import OptimizerSection
-from fivefold.core.layout import Layout
-from fivefold.core.legality import micro_batches_for
 from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import micro_batches_for
 
 ROW = 61  # default tokens per row
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough to move every weight by many ulps

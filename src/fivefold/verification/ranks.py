@@ -21,8 +21,6 @@ import torch.distributed as dist
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
 from fivefold.core.fp8 import RECIPES
-from fivefold.core.layout import Layout
-from fivefold.core.legality import layers_for
 from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.terminal import say
 from fivefold.core.units import GIB
@@ -32,6 +30,8 @@ from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.fsdp.runtime import master_dtype
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import layers_for
 from fivefold.training.model import balance_options
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof

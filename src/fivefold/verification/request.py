@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 
 QUICK_STEPS, STEPS = 5, 20
 MORE = "docs/howto/verify.md"

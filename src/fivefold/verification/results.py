@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.layout import Layout
 from fivefold.core.optimizers import state_words
+from fivefold.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

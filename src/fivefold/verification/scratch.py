@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from fivefold.core.layout import Layout
+from fivefold.parallel.layout import Layout
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.request import VerifyRequest

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from fivefold.core.layout import Layout
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Over

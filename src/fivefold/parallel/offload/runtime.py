@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.layout import Layout
 from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.lanes import Copies, Lane
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import part_bytes
 from fivefold.parallel.offload.activations import HostActivations
 from fivefold.parallel.offload.host_memory import HostMemory, most_bytes

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from fivefold.core import legality
-from fivefold.core.layout import Layout
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot, Transfer
 from fivefold.core.violation import refuse
+from fivefold.parallel import legality
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.step import Step
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from xxhash import xxh3_64
 
-from fivefold.core.layout import Layout
 from fivefold.data.batch import MicroBatch
 from fivefold.data.rows import PackedRows
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.checks.findings import Finding, gather, listed, ranks_text
 from fivefold.training.checks.state import device_of

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fivefold.core.folder_config import LAYERS
 from fivefold.core.heads import context_method, legal_degrees
-from fivefold.core.layout import Layout
 from fivefold.core.violation import Violation
+from fivefold.parallel.layout import Layout
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # names of the number of layers in a config.json
 _BATCH = "micro batches are train.global_batch_size / (micro_batch_size x data ranks)"
 
 
