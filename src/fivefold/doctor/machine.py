@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from fivefold.core.c_library import INSTALL
+from fivefold.core.cache import cache_root
+from fivefold.core.code_cache import code_folder
 from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.units import GIB
@@ -219,9 +221,6 @@ def _rehearsal() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    from fivefold.core.cache import cache_root
-    from fivefold.core.code_cache import code_folder
-
     folder = cache_root()
     at = next(path for path in (folder, *folder.parents) if path.exists())
     if os.access(at, os.W_OK):
