@@ -186,7 +186,8 @@ def check_inside(model: Any) -> None:
         if not (at in guard.hooks or is_theirs or getattr(hook, "is_elementwise", False)):
             raise UserError(
                 f"{name} has a hook, which under {layout} would see this rank's part of the tokens or features",
-                fix="a layout without tp and cp; where it treats each number by itself, or reads none: hook.is_elementwise = True",
+                fix="a layout without tp and cp; where it treats each number by itself, or reads none: "
+                "hook.is_elementwise = True",
                 more=READ_MORE,
             )
 
