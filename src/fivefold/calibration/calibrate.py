@@ -84,11 +84,11 @@ def _versions() -> str:
 
 def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
     def row(what: str, of: Callable[[Cluster], float]) -> Measured:
-        return Measured(what, *(f"{of(each):.3g}" for each in (mine, table)))
+        return Measured(what, *(f"{of(machine):.3g}" for machine in (mine, table)))
 
     for dtype in sorted({*mine.chip.peak_tflops} & {*table.chip.peak_tflops}):
         yield row(f"matmul {dtype}, TFLOP/s", partial(_tflops, dtype=dtype))
-    yield Measured("tile of a matmul", *(_tile(each) for each in (mine, table)))
+    yield Measured("tile of a matmul", *(_tile(machine) for machine in (mine, table)))
     yield row("attention, of the matmul rate", lambda each: each.chip.attention_fraction)
     yield row("memory, GB/s", lambda each: each.chip.memory_bytes_per_second / 1e9)
     yield row("host of one operation, us", lambda each: each.chip.launch_us)

@@ -79,11 +79,11 @@ def matmul_curve(chip: Chip, found: Sequence[Matmul]) -> Table:
     def curve(tile: tuple[int, int], fill: int) -> tuple[float, Mapping[str, float]]:
         """Mean error, and the rate of each type in TFLOP/s."""
         shaped, errors, rates = replace(chip, tile=tile, tile_fill=fill), [], {}
-        for dtype in dict.fromkeys(each[0] for each in found):
-            of_type = [each for each in found if each[0] == dtype]
+        for dtype in dict.fromkeys(sample[0] for sample in found):
+            of_type = [sample for sample in found if sample[0] == dtype]
             rates[dtype] = _best_rate(shaped, of_type)
             fast = _with_rate(shaped, dtype, rates[dtype])
-            errors += [abs(log(_planned(fast, each) / each[-1])) for each in of_type]
+            errors += [abs(log(_planned(fast, sample) / sample[-1])) for sample in of_type]
         return mean(errors), rates
 
     error, rates = curve(chip.tile, chip.tile_fill)
@@ -103,11 +103,11 @@ def _best_rate(chip: Chip, found: Sequence[Matmul]) -> float:
     """Fit the TFLOP/s of large matmuls of one type, so that half of the shapes come out too fast, half too slow.
     Memory-bound shapes are ignored."""
     endless = replace(chip, memory_bandwidth_gbs=1e9)
-    implied = [_planned(_with_rate(endless, each[0], 1.0), each) / each[-1] for each in found]
+    implied = [_planned(_with_rate(endless, sample[0], 1.0), sample) / sample[-1] for sample in found]
     rate = median(implied)
     for _ in range(3):
         with_rate = _with_rate(chip, found[0][0], rate), _with_rate(endless, found[0][0], rate)
-        held_back = [_planned(with_rate[0], each) > _planned(with_rate[1], each) for each in found]
+        held_back = [_planned(with_rate[0], sample) > _planned(with_rate[1], sample) for sample in found]
         rate = median([one for one, is_held in zip(implied, held_back, strict=True) if not is_held] or implied)
     return rate
 
@@ -130,9 +130,9 @@ def link(cluster: Cluster, found: Sequence[Collective]) -> Table:
     """Fit the link inside a node to collectives over all its devices: the latency of a hop and the bandwidth with the
     smallest relative errors."""
     slow, fast = replace(cluster.node.inside, fraction=1.0), 1e9
-    by_hop = [_priced(cluster, replace(slow, latency_us=1.0, gbs=fast), each) for each in found]
-    by_byte = [_priced(cluster, replace(slow, latency_us=0.0, gbs=1.0), each) for each in found]
-    columns = np.array([by_hop, by_byte]).T / np.array([[each[-1]] for each in found])
+    by_hop = [_priced(cluster, replace(slow, latency_us=1.0, gbs=fast), sample) for sample in found]
+    by_byte = [_priced(cluster, replace(slow, latency_us=0.0, gbs=1.0), sample) for sample in found]
+    columns = np.array([by_hop, by_byte]).T / np.array([[sample[-1]] for sample in found])
     latency, inverse = _positive(columns)
     return {**_rate("gbs", "fraction", cluster.node.inside.gbs, 1 / inverse), "latency_us": _short(latency)}
 
@@ -162,8 +162,10 @@ def _positive(columns: np.ndarray) -> tuple[float, float]:
 def errors(cluster: Cluster, found: Sequence[Found]) -> tuple[float, float]:
     """Median relative errors of matmuls and of collectives, as a fitted cluster prices them."""
     one, span = _joined(found), [0.0]
-    matmuls = [abs(log(_planned(cluster.chip, each) / each[-1])) for each in one.matmuls]
-    span += [abs(log(_priced(cluster, cluster.node.inside, each) / each[-1])) for each in one.collectives]
+    matmuls = [abs(log(_planned(cluster.chip, matmul) / matmul[-1])) for matmul in one.matmuls]
+    span += [
+        abs(log(_priced(cluster, cluster.node.inside, collective) / collective[-1])) for collective in one.collectives
+    ]
     return exp(median(matmuls)) - 1, exp(median(span)) - 1
 
 

@@ -61,5 +61,5 @@ class Found:
     def load(file: Path) -> "Found":
         """Load the file that `probes.py` wrote."""
         values = json.loads(file.read_text(encoding="utf-8"))
-        lists = {key: [tuple(each) for each in values[key]] for key in ("matmuls", "attention", "collectives")}
+        lists = {key: [tuple(row) for row in values[key]] for key in ("matmuls", "attention", "collectives")}
         return Found(**{**values, **lists})

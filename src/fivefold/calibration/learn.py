@@ -145,7 +145,7 @@ def seen_in(run: Path) -> Seen:
         what = f"{run} has too few steps that say their seconds: {len(steps)} after the first {SETTLED}"
         raise UserError(what, fix="train a few steps more")
     middle = median(steps)
-    spread = median(abs(log(each / middle)) for each in steps) * 1.48 / sqrt(len(steps))
+    spread = median(abs(log(step / middle)) for step in steps) * 1.48 / sqrt(len(steps))
     names = ("memory/peak_reserved_gib", "memory/peak_gib")
     peaks = [row[name] for name in names for row in rows if _is_measured(row.get(name)) and row["step"] > first]
     return Seen(middle, max(LEAST_NOISE, spread), max(peaks, default=None))

@@ -187,7 +187,7 @@ def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
         for kind, _, issue in _issues(timer.device, size, ranks):
             work = (lambda: F.linear(x, weight)), issue, (lambda issue=issue: (F.linear(x, weight), issue()))
             dist.barrier()
-            alone, behind, both = (timer.seconds(each, together=True, pick=median) for each in work)
+            alone, behind, both = (timer.seconds(function, together=True, pick=median) for function in work)
             found += [both - alone - behind] * (kind != "send")
     return max(0.0, median(found))
 
@@ -196,8 +196,8 @@ def _pass_on(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     """Send to the next rank, while receiving from the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sends = dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, theirs, (rank - 1) % size)
-    for each in dist.batch_isend_irecv(list(sends)):
-        each.wait()
+    for pending in dist.batch_isend_irecv(list(sends)):
+        pending.wait()
 
 
 def _memory(device: torch.device, world: World) -> tuple[int, int]:

@@ -18,8 +18,8 @@ def sources(given: Given, held_out: bool) -> Iterator[Source]:
         where = f"{key}[{number}]"
         yield from at_its_paths(given, where, about, _form(given, where, about))
     streamed = given("pretraining_dataset") if not held_out else None
-    for each in streamed if isinstance(streamed, list) else [streamed] if streamed else []:
-        about = {"path": each} if isinstance(each, str) else each
+    for entry in streamed if isinstance(streamed, list) else [streamed] if streamed else []:
+        about = {"path": entry} if isinstance(entry, str) else entry
         refuse_others(given, "pretraining_dataset", about, ("text_column",))
         if about.get("type", "pretrain") not in ("pretrain", "completion"):
             given.refuse("pretraining_dataset", f"its type {about['type']} is not converted")

@@ -18,7 +18,7 @@ _GENERIC = ("alpaca", "default", "empty", "fewshot", "vicuna", "jinja")  # templ
 
 def data(given: Given) -> Keys:
     train, held_out = (list(_SOURCES[given.trainer](given, held_out)) for held_out in (False, True))
-    changed = [each.pop("changed", "") for each in [*train, *held_out]]
+    changed = [source.pop("changed", "") for source in [*train, *held_out]]
     if not train:
         given.note("no data is named: write data.train")
         return

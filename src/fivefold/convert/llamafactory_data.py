@@ -30,7 +30,7 @@ def sources(given: Given, held_out: bool) -> Iterator[Source]:
         folder = Path(str(given("dataset_dir")))
     file = folder / "dataset_info.json"
     listed = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for name in (each.strip() for each in (names.split(",") if isinstance(names, str) else names)):
+    for name in (part.strip() for part in (names.split(",") if isinstance(names, str) else names)):
         if name in listed:
             yield _source(given, name, listed[name], folder)
         else:

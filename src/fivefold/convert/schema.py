@@ -46,5 +46,5 @@ def schema(source: str, trainer: str = "") -> Schema:
                 defaults[names.get(key, key)] = default
     trainers = tree.get("trainers", {})
     own = trainers.get(trainer, {"keys": (), "defaults": {}})
-    others = {key for each in trainers.values() for key in each["keys"]}
+    others = {key for trainer in trainers.values() for key in trainer["keys"]}
     return Schema(tree["version"], names, defaults | own["defaults"], becomes, frozenset(others - set(own["keys"])))

@@ -35,7 +35,7 @@ def at_its_paths(given: Given, where: str, about: Mapping[str, Any], form: Sourc
         given.refuse(f"{where}.split", f"{split} is a part of a split")
     if "://" in path:
         given.refuse(f"{where}.path", "download it, and name the files")
-    folder = next((each for each in (Path(path), given.folder / path) if path and each.is_dir()), None)
+    folder = next((candidate for candidate in (Path(path), given.folder / path) if path and candidate.is_dir()), None)
     is_local = folder is not None or _is_file(given, path)
     if files and (isinstance(files, dict) or not (is_local or path in _BUILDERS)):
         given.refuse(f"{where}.data_files", "name the files of a folder; of the hub, a config and a split")
@@ -76,7 +76,7 @@ def _records(given: Given, path: str) -> Iterator[Mapping[str, object]]:
     from fivefold.data.records import Records
     from fivefold.data.source import Source as File
 
-    file = next((each for each in (Path(path), given.folder / path) if each.is_file()), None)
-    form = next((each for each in discover() if file and each.matches(file)), None)
+    file = next((candidate for candidate in (Path(path), given.folder / path) if candidate.is_file()), None)
+    form = next((candidate for candidate in discover() if file and candidate.matches(file)), None)
     if file and isinstance(form, Records):
         yield from (record for _, record in form.records(file, File(path=path, label="data.train")))

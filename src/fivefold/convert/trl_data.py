@@ -13,7 +13,7 @@ def sources(given: Given, held_out: bool) -> Iterator[Source]:
     split = given("dataset_test_split" if held_out else "dataset_train_split")
     listed = [{"path": given("dataset_name"), "name": given("dataset_config"), "split": split}]
     if not given("dataset_name"):
-        listed = [] if held_out else [dict(each) for each in given("datasets") or []]
+        listed = [] if held_out else [dict(entry) for entry in given("datasets") or []]
     for about in listed:
         refuse_others(given, "datasets", about, ("columns",))
         for source in at_its_paths(given, "datasets", about, {}):

@@ -26,7 +26,7 @@ def code_folder(kind: str) -> Path:
     The cache's folder if it qualifies, else one in a temporary folder. Raises `UserError` if there is none.
     Example: `/tmp/fivefold-1000/kernels`, for user 1000 of a cache that a team shares.
     """
-    temporary = (Path(each) / f"fivefold-{os.getuid()}" for each in (tempfile.gettempdir(), "/tmp", "/var/tmp"))
+    temporary = (Path(base) / f"fivefold-{os.getuid()}" for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"))
     refused = list[str]()
     for root in (cache_root(), *temporary):
         try:

@@ -24,7 +24,7 @@ class UserError(Exception):
     @staticmethod
     def from_json(told: Mapping[str, Any]) -> "UserError":
         """Rebuild the error from `to_json`; a plain `UserError` if its type is not known here."""
-        kind = next((each for each in _kinds(UserError) if each.__name__ == told["type"]), UserError)
+        kind = next((subclass for subclass in _kinds(UserError) if subclass.__name__ == told["type"]), UserError)
         return kind(told["what"], fix=told["fix"], more=told["more"])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -46,8 +46,8 @@ def first_line(error: BaseException) -> str:
 def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
     """`kind` and all its subclasses."""
     yield kind
-    for each in kind.__subclasses__():
-        yield from _kinds(each)
+    for subclass in kind.__subclasses__():
+        yield from _kinds(subclass)
 
 
 def _rebuild(kind: type[UserError], what: str, fix: str | None, more: str | None) -> UserError:

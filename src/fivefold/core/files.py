@@ -128,7 +128,7 @@ def check_place(path: Path, *, instead: str) -> None:
                 f"cannot write {path}: {each} is a link to {os.readlink(each)}, which is not there",
                 fix=f"mount or make it, or remove the link, or {instead}",
             )
-    there = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
+    there = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
     wrong = None
     if path.is_dir():
         wrong = errno.EISDIR

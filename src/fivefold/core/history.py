@@ -63,14 +63,14 @@ class History:
         If a later start resumed from an earlier step, the steps after it were done again.
         """
         for number, start in enumerate(self.starts):
-            later = [each.step for each in self.starts[number + 1 :]]
+            later = [start.step for start in self.starts[number + 1 :]]
             last = min(later) if later else None
             if last is None or last > start.step:
                 yield start, start.step, last
 
     def is_left(self, event: Event) -> bool:
         """True if the step of `event` was not done again by a later start."""
-        return all(event.step <= each.step for each in self.starts[event.number + 1 :])
+        return all(event.step <= start.step for start in self.starts[event.number + 1 :])
 
 
 def load(run: Path) -> History:
@@ -93,7 +93,7 @@ def load(run: Path) -> History:
             if kind == "died" and starts and not starts[-1].ended:
                 starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how="a worker died")
             events.append(Event(step, kind, str(row.get("what", "")), number))
-    return History(starts, events, [str(each) for each in lines.damaged])
+    return History(starts, events, [str(line) for line in lines.damaged])
 
 
 def first_day(run: Path) -> date | None:

@@ -64,7 +64,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {each: signal.getsignal(each) for each in _STOPS}
+        before = {number: signal.getsignal(number) for number in _STOPS}
 
         def note(number: int, _: FrameType | None) -> None:
             self.by = self.by or signal.Signals(number)

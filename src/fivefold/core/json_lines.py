@@ -179,7 +179,7 @@ class JsonLines:
             return
         aside = self._path.with_name(f"{self._path.name}.damaged")
         with aside.open("ab") as file:
-            file.write(b"".join(each.text + b"\n" for each in damaged))
+            file.write(b"".join(line.text + b"\n" for line in damaged))
         self._lines = Lines()
         more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
         self._say(f"{damaged[0]}{more}: set aside in {aside}; the run does not depend on it")

@@ -32,8 +32,8 @@ SCALE = "_scale"  # suffix of a kind of state: its block scales in 8 bits
 _ADAMW = {"exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
-    each.name: each
-    for each in (
+    facts.name: facts
+    for facts in (
         OptimizerFacts(name="adamw", state=_ADAMW),
         OptimizerFacts(
             name="muon", state=_ADAMW | {"momentum_buffer": "momentum"}, of_matrices=("momentum_buffer",),

@@ -65,12 +65,12 @@ class Timeline:
     @property
     def span(self) -> float:
         """Time from the first start to the last end."""
-        return max(each.end for each in self.slots) - min(each.start for each in self.slots)
+        return max(slot.end for slot in self.slots) - min(slot.start for slot in self.slots)
 
     @property
     def bubble(self) -> float:
         """Share of the time in which a rank runs no slot, mean over ranks. Waiting for a transfer counts as bubble."""
-        busy = sum(each.end - each.start for each in self.slots)
+        busy = sum(slot.end - slot.start for slot in self.slots)
         return 1 - busy / (self.ranks * self.span)
 
     def to_json(self) -> dict[str, Any]:
@@ -415,8 +415,8 @@ class Schedule:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    each.name: each
-    for each in (
+    record.name: record
+    for record in (
         Schedule(
             name="1f1b", help="one forward, one backward, as early as can be", source="arXiv:1806.03377",
             order=_rounds, stages=(1, 1),

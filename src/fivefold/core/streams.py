@@ -79,8 +79,8 @@ def unseen_if_need_be() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in (sys.stdout, sys.stderr):
-            each.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         sys.stdout, sys.stderr = before
 
 

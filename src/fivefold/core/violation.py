@@ -28,5 +28,5 @@ class Violation:
 
 def refuse(found: Iterable[Violation]) -> None:
     """Raise the first of `found`, if there is any, as a `UserError`."""
-    for each in found:
-        raise each.error
+    for violation in found:
+        raise violation.error

@@ -219,10 +219,10 @@ def answered(
     asked = _turns_or_text(asked)
     said = [_turns_or_text(answer, calls=bool(beside.get("tools"))) for answer in answers]
     names = ("the answer",) if len(said) == 1 else ("the chosen answer", "the rejected answer")
-    if not by_template and not any(isinstance(each, list) for each in (asked, *said)):
+    if not by_template and not any(isinstance(text, list) for text in (asked, *said)):
         texts = [_string(answer, where, name) for answer, name in zip(said, names, strict=True)]
         found = _texts(asked, texts, beside.get("system"), where)
-        return [Example(where, pair=each, train_on=train_on) for each in found]
+        return [Example(where, pair=pair, train_on=train_on) for pair in found]
     turns = [
         _said("assistant", each, f"{where}, {name}", is_whole=asked is None)
         for each, name in zip(said, names, strict=True)
@@ -231,7 +231,7 @@ def answered(
     if len(turns) == 2:
         before, turns = _apart(before, turns, where)
     is_context = len(turns) == 2 or isinstance(asked, list)
-    both = [(before, each) if is_context else ([], [*before, *each]) for each in turns]
+    both = [(before, turn) if is_context else ([], [*before, *turn]) for turn in turns]
     return [_example(where, context, own, train_on, **beside) for context, own in both]
 
 
@@ -291,7 +291,7 @@ def _said(role: str, what: object, where: str, *, is_whole: bool = False) -> lis
     """The turns in a list or in a text; `is_whole`: it is a whole conversation. Raises `UserError` for texts in a list
     that are alternative answers, or records in columns, and no turns."""
     turns = _turns(what if isinstance(what, list) else [{"role": role, "content": what}], where)
-    are_texts = isinstance(what, list) and bool(what) and all(isinstance(each, str) for each in what)
+    are_texts = isinstance(what, list) and bool(what) and all(isinstance(text, str) for text in what)
     if are_texts and (turns[-1]["role"] != role or (role == "assistant" and not is_whole)):
         raise UserError(
             f"{where}: {many(len(turns), 'text')} in a list, and which is meant is not to be told",
@@ -306,8 +306,8 @@ def _said(role: str, what: object, where: str, *, is_whole: bool = False) -> lis
 def _turns(value: object, where: str) -> list[Turn]:
     turns = _parsed(value)
     lists = list(turns.values()) if isinstance(turns, Mapping) else []  # one list per key, as `datasets` stores them
-    if lists and all(isinstance(each, list) and len(each) == len(lists[0]) for each in lists):
-        turns = [dict(zip(turns, each, strict=True)) for each in zip(*lists, strict=True)]
+    if lists and all(isinstance(column, list) and len(column) == len(lists[0]) for column in lists):
+        turns = [dict(zip(turns, values, strict=True)) for values in zip(*lists, strict=True)]
     if not isinstance(turns, list | tuple):
         raise UserError(
             f"{where}: turns are a list, not {kind_of(turns)}",
@@ -315,9 +315,9 @@ def _turns(value: object, where: str) -> list[Turn]:
         )
     places = [(each, f"{where}, turn {number}") for number, each in enumerate(turns, start=1)]
     return [
-        _turn(each, place)
+        _turn(message, place)
         for number, (turn, place) in enumerate(places)
-        for each in _exchange(turn, "assistant" if number % 2 else "user")
+        for message in _exchange(turn, "assistant" if number % 2 else "user")
     ]
 
 
@@ -373,7 +373,7 @@ def _content(content: object, where: str) -> object:
 def _calls(value: object, where: str) -> list[Any]:
     """Tool calls in the form of templates, from one or several calls, with or without their wrapper."""
     calls = _parsed(value)
-    found = [_call(each) for each in (calls if isinstance(calls, list | tuple) else [calls])]
+    found = [_call(call) for call in (calls if isinstance(calls, list | tuple) else [calls])]
     if not all(found):
         raise UserError(f"{where}: it calls no tool by name: {str(value)[:80]!r}", fix=f"write {_FUNCTION}")
     return found
@@ -439,11 +439,11 @@ def _turns_or_text(value: object, *, calls: bool = False) -> object:
     calls, as one turn."""
     found = _parsed(value)
     found = [found] if isinstance(found, Mapping) else found
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Mapping) for each in found):
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(part, Mapping) for part in found):
         return value
-    if calls and all({"name", "arguments"} <= each.keys() for each in found):
+    if calls and all({"name", "arguments"} <= part.keys() for part in found):
         return [{"role": "function_call", "content": list(found)}]
-    is_turns = not isinstance(value, str) or all("role" in each or "from" in each for each in found)
+    is_turns = not isinstance(value, str) or all("role" in part or "from" in part for part in found)
     return list(found) if is_turns else value
 
 

@@ -62,7 +62,7 @@ class _UnknownError(Exception):
 def looks_far(tokenizer: Any) -> bool:
     """True unless all patterns in the normalizer and the pre-tokenizer of a `Tokenizer` are known to be near."""
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
-    return any(_is_far(each) for part in parts if part for each in _patterns(json.loads(part.__getstate__())))
+    return any(_is_far(pattern) for part in parts if part for pattern in _patterns(json.loads(part.__getstate__())))
 
 
 def _patterns(tree: Any) -> Iterator[str]:
@@ -70,8 +70,8 @@ def _patterns(tree: Any) -> Iterator[str]:
         yield tree["Regex"]
     if isinstance(tree, dict) and tree.get("type") == "FixedLength":  # counts from the beginning, as this pattern does
         yield f".{{{tree['length']}}}"
-    for each in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
-        yield from _patterns(each)
+    for branch in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _patterns(branch)
 
 
 def _is_far(pattern: str) -> bool:

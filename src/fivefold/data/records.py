@@ -106,7 +106,7 @@ class Records(Format):
                     for where, record in records
                     if _is_decided(record, source, parts := _known(record, source, known))
                 )
-                yield from examples.beside_others(answer for each in answers for answer in each)
+                yield from examples.beside_others(answer for group in answers for answer in group)
                 return
             whole: Parts | None = None  # parts of the last record that was an example
             for where, record in records:
@@ -226,7 +226,7 @@ def _found(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, tuple[
     if "prompt" in columns:
         found |= {"task": (), "input": ()}
     for part, key in columns.items():
-        found |= {each: (key,) if key in names else () for each in (part, _BROAD.get(part, part))}
+        found |= {role: (key,) if key in names else () for role in (part, _BROAD.get(part, part))}
     return found
 
 
@@ -345,7 +345,7 @@ def given(value: Any) -> Any:
     """`value` without the null keys inside: in tables, each object has the keys of all others."""
     if isinstance(value, dict):
         return {key: given(each) for key, each in value.items() if each is not None}
-    return [given(each) for each in value] if isinstance(value, list) else value
+    return [given(entry) for entry in value] if isinstance(value, list) else value
 
 
 def check_plain(files: FileList) -> None:

@@ -86,7 +86,7 @@ class DataReport:
                 for line in _bars(buckets):
                     say(line)
         for number, row in enumerate(self.rows, start=1):
-            tokens, trained = (sum(getattr(each, name) for each in row) for name in ("tokens", "trained"))
+            tokens, trained = (sum(getattr(column, name) for column in row) for name in ("tokens", "trained"))
             say()
             about = f"{many(len(row), 'document')}, {many(tokens, 'token')}, {trained:,} trained"
             say(Text(f"row {number}: {about}", style="bold"))
@@ -158,11 +158,11 @@ def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
 
 
 def _bars(buckets: Sequence[Bucket]) -> Iterator[str]:
-    most, width = max(each.pieces for each in buckets), len(f"{buckets[-1].least:,} to {buckets[-1].most:,}")
-    for each in buckets:
-        name = f"{each.least:,} to {each.most:,}" if each.most > each.least else f"{each.most:,}"
-        bar = "#" * (-(-each.pieces * _BAR // most) if each.pieces else 0)
-        yield f"  {name:>{width}}  {bar:{_BAR}} {each.pieces:,}"
+    most, width = max(bucket.pieces for bucket in buckets), len(f"{buckets[-1].least:,} to {buckets[-1].most:,}")
+    for bucket in buckets:
+        name = f"{bucket.least:,} to {bucket.most:,}" if bucket.most > bucket.least else f"{bucket.most:,}"
+        bar = "#" * (-(-bucket.pieces * _BAR // most) if bucket.pieces else 0)
+        yield f"  {name:>{width}}  {bar:{_BAR}} {bucket.pieces:,}"
 
 
 def _text(document: Document, *, is_plain: bool) -> Any:

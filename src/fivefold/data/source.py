@@ -220,7 +220,7 @@ def _pick(
     picked: list[tuple[Path, Format]] = []
     left_out: list[Path] = []
     for path in paths:
-        form = next((each for each in formats if is_named or each.matches(path)), None)
+        form = next((candidate for candidate in formats if is_named or candidate.matches(path)), None)
         if is_folder and path.name.lower() in _BESIDE:
             form = None
         if (form or not is_folder) and not path.is_file():  # a pipe cannot be read repeatedly, by each worker

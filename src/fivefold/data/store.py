@@ -324,7 +324,7 @@ class _Writer:
     def _tokens(self, batch: list[Document], tokenizer: Any) -> Iterator[Tokens]:
         """The tokens of all documents, part after part."""
         both = [self._texts(document, tokenizer) for document in batch]
-        texts = [text for each in both for text in each]
+        texts = [text for side in both for text in side]
         is_example = any(text.trained is not None for text in texts)
         strings = [text.text for text in texts]
         sequences = map(self._sequence, texts, Encoder(tokenizer, with_ends=is_example).encode(strings))
@@ -342,7 +342,7 @@ class _Writer:
                 marks[:1] = 0  # the first token is no target
             for _, marks in sequence:
                 marks |= 2
-        document = [each for sequence in sequences for each in sequence]
+        document = [token for sequence in sequences for token in sequence]
         self.trained += sum(int((marks & 1).sum()) for _, marks in document if len(marks))
         self.lengths.append(sum(len(tokens) for tokens, _ in document))
         self.hashes.extend(block_hashes([tokens for tokens, _ in document], BLOCK))
@@ -357,9 +357,9 @@ class _Writer:
         ends = [eos] * (text.ends and not has_end)
         self.ended += has_end
         ids = [front, *(part.ids for part in parts), ends]
-        tokens = [np.asarray(each, self.dtype) for each in ids]
+        tokens = [np.asarray(sequence, self.dtype) for sequence in ids]
         if text.trained is None:
-            return [(each, _NO_MARKS) for each in tokens if len(each)]
+            return [(token, _NO_MARKS) for token in tokens if len(token)]
         is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
         flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
         return [(each, flag.astype(np.uint8)) for each, flag in zip(tokens, flags, strict=True) if len(each)]

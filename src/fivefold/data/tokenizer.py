@@ -403,7 +403,7 @@ def _sample(corpus: Sequence[FileList]) -> Iterator[str]:
     # Copies: the notes of a source belong to the later reading of its documents.
     files = [(replace(source, read={}, undecided=Counter()), path, form) for source, path, form in files]
     if len(files) > 1:
-        sizes = [sum(len(plain(each)) for each in form.documents(path, source)) for source, path, form in files]
+        sizes = [sum(len(plain(document)) for document in form.documents(path, source)) for source, path, form in files]
     else:
         sizes = [_SAMPLE_CHARACTERS]
     share = min(1.0, _SAMPLE_CHARACTERS / max(1, sum(sizes)))

@@ -36,7 +36,7 @@ def read(folder: str, out: str, hub_id: str = "") -> str | None:
     tokenizer.no_padding()
     encoding = _encoding(tokenizer)
     patterns = _texts([encoding["normalizer"], encoding["pre_tokenizer"]])
-    added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     text = f"{_SAMPLE} {' '.join(patterns)[:10_000]} {' '.join(added)[:10_000]}"
     ids, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
     if len(whole) > MOST_TOKENS_A_CHARACTER * len(text):
@@ -129,7 +129,7 @@ def _encoding(tokenizer: Any) -> dict[str, Any]:
 def _plain(tree: Any) -> Any:
     """Drop settings that do not change tokens: the offsets of tokens, and the choice between "" and null."""
     if isinstance(tree, list):
-        return [_plain(each) for each in tree]
+        return [_plain(branch) for branch in tree]
     if not isinstance(tree, dict):
         return None if tree == "" else tree
     return {

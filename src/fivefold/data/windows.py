@@ -93,7 +93,7 @@ class Encoder:
                 (first, tokens, _), begin, merged = following, cut, 1
                 continue
             more = islice(windows, merged - 1)  # double the number of merged windows each time
-            last = max((each.first for each in more), default=following.first) + _STEP + _SHARED
+            last = max((window.first for window in more), default=following.first) + _STEP + _SHARED
             before, tokens, merged = tokens, next(self._each([text[first:last]], [first])), 2 * merged
             if not np.array_equal(tokens.ids[:begin], before.ids[:begin]):  # an earlier join was wrong
                 return list(self._each([text]))

@@ -115,11 +115,11 @@ class StoppedText:
 
     def _certain(self, text: str) -> str:
         text = self._held + text
-        found = min((at for each in self._stop if (at := text.find(each)) >= 0), default=None)
+        found = min((at for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
         if found is not None:
             self.is_over, self._held = True, ""
             return text[:found]
-        held = max((_overlap(text, each) for each in self._stop), default=0)
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 

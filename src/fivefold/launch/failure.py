@@ -140,7 +140,7 @@ def place(stack: str) -> str:
     frames = re.findall(r'File "([^"]*)", line (\d+) in (.*)', main)
     if not frames:
         return "an unknown place"
-    own = (each for each in frames if "/fivefold/" in each[0] or not any(part in each[0] for part in _OTHERS))
+    own = (frame for frame in frames if "/fivefold/" in frame[0] or not any(part in frame[0] for part in _OTHERS))
     file, line, function = next(own, frames[0])
     return f"{function} ({'/'.join(Path(file).parts[-2:])}:{line})"
 

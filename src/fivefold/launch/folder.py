@@ -87,7 +87,7 @@ def last_saved_step(config: RunConfig) -> int:
 def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
     """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell."""
     run = quote(str(config.run_dir))
-    prompt = next((each for each in config.sample.prompts if each.isprintable()), "The")
+    prompt = next((text for text in config.sample.prompts if text.isprintable()), "The")
     hf = config.run_dir / "hf"
     longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
     uses = [f"fivefold report {run}", f"fivefold generate {run} --prompt {quote(prompt)}"]

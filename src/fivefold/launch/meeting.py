@@ -230,8 +230,8 @@ class _Presence:
         waits = f"rank {self._rank} waits at {self._place} for rank"
         if self._rank != 0:
             return "" if self._lives(0, self._read(_key(0))) else f"{waits} 0"
-        missing = [each for each in range(self._next.size) if each not in self._living]
-        ended = [each for each in missing if self._seen[each][2]]
+        missing = [rank for rank in range(self._next.size) if rank not in self._living]
+        ended = [rank for rank in missing if self._seen[rank][2]]
         had_come = f"; rank {listed(ended, 8)} had come, and ended" if ended else ""
         return f"{waits} {listed(missing, 8)}: {len(self._living)} of {self._next.size} have come{had_come}"
 

@@ -147,7 +147,7 @@ def _groups(proc: Path, root: Path) -> Iterator[Path]:
         base = root / "memory" if controllers else root
         inner = Path(path.lstrip("/"))
         # Inside a container the path may be the host's, and the container's own group is at the root.
-        yield from dict.fromkeys(base / each for each in (inner, *inner.parents) if (base / each).is_dir())
+        yield from dict.fromkeys(base / group for group in (inner, *inner.parents) if (base / group).is_dir())
 
 
 def _number(folder: Path, *names: str) -> int | None:

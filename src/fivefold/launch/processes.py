@@ -125,10 +125,10 @@ class Workers:
         is over. Before the fork it waits until a signal."""
         passed_on, deadline = 0, math.inf
         while (self.running or self._are_awaited) and time.monotonic() < deadline and not self._is_urgent:
-            for each in self.signals[passed_on:]:
+            for number in self.signals[passed_on:]:
                 passed_on += 1
                 # A closed terminal (SIGHUP) stops a run as politely as SIGTERM does.
-                self.send(each if each == signal.SIGINT else signal.SIGTERM, self.running)
+                self.send(number if number == signal.SIGINT else signal.SIGTERM, self.running)
             codes = self.codes.values()
             is_polite = bool(self.signals) or any(code in POLITE for code in codes)
             if any(codes) and not is_polite:
@@ -190,8 +190,8 @@ class Workers:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
-        before = {each: signal.signal(each, self._note) for each in heard}
+        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield
         finally:

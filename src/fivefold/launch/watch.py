@@ -90,7 +90,7 @@ class Watch:
                 self._frozen[rank] = f"gave no sign for {self._patience:g} s{_why(self._workers.ids[rank])}"
         said = [self._said(rank) for rank in running]
         # A rank that waits for no other reports its own hang.
-        if said and all(each and each["waits"] and each["still"] > self._patience for each in said):
+        if said and all(report and report["waits"] and report["still"] > self._patience for report in said):
             self._frozen |= {
                 rank: f"stood still for {self._patience:g} s, as all ranks do"
                 for rank in running

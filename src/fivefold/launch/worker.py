@@ -65,8 +65,8 @@ def main(name: str, request_file: str, warned: Sequence[warnings.WarningMessage]
     world = find_world(request["device"]) or alone(request["device"])
     _show_rank(world.rank)
     _log_to(logs / f"rank-{world.rank}.log", whole=not world.is_first)
-    for each in warned:
-        warnings.showwarning(each.message, each.category, each.filename, each.lineno)
+    for warning in warned:
+        warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     _tell_stacks(world)
     shown = unseen_if_need_be() if request.get("may_be_unseen") else nullcontext()
     try:

@@ -41,7 +41,7 @@ def _header(path: Path, names: list[str], source: Source) -> list[str]:
         raise no_documents(where)
     parts = parts_of(names, source)
     if not parts and source.text_key not in names:
-        other = next((each for each in (";", "\t", "|") if len(names) == 1 and each in names[0]), None)
+        other = next((delimiter for delimiter in (";", "\t", "|") if len(names) == 1 and delimiter in names[0]), None)
         if other:
             raise UserError(f"{where}: the fields are separated by {other!r}", fix="write them as .csv with commas")
         refused = no_text(names, source, where, likely=None, noun="column")

@@ -48,7 +48,7 @@ def _read(path: Path, source: Source) -> list[object]:
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply", fix="remove the record") from error
     except ValueError as error:
-        line = next((raw.count(b"\n", 0, each.start()) + 1 for each in _LONG.finditer(raw)), 1)
+        line = next((raw.count(b"\n", 0, match.start()) + 1 for match in _LONG.finditer(raw)), 1)
         raise _too_long(f"{where}:{line}") from error
     inner = tree.get("data") if isinstance(tree, dict) else None
     if isinstance(inner, list) and inner and isinstance(inner[0], dict) and not inner[0].keys() & {"role", "from"}:
