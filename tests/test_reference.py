@@ -10,7 +10,7 @@ from fivefold.config import keys
 from fivefold.core import history
 from fivefold.core.metric_names import METRICS
 from fivefold.core.run_folder import RUN_FILES
-from fivefold.parallel.layout import SAID
+from fivefold.parallel.layout import KEYS
 from fivefold.training import record
 from fivefold.training.objectives import METRICS as OF_PAIRS
 from fivefold.training.objectives import RATED_METRICS
@@ -30,7 +30,7 @@ def test_every_rule_of_a_layout_has_an_example() -> None:
 
 def test_everything_has_a_description() -> None:
     assert [key.name for key in keys() if not key.help] == []
-    assert [name for name, said in SAID.items() if not said.help] == []
+    assert [name for name, key in KEYS.items() if not key.help] == []
     for name, text in reference.pages().items():
         assert re.findall(r"^\| [^|]*\|.*\|  \|$", text, re.MULTILINE) == [] or name in ("commands.md", "python.md")
     options = re.findall(r"^\| `(--[\w-]+)`.*\|  \|$", reference.commands_page(), re.MULTILINE)

@@ -41,7 +41,7 @@ from fivefold.parallel import legality
 from fivefold.parallel import lower as lower_module
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.fp8 import spec as fp8
-from fivefold.parallel.layout import DEGREES, SAID, Layout, Said
+from fivefold.parallel.layout import DEGREES, KEYS, Layout, LayoutKey
 from fivefold.parallel.legality import UNKNOWN, ModelLimits, violations
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -368,7 +368,7 @@ def _said_of(name: str, field: ast.AnnAssign, lines: Sequence[str]) -> tuple[str
     """The default of a field, and its meaning: its help where it is one of a layout, else the comment on its line."""
     assert isinstance(field.target, ast.Name)
     if name == "Layout":
-        return code(plain(_default_of(field.target.id))), SAID[field.target.id].help
+        return code(plain(_default_of(field.target.id))), KEYS[field.target.id].help
     is_value = field.value is not None and not isinstance(field.value, ast.Call)
     comment = lines[field.lineno - 1].partition("  # ")[2]
     return code(ast.unparse(field.value)) if is_value and field.value else "", comment
@@ -461,13 +461,13 @@ def run_folder_page() -> str:
 def layout_text_page() -> str:
     """The text form of a layout."""
     degrees = [
-        (code(f"{short}N"), code(f"{SAID[name].section}.{SAID[name].key}"), SAID[name].help)
+        (code(f"{short}N"), code(f"{KEYS[name].section}.{KEYS[name].name}"), KEYS[name].help)
         for short, name in DEGREES.items()
     ]
-    options = sorted((name for name in SAID if name not in DEGREES.values()), key=lambda name: SAID[name].is_last)
-    rows = [row for name in options for row in _words(name, SAID[name])]
+    options = sorted((name for name in KEYS if name not in DEGREES.values()), key=lambda name: KEYS[name].is_last)
+    rows = [row for name in options for row in _words(name, KEYS[name])]
     example = "dp2.shard4.tp2+zero1+mb2+full"
-    fields = {name: getattr(Layout.parse(example), name) for name in SAID}
+    fields = {name: getattr(Layout.parse(example), name) for name in KEYS}
     said = ", ".join(f"`{name}: {plain(value)}`" for name, value in fields.items() if value != _default_of(name))
     return "\n\n".join([
         "# Text of a layout",
@@ -489,14 +489,14 @@ def _default_of(name: str) -> Any:
     return getattr(Layout(), name)
 
 
-def _words(name: str, said: Said) -> Iterator[tuple[str, str, str, str]]:
-    key = f"{said.section}.{said.key}"
-    canonical = dict.fromkeys(said.words.values())
+def _words(name: str, key: LayoutKey) -> Iterator[tuple[str, str, str, str]]:
+    place = code(f"{key.section}.{key.name}")
+    canonical = dict.fromkeys(key.words.values())
     for value in canonical:
-        words = [word for word, each in said.words.items() if each == value]
-        yield " or ".join(code(f"+{word}") for word in words), code(key), code(plain(value)), said.help
-    if said.prefix is not None:
-        yield code(f"+{said.prefix}{said.shown}"), code(key), code(said.shown.replace("NGiB", "N GiB")), said.help
+        words = [word for word, each in key.words.items() if each == value]
+        yield " or ".join(code(f"+{word}") for word in words), place, code(plain(value)), key.help
+    if key.prefix is not None:
+        yield code(f"+{key.prefix}{key.shown}"), place, code(key.shown.replace("NGiB", "N GiB")), key.help
 
 
 # ---- legality --------------------------------------------------------------------------------------------------------

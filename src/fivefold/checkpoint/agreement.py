@@ -11,7 +11,7 @@ from typing import Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.text import shortened
-from fivefold.parallel.layout import SAID
+from fivefold.parallel.layout import KEYS
 
 FINGERPRINT = "data.fingerprint"
 WARMUP = "scheduler.warmup_steps"
@@ -36,7 +36,7 @@ def agreement(
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
     keys = {key: value for key, value in keys.items() if value is not None}  # None: a key of another optimizer
-    if keys[STATES] == SAID["state_dtype"].file_default:  # absent, as in checkpoints older than the key
+    if keys[STATES] == KEYS["state_dtype"].file_default:  # absent, as in checkpoints older than the key
         del keys[STATES]
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()

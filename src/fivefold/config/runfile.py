@@ -23,7 +23,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.nearby import is_run, run_files, runs
 from fivefold.core.plain_yaml import Path as Path_
 from fivefold.core.text import shortened
-from fivefold.parallel.layout import SAID, Layout
+from fivefold.parallel.layout import KEYS, Layout
 
 COMMAND_LINE = "command line"
 READ_MORE = "every key, its unit and its default: fivefold train --keys"
@@ -231,12 +231,12 @@ class RunFile:
                 f"{place} {error.what}", fix=error.fix, more=error.more or "docs/explain/layouts.md"
             ) from None
         section: dict[str, Any] = {}
-        for name, said in SAID.items():
+        for name, key in KEYS.items():
             value = getattr(layout, name)
-            if said.section == "layout":
-                section[said.key] = value
-            elif value != said.file_default:
-                self._set_elsewhere((said.section, said.key), value, place, text)
+            if key.section == "layout":
+                section[key.name] = value
+            elif value != key.file_default:
+                self._set_elsewhere((key.section, key.name), value, place, text)
         return section
 
     def _set_elsewhere(self, path: tuple[str, str], value: Any, place: str, text: str) -> None:

@@ -37,7 +37,7 @@ from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 from fivefold.core.violation import refuse
 from fivefold.parallel import legality
-from fivefold.parallel.layout import FP8, SAID, Compute, Layout
+from fivefold.parallel.layout import FP8, KEYS, Compute, Layout
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
@@ -120,10 +120,10 @@ class Section(BaseModel):
 
 def of_layout(name: str, **options: Any) -> Any:
     """The run file's key for a field of `Layout`, with the field's default and description."""
-    said = SAID[name]
-    if said.choices and said.section == "layout":
-        options["json_schema_extra"] = {"enum": list(said.choices)}
-    return Field(default=said.file_default, description=said.help, **options)
+    key = KEYS[name]
+    if key.choices and key.section == "layout":
+        options["json_schema_extra"] = {"enum": list(key.choices)}
+    return Field(default=key.file_default, description=key.help, **options)
 
 
 class ModelSection(Section):
@@ -414,7 +414,7 @@ class SchedulerSection(Section):
 def _layout_keys() -> dict[str, Any]:
     """Key -> (type, field) for the fields of `Layout` under `layout:` in the run file, and the planner's keys."""
     types = {int: Whole, bool: bool, str: str}
-    own = {name: said for name, said in SAID.items() if said.section == "layout"}
+    own = {name: key for name, key in KEYS.items() if key.section == "layout"}
     automatic = Field(default=False, description="the planner chooses what is not set of the layout; layout: auto")
     hardware = Field(
         default="", description="hardware file (fivefold calibrate) that the planner uses; not set: its own tables"
@@ -422,7 +422,7 @@ def _layout_keys() -> dict[str, Any]:
     return {
         "auto": (bool, automatic),
         "hardware": (str, hardware),
-        **{said.key: (types[type(said.file_default)], of_layout(name)) for name, said in own.items()},
+        **{key.name: (types[type(key.file_default)], of_layout(name)) for name, key in own.items()},
     }
 
 
@@ -627,8 +627,8 @@ class RunConfig(Section):
     def with_layout(self, layout: Layout) -> "RunConfig":
         """The same run with `layout` as explicit keys."""
         values: dict[str, dict[str, Any]] = {"layout": {"auto": False}}
-        for name, said in SAID.items():
-            values.setdefault(said.section, {})[said.key] = getattr(layout, name)
+        for name, key in KEYS.items():
+            values.setdefault(key.section, {})[key.name] = getattr(layout, name)
         sections = {_attribute(name): keys for name, keys in values.items()}
         return self.model_copy(
             update={name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
@@ -636,7 +636,7 @@ class RunConfig(Section):
 
     def _of_layout(self) -> dict[str, tuple[Section, str]]:
         """Field of `Layout` -> its section of the run file, and its key there."""
-        return {name: (getattr(self, _attribute(said.section)), said.key) for name, said in SAID.items()}
+        return {name: (getattr(self, _attribute(key.section)), key.name) for name, key in KEYS.items()}
 
     @property
     def run_dir(self) -> Path:

@@ -41,10 +41,10 @@ COMPUTE = get_args(Compute)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class LayoutKey:
     """Notation of a `Layout` field in the run file and in the text form. Everything else derives from this.
 
-    `section`, `key`: its place in the run file. `file_default`: its default there, if different. `choices`: its values;
+    `section`, `name`: its place in the run file. `file_default`: its default there, if different. `choices`: its values;
     none: any number, or a text that is checked elsewhere. `words`: options of the text form that are one bare word, and
     their values. `prefix`, `pattern`, `shown`: for an option with a value after its name, such as `zero1`; `shown` is
     that value in error messages. `is_last`: it comes at the end of the text.
@@ -52,7 +52,7 @@ class Said:
 
     help: str
     section: str
-    key: str
+    name: str
     file_default: Any
     choices: tuple[Any, ...] = ()
     words: Mapping[str, Any] = field(default_factory=dict)
@@ -62,15 +62,15 @@ class Said:
     is_last: bool = False
 
 
-def _said(default: Any, place: str, help: str, *, file_default: Any = None, **options: Any) -> Any:
+def key(default: Any, place: str, help: str, *, file_default: Any = None, **options: Any) -> Any:
     """A field of `Layout`, at `place` in the run file, such as `layout.tp`."""
-    section, key = place.split(".")
+    section, name = place.split(".")
     in_file = default if file_default is None else file_default
-    said = Said(help=help, section=section, key=key, file_default=in_file, **options)
-    return field(default=default, metadata={"said": said})
+    declared = LayoutKey(help=help, section=section, name=name, file_default=in_file, **options)
+    return field(default=default, metadata={"key": declared})
 
 
-def _each(*values: str) -> dict[str, str]:
+def bare(*values: str) -> dict[str, str]:
     """Words that are their own values."""
     return {value: value for value in values}
 
@@ -86,67 +86,67 @@ class Layout:
     Raises `UserError` on construction when a value is out of its range.
     """
 
-    dp_replicate: int = _said(1, "layout.dp_replicate", "full copies of the shards, all-reduced once a step; devices")
-    dp_shard: int = _said(1, "layout.dp_shard", "FSDP shards; devices, -1 = the rest", file_default=-1)
-    tp: int = _said(1, "layout.tp", "tensor parallel; devices")
-    cp: int = _said(1, "layout.cp", "context parallel; devices")
-    pp: int = _said(1, "layout.pp", "pipeline stages; devices")
-    ep: int = _said(1, "layout.ep", "expert parallel; devices, taken from dp_shard, cp and tp")
-    zero: int = _said(
+    dp_replicate: int = key(1, "layout.dp_replicate", "full copies of the shards, all-reduced once a step; devices")
+    dp_shard: int = key(1, "layout.dp_shard", "FSDP shards; devices, -1 = the rest", file_default=-1)
+    tp: int = key(1, "layout.tp", "tensor parallel; devices")
+    cp: int = key(1, "layout.cp", "context parallel; devices")
+    pp: int = key(1, "layout.pp", "pipeline stages; devices")
+    ep: int = key(1, "layout.ep", "expert parallel; devices, taken from dp_shard, cp and tp")
+    zero: int = key(
         3, "layout.zero", "ZeRO stage inside dp_shard x cp", choices=(1, 2, 3), prefix="zero", pattern="[123]"
     )
-    sequence_parallel: bool = _said(
+    sequence_parallel: bool = key(
         True, "layout.sequence_parallel", "split the sequence over tp between the matmuls",
         words={"nosp": False}, is_last=True,
     )  # fmt: skip
-    expert_tp: bool = _said(
+    expert_tp: bool = key(
         False, "layout.expert_tp", "split each expert over tp; ep then takes dp_shard and cp alone",
         words={"etp": True}, is_last=True,
     )  # fmt: skip
-    pp_schedule: str = _said(
+    pp_schedule: str = key(
         "1f1b", "layout.pp_schedule", "order of the micro batches in the pipeline",
-        choices=tuple(SCHEDULES), words=_each(*SCHEDULES),
+        choices=tuple(SCHEDULES), words=bare(*SCHEDULES),
     )  # fmt: skip
-    pp_virtual: int = _said(1, "layout.pp_virtual", "stages per pipeline rank", prefix="v")
-    pp_split: str = _said(
+    pp_virtual: int = key(1, "layout.pp_virtual", "stages per pipeline rank", prefix="v")
+    pp_split: str = key(
         "auto", "layout.pp_split", "layers per stage, as 8-8-8-6",
         prefix="split", pattern=r"[0-9]{1,9}(?:-[0-9]{1,9})*", shown="A-B",
     )  # fmt: skip
-    cp_method: str = _said(
+    cp_method: str = key(
         "auto", "layout.cp_method", "auto, ring, allgather, ulysses or RxU",
-        words=_each(*CP_METHODS[1:]), prefix="", pattern=r"[0-9]{1,9}x[0-9]{1,9}", shown="RxU",
+        words=bare(*CP_METHODS[1:]), prefix="", pattern=r"[0-9]{1,9}x[0-9]{1,9}", shown="RxU",
     )  # fmt: skip
-    micro_batch_size: int = _said(1, "train.micro_batch_size", "rows per forward pass of one data rank", prefix="mb")
-    recompute: str = _said(
+    micro_batch_size: int = key(1, "train.micro_batch_size", "rows per forward pass of one data rank", prefix="mb")
+    recompute: str = key(
         "none", "memory.recompute", "activations computed twice: a mode, or what a rank may keep, as 12 GiB",
-        words=_each("selective", "full"), prefix="keep", pattern=BUDGET, shown="NGiB",
+        words=bare("selective", "full"), prefix="keep", pattern=BUDGET, shown="NGiB",
     )  # fmt: skip
-    offload_activations: bool = _said(
+    offload_activations: bool = key(
         False, "memory.offload_activations", "keep saved activations in host memory", words={"offload": True}
     )
-    offload_parameters: bool = _said(
+    offload_parameters: bool = key(
         False, "memory.offload_parameters", "keep parameters in host memory", words={"offload_parameters": True}
     )
-    offload_optimizer: bool = _said(
+    offload_optimizer: bool = key(
         False, "memory.offload_optimizer", "keep optimizer state in host memory", words={"offload_optimizer": True}
     )
-    precision: str = _said(
+    precision: str = key(
         "bf16", "precision.compute", "dtype of the forward and backward pass",
-        choices=COMPUTE, words=_each("fp32", "fp64"),
+        choices=COMPUTE, words=bare("fp32", "fp64"),
     )  # fmt: skip
-    fp8: str = _said(
+    fp8: str = key(
         "none", "precision.fp8", "scaling of fp8 matmuls",
         choices=get_args(FP8),
         words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in get_args(FP8)[2:-1]}},
     )  # fmt: skip
-    fp8_high_layers: int = _said(
+    fp8_high_layers: int = key(
         0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", prefix="hp"
     )
 
-    mlp_chunks: int = _said(
+    mlp_chunks: int = key(
         1, "memory.mlp_chunks", "pieces of the sequence that an MLP runs one after the other", prefix="mlp"
     )
-    state_dtype: str = _said(
+    state_dtype: str = key(
         "fp32", "optimizer.state_dtype", "dtype in which the optimizer keeps its state",
         choices=get_args(StateDtype), words={"bf16_states": "bf16", "8bit_states": "8bit"},
     )  # fmt: skip
@@ -160,9 +160,9 @@ class Layout:
                 raise UserError(f"{name} {degree} is not a degree", fix=f"{name} is 1 to {most:,}{rest}")
         if prod(map(abs, self.shape)) > MOST_RANKS:
             raise UserError(f"{self.product} is more than {MOST_RANKS:,} ranks", fix="write smaller degrees")
-        for name, said in SAID.items():
-            if said.choices and getattr(self, name) not in said.choices:
-                choices = ", ".join(map(str, said.choices))
+        for name, key in KEYS.items():
+            if key.choices and getattr(self, name) not in key.choices:
+                choices = ", ".join(map(str, key.choices))
                 raise UserError(f"{name} {getattr(self, name)!r} is not known", fix=f"choose one of {choices}")
         if self.cp_method not in CP_METHODS and not re.fullmatch(r"\d+x\d+", self.cp_method):
             raise UserError(f"cp_method {self.cp_method!r} is not known", fix=f"one of {', '.join(CP_METHODS)} or RxU")
@@ -377,27 +377,27 @@ class Layout:
 
 
 # How each field is written, and its default.
-SAID: dict[str, Said] = {each.name: each.metadata["said"] for each in fields(Layout)}
+KEYS: dict[str, LayoutKey] = {each.name: each.metadata["key"] for each in fields(Layout)}
 _DEFAULTS = {each.name: each.default for each in fields(Layout)}
 # Fields that are options of the text form, in its order.
-_OPTIONS = sorted((name for name in SAID if name not in DEGREES.values()), key=lambda name: SAID[name].is_last)
+_OPTIONS = sorted((name for name in KEYS if name not in DEGREES.values()), key=lambda name: KEYS[name].is_last)
 # Options that are one bare word: word -> (field, value).
-_WORDS = {word: (name, value) for name, said in SAID.items() for word, value in said.words.items()}
+_WORDS = {word: (name, value) for name, key in KEYS.items() for word, value in key.words.items()}
 
 
 def _option_text(name: str, value: Any) -> str:
     """Write an option in the text form."""
     words = [word for word, option in _WORDS.items() if option == (name, value)]
-    return words[0] if words else f"{SAID[name].prefix}{value}"
+    return words[0] if words else f"{KEYS[name].prefix}{value}"
 
 
 def _read_option(option: str, text: str) -> tuple[str, Any]:
     if option in _WORDS:
         return _WORDS[option]
-    for name, said in _valued():
-        if match := re.fullmatch(f"{said.prefix}({said.pattern})", option):
+    for name, key in _valued():
+        if match := re.fullmatch(f"{key.prefix}({key.pattern})", option):
             return name, int(match[1]) if isinstance(_DEFAULTS[name], int) else match[1]
-    known = [*(f"{said.prefix}{said.shown}" for _, said in _valued()), *_WORDS]
+    known = [*(f"{key.prefix}{key.shown}" for _, key in _valued()), *_WORDS]
     near = get_close_matches(option, known, n=1) or get_close_matches(
         f"{option.rstrip('0123456789')}N", known, n=1, cutoff=0.75
     )
@@ -424,9 +424,9 @@ def _meant_degree(part: str, text: str) -> str:
     return f"write {', '.join(f'{degree}N' for degree in DEGREES)}"
 
 
-def _valued() -> Iterator[tuple[str, Said]]:
+def _valued() -> Iterator[tuple[str, LayoutKey]]:
     """Options that carry a number or a list."""
-    return ((name, said) for name, said in SAID.items() if said.prefix is not None)
+    return ((name, key) for name, key in KEYS.items() if key.prefix is not None)
 
 
 def _set_once(values: dict[str, Any], name: str, value: Any, text: str) -> None:

@@ -12,7 +12,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel.layout import SAID
+from fivefold.parallel.layout import KEYS
 from fivefold.planner.answers import answer
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Workload
@@ -62,12 +62,12 @@ def _given(config: RunConfig) -> dict[str, Any]:
     """Layout fields that the run file sets. Raises `UserError` for a field that only goes with a complete layout."""
     given = {name: value for name, value in config.given.items() if (name, value) != ("dp_shard", -1)}
     for name, value in given.items():
-        said = SAID[name]
+        key = KEYS[name]
         is_budget = name == "recompute" and budget_bytes(value) is not None
-        if is_budget or (name not in OPEN and value != said.file_default):
+        if is_budget or (name not in OPEN and value != key.file_default):
             raise UserError(
-                f"layout: auto does not go with {said.section}.{said.key} {value}",
-                fix=f"leave {said.section}.{said.key} out, or write the whole layout",
+                f"layout: auto does not go with {key.section}.{key.name} {value}",
+                fix=f"leave {key.section}.{key.name} out, or write the whole layout",
                 more="docs/howto/plan.md",
             )
     return {name: value for name, value in given.items() if name in OPEN}

@@ -13,7 +13,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import GIB
 from fivefold.hardware.cluster import Cluster
 from fivefold.models.facts import ModelFacts
-from fivefold.parallel.layout import SAID, Layout
+from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.planner.auto import workload_of
 from fivefold.planner.engines import ENGINES
@@ -79,8 +79,8 @@ def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
 
 def changed(layout: Layout, other: Layout) -> str:
     """Overrides that turn a run's layout into another: `layout.dp_shard=4 layout.tp=2`."""
-    pairs = ((said, getattr(layout, name), getattr(other, name)) for name, said in SAID.items())
-    return " ".join(f"{said.section}.{said.key}={_written(new)}" for said, old, new in pairs if old != new)
+    pairs = ((key, getattr(layout, name), getattr(other, name)) for name, key in KEYS.items())
+    return " ".join(f"{key.section}.{key.name}={_written(new)}" for key, old, new in pairs if old != new)
 
 
 def _written(value: object) -> str:
