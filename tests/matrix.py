@@ -12,7 +12,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from fivefold.parallel.layout import DEGREES, SCHEDULES, Layout
+from fivefold.core.schedule import SCHEDULES
+from fivefold.parallel.layout import DEGREES, Layout
 from tests.allpairs import Choice, Pair, all_pairs, reachable
 from tests.verification.cases import ProvedCase, model_of
 

@@ -102,7 +102,6 @@ def _steps(case: Rehearsal) -> Seen:
     from fivefold.models.build import build_meta
     from fivefold.ops.linear import WeightGradStore
     from fivefold.parallel import apply
-    from fivefold.parallel.legality import micro_batches_for
     from fivefold.parallel.recorder import record
     from fivefold.parallel.state import state_of
     from fivefold.training import step
@@ -112,7 +111,7 @@ def _steps(case: Rehearsal) -> Seen:
     torch._dynamo.reset()
     counters.clear()
     layout = _parity_case(case, 1).parsed
-    least, unit = micro_batches_for(layout)
+    least, unit = layout.micro_batch_unit
     micro = max(least, unit, 2 * layout.pp) if layout.pp > 1 else 2
     parity_case = _parity_case(case, micro * layout.data_ranks * layout.micro_batch_size)
     compiles, graphs, put_off = torch.compile, [], set()

@@ -5,11 +5,15 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from fivefold.core.keys import LayoutPart
+from fivefold.parallel.layout import PARTS
 
 ROOT = Path(__file__).parents[1] / "src" / "fivefold"
 # Each package, or module of the root, imports only from those to its left, anywhere in its code.
@@ -23,15 +27,18 @@ ORDER = [
     *("rehearsal", "calibration", "doctor", "own_loop", "api", "cli"),
 ]
 ASKS_THE_PLANNER = "training/advice.py"  # inside functions: what a run does not ask is not loaded
-# The layout: what every room says. These files of parallel/ import core alone, and every room but core imports them.
-LAYOUT = {"parallel.layout", "parallel.legality"}
+# The layout and its keys, the noun of every room: these files of parallel/ import core and each other alone, and every
+# room but core may import them.
+LAYOUT = {"parallel.layout", "parallel.legality"} | {
+    f"parallel.{file.parent.name}.keys" for file in ROOT.glob("parallel/*/keys.py")
+}
 FACES = {"__init__.py", "__main__.py"}  # of the root: what they import is what they are for
 WITHOUT_TORCH = "core", "config", "report"
 
 # Who asks whether a parallelism is on: those that say what a layout may be, and what it is to a model and a rank; and
 # those that choose or show a layout. The parallelisms themselves do nothing on an axis of one rank.
 SETTLE = {
-    "core", "config", "layout.py", "legality.py", "plan.py", "lower.py", "placement.py", "spec.py", "ranks.py",
+    "core", "config", "layout.py", "keys.py", "plan.py", "lower.py", "placement.py", "spec.py", "ranks.py",
     "shard_rules.py", "stage_plan.py",
 }  # fmt: skip
 SHOW = {"doctor", "record.py", "planner"}
@@ -60,18 +67,32 @@ def test_imports_go_one_way(subtests: pytest.Subtests) -> None:
         with subtests.test(msg=room):
             allowed = {*ORDER[: ORDER.index(room) + 1]}
             own = [(place, name.split(".")) for place, name in _imports(ROOT / room) if name.startswith("fivefold")]
-            own = [(place, name) for place, name in own if room == "core" or ".".join(name[1:3]) not in LAYOUT]
+            own = [(place, name) for place, name in own if room == "core" or not _is_of_layout(".".join(name))]
             assert [f"{place} imports {'.'.join(name)}" for place, name in own if not {*name[1:2]} <= allowed] == []
 
 
+def _is_of_layout(name: str) -> bool:
+    return any(f"{name}.".startswith(f"fivefold.{module}.") for module in LAYOUT)
+
+
 def test_the_layout_imports_core_alone() -> None:
+    assert len(LAYOUT) > 10
     for module in sorted(LAYOUT):
-        imported = [name for _, name in _imports(ROOT / module.replace(".", "/")) if name.startswith("fivefold.")]
-        assert [
+        names = [name for _, name in _imports(ROOT / module.replace(".", "/"))]
+        heavy = [name for name in names if name.split(".")[0] in ("torch", "transformers", "numpy", "pydantic")]
+        assert heavy + [
             name
-            for name in imported
-            if not name.startswith(("fivefold.core.", *(f"fivefold.{each}" for each in LAYOUT)))
-        ] == []
+            for name in names
+            if name.startswith("fivefold") and not (name.startswith("fivefold.core.") or _is_of_layout(name))
+        ] == []  # fmt: skip
+
+
+def test_every_feature_with_keys_is_a_part_of_the_layout() -> None:
+    assert {part.__module__ for part in PARTS} == {f"fivefold.{name}" for name in LAYOUT if name.endswith(".keys")}
+    names = [
+        name for part in PARTS for name in vars(part) if not name.startswith("__") and name not in vars(LayoutPart)
+    ]
+    assert [name for name, times in Counter(names).items() if times > 1] == []  # one would hide the other
 
 
 def test_what_trains_imports_no_tool() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES, SchedulePlan, Slot, balanced
 from fivefold.core.violation import Violation
-from fivefold.parallel.layout import CP_METHODS, Layout
-from fivefold.parallel.legality import ModelLimits, violations
+from fivefold.parallel.context.keys import METHODS
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.legality import violations
 from fivefold.parallel.sharding import split_even
 
 # ---- what can be built, without a rule -------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def a_case(draw: random.Random) -> tuple[Layout, ModelLimits, int, int]:
         tp=draw.choice([1, 1, 2, 3, 4, 6]), pp=pp, ep=draw.choice([1, 1, 2, 3, 4]),
         expert_tp=draw.random() < 0.3, pp_schedule=name if pp > 1 else "1f1b", pp_virtual=virtual,
         pp_split=draw.choice(["auto", "auto", "auto", "2-3", "1-2-1-2", "1-0"]) if pp > 1 else "auto",
-        cp_method=draw.choice([*CP_METHODS, "2x2", "1x2"]), micro_batch_size=draw.choice([1, 1, 2, 3]),
+        cp_method=draw.choice([*METHODS, "2x2", "1x2"]), micro_batch_size=draw.choice([1, 1, 2, 3]),
     )  # fmt: skip
     kv = draw.choice([1, 2, 3, 4, 6])
     limits = ModelLimits(

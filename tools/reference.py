@@ -4,7 +4,7 @@
     python tools/reference.py --check    exit with 1 where a page is not what the code says
 
 Each page is a function in `PAGES`. A description that is missing on a page is missing in the code: a key of the run
-file (`config/schema.py`), a field of the layout (`parallel/layout.py`), an option of a command (`cli/`), a docstring, a
+file (`config/schema.py`), a field of the layout (`parallel/*/keys.py`), an option of a command (`cli/`), a docstring, a
 metric (`core/metric_names.py`), a file of a run (`core/run_folder.py`). Nothing here imports torch.
 """
 
@@ -31,18 +31,25 @@ from fivefold.config.key import Key, json_schema_of
 from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.core.keys import LayoutKey, LayoutPart
 from fivefold.core.lora import Lora
 from fivefold.core.metric_names import METRICS
+from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.run_folder import RUN_FILES
 from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import layout as layout_module
-from fivefold.parallel import legality
 from fivefold.parallel import lower as lower_module
 from fivefold.parallel.chunks import spec as chunks
+from fivefold.parallel.chunks.keys import ChunkKeys
+from fivefold.parallel.context.keys import ContextKeys
+from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8 import spec as fp8
-from fivefold.parallel.layout import DEGREES, KEYS, Layout, LayoutKey
-from fivefold.parallel.legality import UNKNOWN, ModelLimits, violations
+from fivefold.parallel.fp8.keys import Fp8Keys
+from fivefold.parallel.layout import DEGREES, KEYS, PARTS, Layout
+from fivefold.parallel.legality import violations
+from fivefold.parallel.pipeline.keys import PipelineKeys
+from fivefold.parallel.tensor.keys import TensorKeys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 MANY = 2**31  # no bound that a reader needs
@@ -331,12 +338,23 @@ def python_page() -> str:
 def _described(name: str) -> Iterator[str]:
     module, found, lines = _definition(fivefold._HOMES[name], name)
     if isinstance(found, ast.ClassDef):
+        if name == "Layout":
+            found.body = _with_parts(found)
         yield f"### `class ff.{name}`"
         yield from _class(name, found, lines)
     else:
         yield f"### `ff.{name}`"
         yield _signature(name, found)
         yield _docstring(found, f"{module}.{name}")
+
+
+def _with_parts(layout: ast.ClassDef) -> list[ast.stmt]:
+    """The body of `Layout` with those of its parts: its docstring, fields in the order of the run file, methods. What
+    parts offer to `Layout` alone is left out."""
+    whole = [*layout.body, *(each for part in PARTS for each in _definition(part.__module__, part.__name__)[1].body)]
+    fields = {ast.unparse(each.target): each for each in whole if isinstance(each, ast.AnnAssign)}
+    methods = [each for each in whole if isinstance(each, ast.FunctionDef) and each.name not in vars(LayoutPart)]
+    return [layout.body[0], *(fields[name] for name in KEYS), *methods]
 
 
 def _class(name: str, found: ast.ClassDef, lines: Sequence[str]) -> Iterator[str]:
@@ -460,10 +478,7 @@ def run_folder_page() -> str:
 
 def layout_text_page() -> str:
     """The text form of a layout."""
-    degrees = [
-        (code(f"{short}N"), code(f"{KEYS[name].section}.{KEYS[name].name}"), KEYS[name].help)
-        for short, name in DEGREES.items()
-    ]
+    degrees = [(code(f"{short}N"), code(KEYS[name].place), KEYS[name].help) for short, name in DEGREES.items()]
     options = sorted((name for name in KEYS if name not in DEGREES.values()), key=lambda name: KEYS[name].is_last)
     rows = [row for name in options for row in _words(name, KEYS[name])]
     example = "dp2.shard4.tp2+zero1+mb2+full"
@@ -490,7 +505,7 @@ def _default_of(name: str) -> Any:
 
 
 def _words(name: str, key: LayoutKey) -> Iterator[tuple[str, str, str, str]]:
-    place = code(f"{key.section}.{key.name}")
+    place = code(key.place)
     canonical = dict.fromkeys(key.words.values())
     for value in canonical:
         words = [word for word, each in key.words.items() if each == value]
@@ -564,42 +579,44 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
         Case("shard3.tp2.cp2", world=16), Case("tp3", world=8), Case("shard-1.tp3", world=8),
         Case("ep4", world=8),
     )),
-    ("Ranks of experts", Layout._against_expert_ranks, (
+    ("Ranks of experts", ExpertKeys.rank_violations, (
         Case("shard4.ep3", world=4), Case("shard2.tp2.ep4+etp", world=4),
     )),
     ("Batch", Layout.against_batch, (Case("shard4+mb2", batch=12),)),
-    ("Context parallelism", legality.of_cp_method, (Case("cp4+2x3"),)),
-    ("Heads over context parallelism", legality._of_ulysses, (Case("cp8+ulysses", ModelLimits(query=4, kv=4)),)),
-    ("Heads over tensor parallelism", legality.of_heads, (
+    ("Context parallelism", ContextKeys.violations, (Case("cp4+2x3"),)),
+    ("Heads over context parallelism", ContextKeys.model_violations, (
+        Case("cp8+ulysses", ModelLimits(query=4, kv=4)),
+    )),
+    ("Heads over tensor parallelism", TensorKeys.model_violations, (
         Case("tp3", HEADS), Case("tp16", ModelLimits(query=32, kv=8, fused="attention.query_key_value")),
         Case("tp2", ModelLimits(refusals={"tp": REFUSALS["tp"]})),
         Case("tp2", ModelLimits(refusals={"sequence_parallel": REFUSALS["sequence_parallel"]})),
     )),
-    ("Pipeline", legality.of_pipeline, (
+    ("Pipeline", PipelineKeys.violations, (
         Case("single+v2"), Case(Layout(pp=2, pp_split="8 and 8")), Case("pp3+split4-4"),
     )),
-    ("Stages of a schedule", legality._of_virtual, (
+    ("Stages of a schedule", PipelineKeys._stage_violations, (
         Case("pp2+v2"), Case("pp2+zbv+v3"), Case("pp2+interleaved"),
     )),
-    ("Micro batches of a schedule", legality.of_micro_batches, (
+    ("Micro batches of a schedule", PipelineKeys.step_violations, (
         Case("pp4+dualpipev", batch=4), Case("pp4+interleaved+v2", batch=9),
     )),
-    ("Layers over a pipeline", legality.of_layers, (
+    ("Layers over a pipeline", PipelineKeys.model_violations, (
         Case("pp8+interleaved+v2", ModelLimits(layers=12)), Case("pp2+split4-4", ModelLimits(layers=12)),
         Case("pp2", ModelLimits(refusals={"pp": REFUSALS["pp"]})),
     )),
-    ("Experts", legality.of_experts, (
+    ("Experts", ExpertKeys.model_violations, (
         Case("shard2.ep2", ModelLimits(experts=0)), Case("shard16.ep16", ModelLimits(experts=8)),
         Case("tp2+etp", ModelLimits(experts=0)),
         Case("tp2+etp", ModelLimits(experts=8, refusals={"expert_tp": REFUSALS["expert_tp"]})),
         Case("tp16+etp", ModelLimits(experts=8, expert_features=8)),
     )),
-    ("fp8", legality.of_fp8, (Case("shard2+hp1"),)),
+    ("fp8", Fp8Keys.violations, (Case("shard2+hp1"),)),
     ("fp8 and a model", fp8.violations, (
         Case("shard2+fp8+hp8", "llama-3.2-1b"), Case("tp2+etp+fp8", "mixtral-8x7b"),
         Case("tp16+fp8_rowwise", "llama-3.2-1b"), Case("tp32+fp8_blockwise", "llama-2-7b"),
     )),
-    ("Chunked MLP", legality.of_mlp_chunks, (Case("shard2+fp8+mlp8"), Case("shard2+selective+mlp8"))),
+    ("Chunked MLP", ChunkKeys.violations, (Case("shard2+fp8+mlp8"), Case("shard2+selective+mlp8"))),
     ("Chunked MLP and a model", chunks.violations, (Case("shard2+mlp2", "mixtral-8x7b"),)),
     ("Optimizer state in 8 bits", lower_module._of_states, (Case("tp32+8bit_states", "llama-2-7b"),)),
     ("Adapters", lower_module._of_adapters, (
@@ -640,7 +657,7 @@ def _without_parameters(text: str) -> str:
 
 def untouched() -> list[str]:
     """Places that yield a `Violation` and that no case of `RULES` reaches."""
-    modules = (layout_module, legality, lower_module, chunks, fp8)
+    modules = (layout_module, lower_module, chunks, fp8, *(sys.modules[part.__module__] for part in PARTS))
     files = {str(module.__file__): module.__name__ for module in modules}
     reached: set[tuple[str, int]] = set()
 

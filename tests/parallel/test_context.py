@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.core.heads import CPMethod, context_method
+from fivefold.core.model_limits import ModelLimits
 from fivefold.core.violation import refuse
 from fivefold.models import offdiagonal
 from fivefold.models.kernels import AttentionParams
@@ -18,7 +19,7 @@ from fivefold.models.offdiagonal import local_cu_seqlens, offdiagonal_blocks
 from fivefold.parallel.collectives import total as total_of
 from fivefold.parallel.context.runtime import ContextParallel, _add_first, _groups
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import ModelLimits, violations
+from fivefold.parallel.legality import violations
 from fivefold.parallel.mesh import build_mesh
 from fivefold.parallel.ranks import RankGrid, carried, row_blocks
 from fivefold.parallel.recorder import record

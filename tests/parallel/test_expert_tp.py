@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fivefold.core.model_limits import ModelLimits
 from fivefold.models import discover
 from fivefold.models.build import build_meta
 from fivefold.models.experts import expert_features, expert_mlp
 from fivefold.models.facts import ORDERS, Experts
 from fivefold.parallel import shard_rules
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import ModelLimits, violations
+from fivefold.parallel.legality import violations
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.shard_rules import feature_splits
 from fivefold.parallel.sharding import Split

@@ -27,7 +27,6 @@ from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import of_fp8
 from fivefold.parallel.lower import lower
 from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.state import state_of
@@ -302,7 +301,8 @@ def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:
         each.name.split(".")[2] for each in (*plan.feature(Fp8Plan).linears, *plan.feature(Fp8Plan).expert_modules)
     } == {"1"}
     assert "without fp8" in _refused("tp2+hp1", "llama", 2)
-    assert next(of_fp8(Layout.parse("tp2+hp1"))).what == "fp8_high_layers 1 without fp8"  # before any model is there
+    of_no_model = next(Layout.parse("tp2+hp1").violations())
+    assert of_no_model.what == "fp8_high_layers 1 without fp8"
     assert "fp8_high_layers 2 at each end leaves none of" in _refused("tp2+fp8+hp2", "llama", 2)
 
 

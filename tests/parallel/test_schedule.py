@@ -11,11 +11,12 @@ import pytest
 import torch.distributed.pipelining.schedules as torchs
 
 from fivefold.core.errors import UserError
+from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES as RECORDS
 from fivefold.core.schedule import SchedulePlan, Slot, Transfer, balanced
 from fivefold.core.violation import refuse
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import ModelLimits, layers_for, micro_batches_for, violations
+from fivefold.parallel.legality import violations
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb", 1), ("zb", 2), ("zbv", 2),
              ("dualpipev", 2)]  # fmt: skip
@@ -151,10 +152,10 @@ def test_what_a_proof_needs_is_accepted(subtests: pytest.Subtests) -> None:
     for text in ["single", "pp2", "pp3+zbv", "pp2+dualpipev", "pp4+interleaved+v2", "pp4+zb"]:
         with subtests.test(msg=text):
             layout = Layout.parse(text)
-            fewest, unit = micro_batches_for(layout)
+            fewest, unit = layout.micro_batch_unit
             for count in range(1, 40):
                 if count >= fewest and count % unit == 0:
-                    assert not violations(layout, ModelLimits(layers=layers_for(layout)), micro_batches=count)
+                    assert not violations(layout, ModelLimits(layers=layout.fewest_layers), micro_batches=count)
 
 
 def test_stages_are_balanced_with_the_head_counted() -> None:

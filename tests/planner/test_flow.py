@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fivefold.core.schedule import Kind
-from fivefold.parallel import legality
 from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import under_way
@@ -21,7 +20,7 @@ COUNTS = (4, 5, 8, 12, 14, 33, 60, 64, 200)
 
 def legal(text: str) -> list[tuple[Layout, int]]:
     layout = Layout.parse(text)
-    return [(layout, count) for count in COUNTS if not any(legality.of_micro_batches(layout, count))]
+    return [(layout, count) for count in COUNTS if not any(layout.step_violations(count))]
 
 
 def timings(layout: Layout, number: int, *, alike: bool) -> tuple[Durations, np.ndarray]:

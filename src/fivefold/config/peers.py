@@ -1,8 +1,11 @@
 """Names of run file keys in other trainers: Hugging Face `TrainingArguments`, TRL, axolotl, LLaMA-Factory, DeepSpeed,
-Megatron-LM, torchtitan, litgpt. The error for such a name gives the exact key to write.
+Megatron-LM, torchtitan, litgpt. The error for such a name gives the exact key to write. Each feature
+declares those of its keys.
 """
 
 import re
+
+from fivefold.parallel.layout import KEYS
 
 # Our key -> names that mean the same. `did_you_mean` finds the same name in another section.
 SAME = {
@@ -38,19 +41,7 @@ SAME = {
         "max_norm clip_grad grad_clip gradient_clipping gradient_clip_val grad_clip_norm",
     "scheduler.name": "scheduler lr_scheduler lr_scheduler_type lr_decay_style lr_schedule",
     "scheduler.warmup_steps": "warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps",
-    "layout.dp_shard": "data_parallel_shard_degree dp_shard_degree fsdp_size",
-    "layout.dp_replicate": "data_parallel_replicate_degree dp_replicate_degree",
-    "layout.tp":
-        "tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
-    "layout.cp":
-        "cp_size cp_degree context_parallel context_parallel_size context_parallel_degree sequence_parallel_size "
-        "sequence_parallel_degree",
-    "layout.pp":
-        "pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
-        "pipeline_model_parallel_size",
-    "layout.ep":
-        "ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size",
-    "layout.zero": "zero_stage zero_optimization",
+    **{key.place: key.peers for key in KEYS.values() if key.peers},
     "precision.compute": "precision dtype torch_dtype mixed_precision compute_dtype",
     "objective.beta": "dpo_beta pref_beta rl_beta",
     "objective.gamma": "simpo_gamma",
@@ -88,13 +79,6 @@ DIFFERENT = {
     "bf16": "set precision.compute: bf16, which is the default",
     "fp16": "fp16 is not built; precision.compute: bf16 needs no loss scaling",
     "fp32 tf32": "set precision.compute: fp32",
-    "fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or another recipe of docs/explain/fp8.md",
-    "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity":
-    "set memory.recompute: full",
-    "dp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree": "set layout.dp_shard (FSDP over so "
-    "many ranks; -1: all that are left), or layout.dp_replicate (full copies)",
-    "fsdp fsdp_config sharding_strategy": "set layout.dp_shard: -1, which is FSDP over every device that is left; "
-    "layout.zero is the stage",
     "deepspeed deepspeed_config ds_config": "DeepSpeed is not used: its stage is layout.zero, its "
     "offload is memory.offload_optimizer",
     "parallelism parallel": "set the degrees under layout, or write a text: layout: shard2.tp2",
@@ -109,6 +93,7 @@ DIFFERENT = {
     "chat_template template assistant_only_loss completion_only_loss sft": _CHAT,
     "train_on_inputs": "data.train: [{path: ..., train_on: all}] trains what is asked too",
     "dpo rl rlhf grpo": _PREFERENCE,
+    **{names: answer for key in KEYS.values() for names, answer in key.answers.items()},
 }  # fmt: skip
 
 # Sections of other trainers with one answer for all their keys: `lora.r`, `peft.method`.

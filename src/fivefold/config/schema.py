@@ -29,15 +29,16 @@ from fivefold.config.key import Key, keys_of
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
+from fivefold.core.keys import LayoutKey
 from fivefold.core.lora import AUTO, Lora
+from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.optimizers import OPTIMIZERS, with_key
-from fivefold.core.recompute import BUDGET
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 from fivefold.core.violation import refuse
-from fivefold.parallel import legality
-from fivefold.parallel.layout import FP8, KEYS, Compute, Layout
+from fivefold.parallel.experts.keys import ExpertKeys
+from fivefold.parallel.layout import KEYS, Compute, Layout
 
 DEMO = Path(__file__).with_name("demo.yaml")
 DEFAULT_MAX_STEPS = 1000
@@ -118,12 +119,39 @@ class Section(BaseModel):
     )
 
 
-def of_layout(name: str, **options: Any) -> Any:
-    """The run file's key for a field of `Layout`, with the field's default and description."""
+def of_layout(name: str) -> Any:
+    """The run file's key for a field of `Layout`, with the field's default, bounds and description. `Layout` itself
+    checks the values of its own section."""
     key = KEYS[name]
-    if key.choices and key.section == "layout":
-        options["json_schema_extra"] = {"enum": list(key.choices)}
-    return Field(default=key.file_default, description=key.help, **options)
+    is_own = key.section == "layout"
+    return Field(
+        default=key.file_default,
+        description=key.help,
+        ge=None if is_own else key.least,
+        le=None if is_own else key.most,
+        json_schema_extra={"enum": list(key.choices)} if is_own and key.choices else None,
+    )
+
+
+def _type(key: LayoutKey) -> Any:
+    """The type of a layout's key in the run file."""
+    if key.section == "layout" or not (key.choices or key.text):
+        return {int: Whole, bool: bool, str: str}[type(key.file_default)]
+    if key.text:
+        named = key.default, *key.words.values()
+        return Literal[named] | Annotated[str, Field(pattern=f"^{key.pattern}$", description=key.text)]
+    return Literal[key.choices]
+
+
+def with_layout_keys(section: str, base: type[BaseModel] = Section) -> Any:
+    """`base` with the keys that features declare for a section of the run file, behind its own."""
+    names = [name for name, key in KEYS.items() if key.section == section and key.name not in base.model_fields]
+    for name in names.copy():
+        if KEYS[name].file_after:
+            names.remove(name)
+            names.insert(names.index(KEYS[name].file_after) + 1, name)
+    fields: dict[str, Any] = {KEYS[name].name: (_type(KEYS[name]), of_layout(name)) for name in names}
+    return create_model(base.__name__, __base__=base, **fields)
 
 
 class ModelSection(Section):
@@ -221,7 +249,7 @@ class TrainSection(Section):
     global_batch_size: Whole = Field(
         default=64, ge=1, le=MOST_ROWS, description="rows per optimizer step, over all devices"
     )
-    micro_batch_size: Whole = of_layout("micro_batch_size", ge=1, le=MOST_ROWS)
+    micro_batch_size: Whole = of_layout("micro_batch_size")
     seed: Whole = Field(default=1234, ge=0, description="fixes the initial weights and the order of the rows")
     compile: Literal["auto"] | bool = Field(
         default="auto", description="torch.compile of each block: auto, true, false"
@@ -411,45 +439,27 @@ class SchedulerSection(Section):
     )
 
 
-def _layout_keys() -> dict[str, Any]:
-    """Key -> (type, field) for the fields of `Layout` under `layout:` in the run file, and the planner's keys."""
-    types = {int: Whole, bool: bool, str: str}
-    own = {name: key for name, key in KEYS.items() if key.section == "layout"}
-    automatic = Field(default=False, description="the planner chooses what is not set of the layout; layout: auto")
-    hardware = Field(
+class _PlannerKeys(Section):
+    auto: bool = Field(default=False, description="the planner chooses what is not set of the layout; layout: auto")
+    hardware: str = Field(
         default="", description="hardware file (fivefold calibrate) that the planner uses; not set: its own tables"
     )
-    return {
-        "auto": (bool, automatic),
-        "hardware": (str, hardware),
-        **{key.name: (types[type(key.file_default)], of_layout(name)) for name, key in own.items()},
-    }
 
 
-LayoutSection = create_model(
-    "LayoutSection",
-    __base__=Section,
-    __doc__="The part of a `Layout` written under `layout:`; `Layout` itself checks the values.",
-    **_layout_keys(),
-)
+class LayoutSection(with_layout_keys("layout", _PlannerKeys)):  # type: ignore[misc]
+    """The part of a `Layout` written under `layout:`; `Layout` itself checks the values."""
 
 
-class PrecisionSection(Section):
+class _Dtypes(Section):
     compute: Compute = of_layout("precision")
     reduce: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the gradient reduction")
-    fp8: FP8 = of_layout("fp8")
-    fp8_high_layers: Whole = of_layout("fp8_high_layers", ge=0)
 
 
-class MemorySection(Section):
-    recompute: (
-        Literal["none", "selective", "full"]
-        | Annotated[str, Field(pattern=f"^{BUDGET}$", description="a size such as 12GiB")]
-    ) = of_layout("recompute")
-    mlp_chunks: Whole = of_layout("mlp_chunks", ge=1)
-    offload_activations: bool = of_layout("offload_activations")
-    offload_optimizer: bool = of_layout("offload_optimizer")
-    offload_parameters: bool = of_layout("offload_parameters")
+class PrecisionSection(with_layout_keys("precision", _Dtypes)):  # type: ignore[misc]
+    pass
+
+
+class MemorySection(with_layout_keys("memory")):  # type: ignore[misc]
     offload_to: str = Field(default="host", description="where it is kept: host (memory), or a folder of a fast disk")
     loss_chunks: Literal["auto"] | Whole = Field(default="auto", description="pieces of the loss; auto or a number")
     trial: Literal["auto"] | bool = Field(
@@ -565,7 +575,7 @@ class RunConfig(Section):
     adapter: AdapterSection = Field(default=AdapterSection())
     optimizer: OptimizerSection = Field(default=OptimizerSection())
     scheduler: SchedulerSection = Field(default=SchedulerSection())
-    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")  # type: ignore[valid-type]
+    layout_section: LayoutSection = Field(default=LayoutSection(), alias="layout")
     precision: PrecisionSection = Field(default=PrecisionSection())
     memory: MemorySection = Field(default=MemorySection())
     balance: BalanceSection = Field(default=BalanceSection())
@@ -606,12 +616,12 @@ class RunConfig(Section):
     @property
     def is_automatic(self) -> bool:
         """True if the planner is to choose the layout (`planner/auto.py`)."""
-        return bool(vars(self.layout_section)["auto"])
+        return bool(self.layout_section.auto)
 
     @property
     def hardware(self) -> str:
         """The planner's file with the performance of the run's devices; "" for its own tables."""
-        return str(vars(self.layout_section)["hardware"])
+        return str(self.layout_section.hardware)
 
     @property
     def written_layout(self) -> Layout:
@@ -717,9 +727,9 @@ def check_supported(config: RunConfig) -> None:
     """
     layout = config.written_layout
     # The planner's choice is legal as a whole; the part that the file sets need not be.
-    refuse(() if config.is_automatic else legality.violations(layout))
+    refuse(() if config.is_automatic else layout.violations())
     if layout.ep > 1 or layout.etp > 1:
-        refuse(legality.of_experts(layout, _limits(config.model)))
+        refuse(ExpertKeys.model_violations(layout, _limits(config.model)))
     for package in config.log.to:  # trackers have the names of their packages
         if package != "jsonl" and find_spec(package) is None:
             raise UserError(
@@ -740,12 +750,12 @@ def check_supported(config: RunConfig) -> None:
         )
 
 
-def _limits(model: ModelSection) -> legality.ModelLimits:
+def _limits(model: ModelSection) -> ModelLimits:
     """The limits in a local config.json; `UNKNOWN` for a hub id, which is looked up later."""
     path = Path(shape_folder(model.name_or_path) or model.name_or_path)
     if not path.exists():
-        return legality.UNKNOWN
-    return legality.ModelLimits.of_config(read_folder_config(path) | model.overrides, model.name_or_path)
+        return UNKNOWN
+    return ModelLimits.of_config(read_folder_config(path) | model.overrides, model.name_or_path)
 
 
 def keys() -> Iterator[Key]:

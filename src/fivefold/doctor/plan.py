@@ -11,7 +11,6 @@ from fivefold.core.errors import UserError
 from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
 from fivefold.models.config_facts import facts_of_config
-from fivefold.parallel import legality
 from fivefold.parallel.calls import calls
 from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
@@ -105,7 +104,7 @@ def examine(
 
 def _fewest(layout: Layout) -> int:
     """The fewest micro batches that a schedule takes, and that fill its pipeline."""
-    least, unit = legality.micro_batches_for(layout)
+    least, unit = layout.micro_batch_unit
     wanted = max(least, 2 * layout.pp if layout.pp > 1 else 1)
     return -(-wanted // unit) * unit
 

@@ -11,11 +11,12 @@ from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.folder_config import check_no_code, check_no_dropout, read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
+from fivefold.core.model_limits import ModelLimits
 from fivefold.core.nearby import runs
 from fivefold.core.shapes import no_model, shape_folder
 from fivefold.core.violation import refuse
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import ModelLimits, violations
+from fivefold.parallel.legality import violations
 
 if TYPE_CHECKING:
     from fivefold.data.prepare import PreparedData

@@ -2,9 +2,9 @@
 
 from math import gcd
 
+from fivefold.core.model_limits import ModelLimits
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ORDERS, Experts, ModelFacts, Partition
-from fivefold.parallel.legality import ModelLimits
 
 
 def limits_of(facts: ModelFacts) -> ModelLimits:

@@ -66,8 +66,8 @@ def _given(config: RunConfig) -> dict[str, Any]:
         is_budget = name == "recompute" and budget_bytes(value) is not None
         if is_budget or (name not in OPEN and value != key.file_default):
             raise UserError(
-                f"layout: auto does not go with {key.section}.{key.name} {value}",
-                fix=f"leave {key.section}.{key.name} out, or write the whole layout",
+                f"layout: auto does not go with {key.place} {value}",
+                fix=f"leave {key.place} out, or write the whole layout",
                 more="docs/howto/plan.md",
             )
     return {name: value for name, value in given.items() if name in OPEN}

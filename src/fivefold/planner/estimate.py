@@ -22,6 +22,7 @@ from fivefold.hardware.cluster import Cluster
 from fivefold.models.flops import Costs
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
@@ -164,7 +165,8 @@ class Estimate:
 def estimate(prices: PriceList, layout: Layout, workload: Workload) -> Estimate:
     """Estimate a layout. Raises `UserError`, with the nearest legal values, if it cannot run the model there."""
     world, limits = prices.cluster.world, limits_of(prices.facts)
-    refuse(legality.of_experts(layout, limits))  # first: advice about shards does not help a model without experts
+    # First: advice about shards does not help a model without experts.
+    refuse(ExpertKeys.model_violations(layout, limits))
     refuse(layout.against_world(world, prices.cluster.text))
     layout = layout.resolve(world)
     refuse(legality.violations(layout, limits, world=world, batch=workload.global_batch_size))

@@ -11,7 +11,8 @@ from fivefold.core.errors import UserError
 from fivefold.core.violation import refuse
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel import legality
-from fivefold.parallel.layout import MOST_RING, Layout
+from fivefold.parallel.context.keys import MOST_RING
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import MOST_ROWS, MOST_TOKENS, TIGHT, Estimate, Step, Workload
 from fivefold.planner.price import PriceList
@@ -61,7 +62,7 @@ def _legal(prices: PriceList, layout: Layout) -> Layout:
 
 def _step(prices: PriceList, layout: Layout, workload: Workload, length: int) -> Step:
     """A layout's step with rows of `length`."""
-    fewest, multiple = legality.micro_batches_for(layout)
+    fewest, multiple = layout.micro_batch_unit
     dealt = layout.micro_batch_size * layout.data_ranks
     rounds = min(round(workload.tokens / (length * dealt * multiple)), MOST_ROWS // (dealt * multiple))
     return Step(prices, layout, Workload(length, dealt * max(fewest, rounds * multiple, multiple)))

@@ -80,7 +80,7 @@ def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
 def changed(layout: Layout, other: Layout) -> str:
     """Overrides that turn a run's layout into another: `layout.dp_shard=4 layout.tp=2`."""
     pairs = ((key, getattr(layout, name), getattr(other, name)) for name, key in KEYS.items())
-    return " ".join(f"{key.section}.{key.name}={_written(new)}" for key, old, new in pairs if old != new)
+    return " ".join(f"{key.place}={_written(new)}" for key, old, new in pairs if old != new)
 
 
 def _written(value: object) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.model_limits import ModelLimits
 from fivefold.core.schedule import SCHEDULES
 from fivefold.parallel import legality
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import ModelLimits
 from fivefold.parallel.limits import limits_of
 from fivefold.planner.estimate import Workload
 from fivefold.planner.parts import Prices
@@ -232,7 +232,7 @@ class Space:
         split = np.array([self._split.get(number, -1) for number in range(len(self.works))])
         counts = np.unique(count)
         for pipeline in self._schedules(pp):
-            taken = [each for each in counts if not any(legality.of_micro_batches(pipeline, int(each)))]
+            taken = [each for each in counts if not any(pipeline.step_violations(int(each)))]
             own = split[work] if pipeline.schedule.splits_backward else work
             legal = np.isin(count, taken) & (own >= 0)
             if legal.any():

@@ -19,7 +19,6 @@ from fivefold.config import OptimizerSection
 from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import micro_batches_for
 
 ROW = 61  # default tokens per row
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1  # the rate is large enough to move every weight by many ulps
@@ -182,7 +181,7 @@ def _prime_below(number: int) -> int:
 def rows_for(layouts: Sequence[Layout]) -> int:
     """Rows of a global batch that each of `layouts` can split into two micro batches or more."""
     per_pass = [layout.micro_batch_size * layout.data_ranks for layout in layouts]
-    wanted = [micro_batches_for(layout) for layout in layouts]  # required by a pipeline
+    wanted = [layout.micro_batch_unit for layout in layouts]  # required by a pipeline
     least = max(len(_ROWS), *(max(2, fewest) * rows for rows, (fewest, _) in zip(per_pass, wanted, strict=True)))
     unit = math.lcm(*(rows * multiple for rows, (_, multiple) in zip(per_pass, wanted, strict=True)))
     return -(-least // unit) * unit

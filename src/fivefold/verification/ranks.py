@@ -31,7 +31,6 @@ from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.legality import layers_for
 from fivefold.training.model import balance_options
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
@@ -154,7 +153,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     machine = room()
     model = make_folder(
         config, asked.folder / "model", thin=asked.thin, memory=(machine.free if machine else UNKNOWN) // 2,
-        vocabulary=8 * max(layout.tp for layout in layouts) + 3, layers=max(map(layers_for, layouts)), seed=asked.seed,
+        vocabulary=8 * max(layout.tp for layout in layouts) + 3,
+        layers=max(layout.fewest_layers for layout in layouts), seed=asked.seed,
         block=NF4_BLOCK * max(layout.tp for layout in layouts) if config.adapter.quantize == "nf4" else 1,
     )  # fmt: skip
     options = config.optimizer.model_dump(exclude_none=True)

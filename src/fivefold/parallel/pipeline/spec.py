@@ -6,7 +6,6 @@ from functools import cached_property, lru_cache
 
 from fivefold.core.schedule import TYPICAL, SchedulePlan, Slot, Transfer
 from fivefold.core.violation import refuse
-from fivefold.parallel import legality
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.layout import Layout
@@ -39,7 +38,7 @@ class PipelinePlan:
 
 @lru_cache(maxsize=16)
 def _schedule(layout: Layout, micro_batches: int) -> SchedulePlan:
-    refuse(legality.of_micro_batches(layout, micro_batches))
+    refuse(layout.step_violations(micro_batches))
     return layout.schedule_plan(micro_batches)
 
 

@@ -1,0 +1,96 @@
+"""Parts of a `Layout`: how a feature declares its fields, and what it may add to the rules of a layout. No torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.core.model_limits import ModelLimits
+from fivefold.core.violation import Violation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutKey:
+    """Notation of a `Layout` field in the run file and in the text form. Everything else derives from this.
+
+    `section`, `name`: its place in the run file. `file_default`: its default there. `choices`: its
+    values; none: any number, or a text that its feature checks. `least`, `most`: of a number. `words`: options of the
+    text form that are one bare word, and their values. `prefix`, `pattern`, `shown`: for an option with a value after
+    its name, such as `zero1`; `shown` is that value in error messages. `text`: describes a value of the run file that
+    `pattern` matches, besides the default and `words`. `is_last`: it comes at the end of the text form.
+
+    Keys come in the order of the features; `after` is the field that this one follows instead. `file_after`: the same
+    in its section of the run file alone. `peers`: names that other trainers have for it. `answers`: names without an
+    exact counterpart, and what to write instead.
+    """
+
+    help: str
+    section: str
+    name: str
+    default: Any
+    file_default: Any
+    choices: tuple[Any, ...] = ()
+    least: int | None = None
+    most: int | None = None
+    words: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str | None = None
+    pattern: str = r"[0-9]{1,9}"
+    shown: str = "N"
+    text: str = ""
+    is_last: bool = False
+    after: str = ""
+    file_after: str = ""
+    peers: str = ""
+    answers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Its dotted name in the run file."""
+        return f"{self.section}.{self.name}"
+
+
+def key(default: Any, place: str, help: str, *, file_default: Any = None, **options: Any) -> Any:
+    """Declare a field of `Layout`, at `place` in the run file, such as `layout.tp`."""
+    section, name = place.split(".")
+    in_file = default if file_default is None else file_default
+    declared = LayoutKey(help=help, section=section, name=name, default=default, file_default=in_file, **options)
+    return field(default=default, metadata={"key": declared})
+
+
+def bare(*values: str) -> dict[str, str]:
+    """Words that are their own values."""
+    return {value: value for value in values}
+
+
+class LayoutPart:
+    """One feature's part of `Layout`: a frozen dataclass of its keys, with what follows from them alone.
+
+    `Layout` inherits from every part. It asks each part for those of these methods that the part itself defines, so
+    none calls `super()`. A part that reads keys of other features inherits from their parts.
+    """
+
+    def check(self) -> None:
+        """Raise `UserError` for a value out of its range."""
+
+    def violations(self) -> Iterator[Violation]:
+        """Rules on the layout by itself."""
+        yield from ()
+
+    def rank_violations(self) -> Iterator[Violation]:
+        """Rules on the ranks, once `dp_shard` is known."""
+        yield from ()
+
+    def step_violations(self, micro_batches: int) -> Iterator[Violation]:
+        """Rules on the micro batches of a step."""
+        yield from ()
+
+    def model_violations(self, limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
+        """Rules on the layout and a model. `world`: devices."""
+        yield from ()
+
+    def chunk_multiple(self) -> int:
+        """Number of tokens that divides each of the `2 * cp` chunks of a row."""
+        return 1
+
+    def dtype_words(self) -> str:
+        """Words behind the compute dtype in `numerics`."""
+        return ""

@@ -1,0 +1,38 @@
+"""Keys of fp8. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fivefold.core.fp8 import RECIPES
+from fivefold.core.keys import LayoutPart, key
+from fivefold.core.violation import Violation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Keys(LayoutPart):
+    """Linears that multiply in fp8."""
+
+    fp8: str = key(
+        "none", "precision.fp8", "scaling of fp8 matmuls",
+        choices=("none", *RECIPES),
+        words={"fp8": "tensorwise", "mxfp8": "mxfp8", **{f"fp8_{name}": name for name in [*RECIPES][1:-1]}},
+        answers={"fp8_recipe fp8_recipe_name": "set precision.fp8: rowwise, or another recipe of docs/explain/fp8.md"},
+    )  # fmt: skip
+    fp8_high_layers: int = key(
+        0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", least=0, prefix="hp"
+    )
+
+    def chunk_multiple(self) -> int:
+        """If a recipe has a scale for each block of tokens, chunks are whole blocks."""
+        return 1 if self.fp8 == "none" else RECIPES[self.fp8].block
+
+    def dtype_words(self) -> str:
+        """The recipe, and the layers without it."""
+        recipe = "" if self.fp8 == "none" else f" with fp8 {self.fp8}"
+        return recipe + (f" but for {self.fp8_high_layers} layers at each end" if self.fp8_high_layers else "")
+
+    def violations(self) -> Iterator[Violation]:
+        """`fp8_high_layers` needs fp8."""
+        if self.fp8_high_layers and self.fp8 == "none":
+            what, fix = f"fp8_high_layers {self.fp8_high_layers} without fp8", "set precision.fp8, or leave"
+            yield Violation("fp8_high_layers", what, f"{fix} fp8_high_layers out", more="docs/explain/fp8.md")
