@@ -20,11 +20,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.core.fp8 import RECIPES
-from fivefold.ops import fp8
-from fivefold.ops.fp8 import Float8, Float8Grouped
-from fivefold.ops.fp8_kernels import emulated
 from fivefold.ops.linear import Dense, Grouped
+from fivefold.parallel.fp8 import matmul as fp8
+from fivefold.parallel.fp8.kernels import emulated
+from fivefold.parallel.fp8.matmul import Float8, Float8Grouped
+from fivefold.parallel.fp8.recipes import RECIPES
 
 SIZES = ((4096, 2048, 8192), (4096, 8192, 2048), (8192, 4096, 4096))  # tokens, inputs, outputs
 EXPERTS = 8

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.fp8 import KINDS, RECIPES, Recipe
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
-from fivefold.ops.delayed import Delayed
-from fivefold.ops.fp8 import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
-from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.ops.linear import Linears
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.delayed import Delayed
+from fivefold.parallel.fp8.matmul import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
+from fivefold.parallel.fp8.recipes import KINDS, RECIPES, Recipe
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.planned_edits import edits

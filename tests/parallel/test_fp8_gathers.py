@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.fp8 import RECIPES
-from fivefold.ops.fp8 import cast_to_fp8, restored, scale_of
-from fivefold.ops.fp8_weight import Fp8Weight
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.matmul import cast_to_fp8, restored, scale_of
+from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.state import state_of
 from fivefold.training.step import accumulate
 from tests.parity import Case, batch_of, build, documents

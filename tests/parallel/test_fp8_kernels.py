@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import RECIPES, by_row
-from fivefold.ops import fp8_kernels
-from fivefold.ops.fp8 import Float8, Float8Grouped, casts, restored
-from fivefold.ops.fp8_kernels import emulated, is_served, is_served_grouped, scaled_matmul
+from fivefold.parallel.fp8 import kernels as fp8_kernels
+from fivefold.parallel.fp8.kernels import emulated, is_served, is_served_grouped, scaled_matmul
+from fivefold.parallel.fp8.matmul import Float8, Float8Grouped, casts, restored
+from fivefold.parallel.fp8.recipes import RECIPES, by_row
 
 ONE_SCALE = [name for name, recipe in RECIPES.items() if recipe.block == 1]
 PRODUCTS = ["output", "input_grad", "weight_grad"]

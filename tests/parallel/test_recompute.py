@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.core.errors import UserError
-from fivefold.core.recompute import MODES, Choice, Mode, spent
 from fivefold.core.units import GIB
 from fivefold.ops import keep
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.recompute.policy import MODES, Choice, Mode, spent
 from fivefold.torch_internals import Dispatch
 from tests.parity import Case, Outcome, on_rank, outcome, reference_model
 from tests.pool import run_ranks

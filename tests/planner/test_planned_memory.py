@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from benchmarks.planned_memory import Planned, cells, plan
 
-from fivefold.core.recompute import Recompute
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
@@ -20,6 +19,7 @@ from fivefold.parallel.memory import (
     working_numbers,
 )
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.policy import Recompute
 
 CELLS = [cell for cell in cells() if cell.allocated is not None]
 

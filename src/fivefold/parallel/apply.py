@@ -18,7 +18,6 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.core.lora import Lora
-from fivefold.core.recompute import budget_bytes
 from fivefold.models import hf_internals, offdiagonal
 from fivefold.models.adapter import WithAdapters, attach
 from fivefold.models.adapter_facts import adapted, targets_of
@@ -58,6 +57,7 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.recompute import runtime as recompute
 from fivefold.parallel.recompute.budget import within_budget
+from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.parallel.rows import runtime as rows
 from fivefold.parallel.state import ParallelState, fill
 from fivefold.parallel.tensor import runtime as tensor

@@ -7,12 +7,12 @@ and whether compute can hide it.
 
 from collections.abc import Callable, Iterator
 
-from fivefold.core.fp8 import KINDS
 from fivefold.parallel.balance import spec as balance
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.context import spec as context
 from fivefold.parallel.experts import spec as experts
 from fivefold.parallel.fp8 import spec as fp8
+from fivefold.parallel.fp8.recipes import KINDS
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp import spec as fsdp
 from fivefold.parallel.loss import spec as loss

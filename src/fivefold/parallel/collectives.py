@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fivefold.core.recompute import Recompute
 from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.recompute.policy import Recompute
 
 Phase = Literal["forward", "backward", "step"]
 CACHE_BYTES, MOST_BYTES = 8 * 2**20, 2**30  # fp32 logits of one chunk under `loss_chunks: auto`

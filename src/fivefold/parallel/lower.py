@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from fivefold.core import heads
 from fivefold.core.heads import CPMethod
 from fivefold.core.lora import NF4_BLOCK
-from fivefold.core.recompute import Recompute, budget_bytes
 from fivefold.core.state_dtypes import block_length
 from fivefold.core.violation import Violation, refuse
 from fivefold.models.anatomy import is_within
@@ -19,6 +18,7 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank
 from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.recompute.policy import Recompute, budget_bytes
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.stage_plan import stage_plan
 

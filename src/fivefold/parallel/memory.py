@@ -12,21 +12,21 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from fivefold.core.fp8 import RECIPES, agreements
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.recompute import MODES, Choice, Mode, Recompute
 from fivefold.core.schedule import Slot
 from fivefold.core.state_dtypes import AT_ONCE, RESTORED
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import LayerCost, Matmul
 from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.fp8.recipes import RECIPES, agreements
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
 from fivefold.parallel.graphs.spec import GraphPlan
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.policy import MODES, Choice, Mode, Recompute
 from fivefold.parallel.recompute.spec import RecomputePlan
 
 # All forwards are done, and the last loss is computed with its gradients. The last layer's backward runs; then the one

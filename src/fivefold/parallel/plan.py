@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from fivefold.core.heads import CPMethod
-from fivefold.core.recompute import Recompute
 from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.collectives import StepShape, chunk_sizes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.ranks import Blocks, tokens_by_rank
+from fivefold.parallel.recompute.policy import Recompute
 
 Decided = TypeVar("Decided")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.core.recompute import Site
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.policy import Site
 
 
 @dataclass(frozen=True)

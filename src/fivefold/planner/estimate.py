@@ -13,7 +13,6 @@ import numpy as np
 
 from fivefold.core.errors import UserError
 from fivefold.core.optimizers import OPTIMIZERS
-from fivefold.core.recompute import budget_bytes
 from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
@@ -27,6 +26,7 @@ from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
 from fivefold.parallel.ranks import RankGrid
+from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.budget import Parts, under_budget
 from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval

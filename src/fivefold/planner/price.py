@@ -12,7 +12,6 @@ from math import gcd, log2, prod
 
 import numpy as np
 
-from fivefold.core.recompute import Recompute
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster, Span
 from fivefold.models.anatomy import is_within
@@ -25,6 +24,7 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, logit_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
+from fivefold.parallel.recompute.policy import Recompute
 from fivefold.planner.compute import (
     Product,
     attention_seconds,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fivefold.core.fp8 import KERNELS, RECIPES
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB, human, human_bytes, many
@@ -14,9 +13,10 @@ from fivefold.launch.folder import next_commands
 from fivefold.launch.world import multiplies_bf16
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
-from fivefold.ops.fp8_kernels import emulated
 from fivefold.parallel import shared_memory
 from fivefold.parallel.census import fp8_part
+from fivefold.parallel.fp8.kernels import emulated
+from fivefold.parallel.fp8.recipes import KERNELS, RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.offload.host_memory import HOST

@@ -1,7 +1,8 @@
 """fp8 in the reference: every operand of every linear rounded by a table of the format's numbers, region by region.
 
-It shares only the recipes, which are data, with `ops/fp8.py`. Max-pooling gives the largest values. A search in the
-sorted table gives the nearest number. The rounded operands are multiplied in fp32, or in fp64 if the model is fp64.
+It shares only the recipes, which are data, with `parallel/fp8/matmul.py`. Max-pooling gives the largest values. A
+search in the sorted table gives the nearest number. The rounded operands are multiplied in fp32, or in fp64 if the
+model is fp64.
 
 Legend: M, N free dimensions, K the contracted one; I inputs and O outputs of a linear, S tokens.
 """
@@ -18,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.fp8 import RECIPES, Cast, Format, Pair, Recipe, by_row
 from fivefold.models import hf_internals
+from fivefold.parallel.fp8.recipes import RECIPES, Cast, Format, Pair, Recipe, by_row
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from fivefold.core import fp8 as recipes
-from fivefold.core.fp8 import RECIPES, Cast, Recipe
-from fivefold.ops import fp8
-from fivefold.parallel.fp8 import amax
+from fivefold.parallel.fp8 import amax, recipes
+from fivefold.parallel.fp8 import matmul as fp8
 from fivefold.parallel.fp8 import runtime as products
 from fivefold.parallel.fp8 import scales as fp8_scales
+from fivefold.parallel.fp8.recipes import RECIPES, Cast, Recipe
 from fivefold.parallel.linears import runtime as linears
 from fivefold.parallel.linears.spec import LinearPlan
 from tests.verification.faults.fault import Model, fault

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.recompute import Site
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts
 from fivefold.parallel.balance.spec import WatchRouter, router_numbers
@@ -34,6 +33,7 @@ from fivefold.parallel.experts import capacity
 from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import tokens_by_rank
+from fivefold.parallel.recompute.policy import Site
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 BIAS = "e_score_correction_bias"

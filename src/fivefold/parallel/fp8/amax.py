@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.core.fp8 import KINDS, Operand
+from fivefold.parallel.fp8.recipes import KINDS, Operand
 
 
 class AmaxHistory:

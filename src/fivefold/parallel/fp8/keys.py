@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fivefold.core.fp8 import RECIPES
 from fivefold.core.keys import LayoutPart, key
 from fivefold.core.violation import Violation
+from fivefold.parallel.fp8.recipes import RECIPES
 
 
 @dataclass(frozen=True, kw_only=True)

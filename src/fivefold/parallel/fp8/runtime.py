@@ -5,11 +5,11 @@ from functools import partial
 
 from torch import nn
 
-from fivefold.core.fp8 import RECIPES, SPLIT_OVER, Dim, Recipe
-from fivefold.ops.delayed import Delayed
-from fivefold.ops.fp8 import Agree, Float8, Float8Grouped
 from fivefold.ops.linear import Products, Role
 from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.delayed import Delayed
+from fivefold.parallel.fp8.matmul import Agree, Float8, Float8Grouped
+from fivefold.parallel.fp8.recipes import RECIPES, SPLIT_OVER, Dim, Recipe
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.tensor.mappings import max_all
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from fivefold.core.fp8 import RECIPES
-from fivefold.ops.fp8 import scale_of
 from fivefold.parallel.fp8.amax import AmaxHistory
+from fivefold.parallel.fp8.matmul import scale_of
+from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.gathers import Gather
 from fivefold.parallel.plan import ParallelPlan

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.core.fp8 import KERNELS, RECIPES, SPLIT_OVER, Dim, agreements
 from fivefold.core.units import many
 from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call
+from fivefold.parallel.fp8.recipes import KERNELS, RECIPES, SPLIT_OVER, Dim, agreements
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.step import Step

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.fp8 import RECIPES, Cast
 from fivefold.models import hf_internals
-from fivefold.ops.fp8 import DTYPES, cast_to_fp8
-from fivefold.ops.fp8_weight import Fp8Weight
+from fivefold.parallel.fp8.matmul import DTYPES, cast_to_fp8
+from fivefold.parallel.fp8.recipes import RECIPES, Cast
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.offload.host_memory import HostMemory
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.torch_internals import fsdp_gather_by, fsdp_pad, fsdp_shards

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from fivefold.core.recompute import budget_bytes, spent
 from fivefold.parallel.memory import layer_choices
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.policy import budget_bytes, spent
 
 
 def within_budget(plan: ParallelPlan, tokens: int, micro_batches: int) -> ParallelPlan:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fivefold.core.errors import UserError
 from fivefold.core.keys import LayoutPart, bare, key
-from fivefold.core.recompute import BUDGET, MODES
+from fivefold.parallel.recompute.policy import BUDGET, MODES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import ALIGNED, GROUPED_KERNELS, KERNELS, RECIPES, Kernel, Pair
-from fivefold.ops.fp8_weight import Rounded
+from fivefold.parallel.fp8.recipes import ALIGNED, GROUPED_KERNELS, KERNELS, RECIPES, Kernel, Pair
+from fivefold.parallel.fp8.weight import Rounded
 from fivefold.torch_internals import scaled_grouped_mm
 
 CUDA = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])  # that this torch was built with

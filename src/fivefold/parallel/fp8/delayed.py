@@ -6,9 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fivefold.core.fp8 import OPERANDS, Cast, Operand, Product
-from fivefold.ops.fp8 import Float8, cast_to_fp8, scale_of
-from fivefold.ops.fp8_weight import Rounded
+from fivefold.parallel.fp8.matmul import Float8, cast_to_fp8, scale_of
+from fivefold.parallel.fp8.recipes import OPERANDS, Cast, Operand, Product
+from fivefold.parallel.fp8.weight import Rounded
 
 
 class History(Protocol):

@@ -1,4 +1,4 @@
-"""The three products of a linear in fp8, following a recipe of `core/fp8.py`.
+"""The three products of a linear in fp8, following a recipe of `parallel/fp8/recipes.py`.
 
 Example: a row (1.0, -3.0, 0.1) has the largest value 3. Its scale is 448 / 3 = 149.3, or 128 as a power of two. With
 128 it is cast to (128, -384, 13), which stands for (1.0, -3.0, 0.1016).
@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.fp8 import (
+from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
+from fivefold.parallel.fp8.kernels import grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
+from fivefold.parallel.fp8.recipes import (
     DIMS,
     Cast,
     Dim,
@@ -30,9 +32,7 @@ from fivefold.core.fp8 import (
     by_row,
     shared_dims,
 )
-from fivefold.ops.fp8_kernels import grouped_matmul, is_served, is_served_grouped, laid_out, scaled_matmul
-from fivefold.ops.fp8_weight import Fp8Weight, Rounded
-from fivefold.ops.linear import Dense, Grouped, Later, OneByOne
+from fivefold.parallel.fp8.weight import Fp8Weight, Rounded
 
 DTYPES: Mapping[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST = 1e-30  # stands for the largest value of a region of zeros
