@@ -28,9 +28,9 @@ from fivefold.models.facts_store import read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
 from fivefold.parallel.apply import LiveParts
 from fivefold.parallel.calls import calls
-from fivefold.parallel.census import census, fp8_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
+from fivefold.parallel.fp8.census import census, fp8_part
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.layout import Layout

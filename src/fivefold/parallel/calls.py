@@ -12,8 +12,6 @@ from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.context import spec as context
 from fivefold.parallel.experts import spec as experts
 from fivefold.parallel.fp8 import spec as fp8
-from fivefold.parallel.fp8.recipes import KINDS
-from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp import spec as fsdp
 from fivefold.parallel.loss import spec as loss
 from fivefold.parallel.matrices import spec as matrices
@@ -45,14 +43,10 @@ def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[[Step], Iterat
 
 
 def _of_world(step: Step) -> Iterator[Call]:
-    """All-reduces over the world. Before the passes: token counts, and the largest values of weights gathered in fp8,
-    if no history has them. After them: the largest values of linears with a history, the loss and the gradient norm.
-    Judged answers add the counts of their pairs before, and the means of each metric after."""
-    plan = step.plan
-    judged = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
-    weights = 0 if plan.feature(Fp8Plan).amax_names and step.shape.has_amax else 8 * len(plan.feature(Fp8Plan).gathers)
-    amax = 8 * len(KINDS) * len(plan.feature(Fp8Plan).amax_names)
-    for size in filter(None, (40, *judged, weights, amax, 16)):
+    """All-reduces over the world. Before the passes: token counts. After them: the loss and the gradient norm. Pairs of
+    answers add their counts before, and the means of each metric after; `fp8.scale_bytes` adds scales."""
+    pairs = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
+    for size in (40, *pairs, *fp8.scale_bytes(step), 16):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 

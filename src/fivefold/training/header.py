@@ -14,10 +14,7 @@ from fivefold.launch.world import multiplies_bf16
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
 from fivefold.parallel import shared_memory
-from fivefold.parallel.census import fp8_part
-from fivefold.parallel.fp8.kernels import emulated
-from fivefold.parallel.fp8.recipes import KERNELS, RECIPES
-from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fp8 import header as fp8
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.state import state_of
@@ -60,7 +57,7 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
             f"{', blocks compiled' if compiled else ''}{_attention(job)}",
         ),
         *([("recompute", f"{state.plan.recompute}")] if layout.recompute != "none" else []),
-        *_fp8_lines(job),
+        *fp8.lines(state.plan, config.data.seq_length, world.device),
         *_offload_lines(job),
         *_states_lines(job),
         *_mfu_lines(job),
@@ -155,35 +152,6 @@ def changed(before: History, about: Mapping[str, Any], *, step: int) -> list[tup
     if abs(new - old) > 0.01 * max(old, new):
         found.append(f"the learning rate of step {step + 1} is {new:.2e}; it would have been {old:.2e}")
     return [("changed", "; ".join(found))] if found else []
-
-
-def _fp8_lines(job: Job) -> list[tuple[str, str]]:
-    """The modules that multiply in fp8, and why that is not faster here, if it is not."""
-    plan = state_of(job.model).plan
-    recipe = plan.layout.fp8
-    if recipe == "none":
-        return []
-    counts = (
-        (len(plan.feature(Fp8Plan).linears), "linear"),
-        (len(plan.feature(Fp8Plan).expert_modules), "expert module"),
-    )
-    cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
-    high = plan.layout.fp8_high_layers
-    ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
-    part = f"{100 * fp8_part(plan):.0f} % of the matmuls' FLOPs"
-    rows = [("fp8", f"{recipe}: {cast} of this rank, {part}; {ends}, norms and attention in {plan.layout.precision}")]
-    device, precision = job.world.device, plan.layout.precision
-    if why := emulated(recipe, device, precision):
-        rows.append(("", f"the loss is that of fp8, the speed is not: {why}"))
-    elif plan.feature(Fp8Plan).expert_modules and (lacks := emulated(recipe, device, precision, of_experts=True)):
-        rows.append(("", f"the loss of experts is that of fp8, their speed is not: {lacks}"))
-    layout = plan.layout
-    tokens = layout.padded(job.config.data.seq_length) // layout.cp * layout.micro_batch_size
-    if not why and (slow := plan.feature(Fp8Plan).unaligned(tokens)):
-        step = KERNELS[RECIPES[recipe].block].summed
-        more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
-        rows.append(("", f"slower than in bf16, for sizes that are no multiples of {step}: {slow[0]}{more}"))
-    return rows
 
 
 def _offload_lines(job: Job) -> list[tuple[str, str]]:

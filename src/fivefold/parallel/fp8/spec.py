@@ -9,7 +9,7 @@ from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.fp8.recipes import KERNELS, RECIPES, SPLIT_OVER, Dim, agreements
+from fivefold.parallel.fp8.recipes import KERNELS, KINDS, RECIPES, SPLIT_OVER, Dim, agreements
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.step import Step
@@ -161,3 +161,13 @@ def calls(step: Step) -> Iterator[Call]:
                     )
                 else:
                     yield step.call(axis, "all_reduce", size, "backward", step.layer_of(first.name))
+
+
+def scale_bytes(step: Step) -> Iterator[int]:
+    """Yield the bytes of all-reduces of largest values over the world: before the passes those of weights that are
+    gathered in fp8, unless a history has them; after the passes those of linears with a history."""
+    own = step.plan.feature(Fp8Plan)
+    if own.gathers and not (own.amax_names and step.shape.has_amax):
+        yield 8 * len(own.gathers)
+    if own.amax_names:
+        yield 8 * len(KINDS) * len(own.amax_names)
