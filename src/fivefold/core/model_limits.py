@@ -1,7 +1,7 @@
 """Limits that a model sets to a layout. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.core.folder_config import LAYERS
@@ -26,6 +26,10 @@ class ModelLimits:
     experts: int | None = None
     expert_features: int | None = None
     refusals: Mapping[str, str] = field(default_factory=dict)
+
+    def refusing(self, reasons: Mapping[str, str | None]) -> "ModelLimits":
+        """The same limits, with those of the `reasons` that are not None."""
+        return replace(self, refusals={**self.refusals, **{axis: why for axis, why in reasons.items() if why}})
 
     @staticmethod
     def of_config(values: Mapping[str, Any], name: str) -> "ModelLimits":

@@ -191,7 +191,7 @@ class Layout(
 
     @property
     def row_multiple(self) -> int:
-        """Multiple of tokens that rows are padded to: `2 * cp * tp`. If fp8 has a scale for each block of tokens, every
+        """Multiple of tokens that rows are padded to: `2 * cp * tp`. Where a block of tokens shares a scale, every
         rank's chunks of a row are whole blocks."""
         return self.row_chunks * self.chunk_multiple()
 

@@ -107,7 +107,7 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(data.train.row_targets[rows])])
     dtype = np.dtype(np.float64 if config.precision.compute == "fp64" else np.float32)
     shape = (int(offsets[-1]), given.top_k)
-    precision = [config.precision.compute, config.precision.fp8, config.precision.fp8_high_layers]
+    precision = [*config.precision.model_dump(exclude={"reduce"}).values()]
     parts = [data.fingerprint, key_of(rows.tolist()), digest_of_weights(folder), hf_config.to_json_string(), precision]
     place = root / "teacher" / key_of(_VERSION, *parts, given.top_k, vocabulary)
     read = partial(_read, root=root, shape=shape, dtype=dtype)

@@ -113,7 +113,7 @@ def _table(
 ) -> tuple[Table, bool]:
     """Log-probabilities of a side, and whether they were computed now. The first rank reads and writes the cache."""
     root, pairs, device = cache_root(), len(rows.index.pieces), next(model.parameters()).device
-    precision = [config.precision.compute, config.precision.fp8, config.precision.fp8_high_layers]
+    precision = [*config.precision.model_dump(exclude={"reduce"}).values()]
     parts = (data.fingerprint, side, pairs, compared.digest, model.config.to_json_string(), precision)
     folder = root / "reference" / key_of(_VERSION, *parts)
     shared, is_there = torch.zeros(pairs, 2, dtype=torch.float64, device=device), False

@@ -1,8 +1,10 @@
 """Context parallelism: edits of modules, and collectives between ranks. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fivefold.core.model_limits import ModelLimits
+from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
@@ -77,3 +79,13 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     yield WholeRows(anatomy.head, "cp", "logits of whole rows leave it")
     for module in plan.facts.attends:
         yield Exchange(module, "cp", "attention exchanges keys and values, or heads")
+
+
+# ---- limits of a model -----------------------------------------------------------------------------------------------
+
+
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the heads that attention sees."""
+    attends = facts.attends.values()
+    fewest = (min(each.query for each in attends), min(each.kv for each in attends)) if attends else None
+    return replace(limits, attended=fewest)

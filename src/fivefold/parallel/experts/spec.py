@@ -1,10 +1,11 @@
 """Expert parallelism: edits of modules, and collectives between ranks. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fivefold.core.model_limits import ModelLimits
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import Experts
+from fivefold.models.facts import ORDERS, Experts, ModelFacts
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
@@ -90,3 +91,34 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         yield SendRows(each.name, "ep", "rows of tokens go to the ranks of their experts", each)
     for router in plan.fp32_routers:
         yield RouteInFp32(router, "router", "scores are computed in fp32")
+
+
+# ---- limits of a model -----------------------------------------------------------------------------------------------
+
+
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the experts of a model and their features, and the reason why these cannot be split."""
+    experts = min((each.experts for each in facts.experts), default=0)
+    if reasons := [reason for each in facts.experts if (reason := _features_refusal(facts, each))]:
+        return replace(limits, experts=experts).refusing({"expert_tp": reasons[0]})
+    features = min((_features(facts, each) for each in facts.experts), default=None)
+    return replace(limits, experts=experts, expert_features=features)
+
+
+def _features(facts: ModelFacts, experts: Experts) -> int:
+    """Number of features of an expert."""
+    assert experts.features is not None, "they are found with the facts"
+    return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
+
+
+def _features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
+    """Reason why the features of these experts cannot be split over ranks, or None."""
+    features, name = experts.features, experts.name
+    assert features is not None, "they are found with the facts"
+    reason = features.refusal
+    if reason is None:
+        made = facts.parameters[f"{name}.{features.first}"].shape[features.made]
+        size = facts.parameters[f"{name}.down_proj"].shape[features.read]
+        if made != ORDERS[features.order][0] * size:
+            reason = f"{features.first} makes {made} numbers for {size} features"
+    return f"the features of {name} cannot be split: {reason}" if reason else None

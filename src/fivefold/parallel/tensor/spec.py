@@ -1,10 +1,12 @@
 """Tensor parallelism: edits of modules, and collectives between ranks. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 
+from fivefold.core.model_limits import ModelLimits
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import FeatureGroups, TPBlock, TPInput
+from fivefold.models.facts import FeatureGroups, ModelFacts, Partition, TPBlock, TPInput
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import Call
@@ -173,3 +175,21 @@ def _gathers_again(plan: ParallelPlan, block: TPBlock, entry: TPInput) -> bool:
     layer = next((name for name in plan.placement.layers if is_within(block.row, [name])), None)
     shape = plan.step_shape(1, plan.layout.cp, 1)  # its sizes do not matter
     return layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)
+
+
+# ---- limits of a model -----------------------------------------------------------------------------------------------
+
+
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the heads that ranks share, and the reasons why a model cannot be split."""
+    partition = facts.partition
+    counts = tuple(zip(*partition.heads, strict=True)) if not partition.refusal else ()
+    query, kv = (gcd(*heads) for heads in counts) if counts else (None, None)  # layers may differ: tp fits all of them
+    limits = replace(limits, query=query, kv=kv, fused=_fused(partition))
+    return limits.refusing({"tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal})
+
+
+def _fused(partition: Partition) -> str | None:
+    """Parameter that makes query heads and key/value heads at once, if any."""
+    fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.groups or ()})
+    return next(fused, None)
