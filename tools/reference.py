@@ -31,7 +31,7 @@ from fivefold.config.key import Key, json_schema_of
 from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.core.keys import LayoutKey, LayoutPart
+from fivefold.core.keys import LayoutKey
 from fivefold.core.lora import Lora
 from fivefold.core.metric_names import METRICS
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
@@ -46,7 +46,7 @@ from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fp8.keys import Fp8Keys
-from fivefold.parallel.layout import DEGREES, KEYS, PARTS, Layout
+from fivefold.parallel.layout import DEGREES, KEYS, OF_PARTS, PARTS, Layout
 from fivefold.parallel.legality import violations
 from fivefold.parallel.pipeline.keys import PipelineKeys
 from fivefold.parallel.tensor.keys import TensorKeys
@@ -353,7 +353,7 @@ def _with_parts(layout: ast.ClassDef) -> list[ast.stmt]:
     parts offer to `Layout` alone is left out."""
     whole = [*layout.body, *(each for part in PARTS for each in _definition(part.__module__, part.__name__)[1].body)]
     fields = {ast.unparse(each.target): each for each in whole if isinstance(each, ast.AnnAssign)}
-    methods = [each for each in whole if isinstance(each, ast.FunctionDef) and each.name not in vars(LayoutPart)]
+    methods = [each for each in whole if isinstance(each, ast.FunctionDef) and each.name not in OF_PARTS]
     return [layout.body[0], *(fields[name] for name in KEYS), *methods]
 
 

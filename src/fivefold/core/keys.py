@@ -1,11 +1,8 @@
-"""Parts of a `Layout`: how a feature declares its fields, and what it may add to the rules of a layout. No torch."""
+"""Parts of a `Layout`: how a feature declares its fields. No torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from fivefold.core.model_limits import ModelLimits
-from fivefold.core.violation import Violation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,33 +61,7 @@ def bare(*values: str) -> dict[str, str]:
 class LayoutPart:
     """One feature's part of `Layout`: a frozen dataclass of its keys, with what follows from them alone.
 
-    `Layout` inherits from every part. It asks each part for those of these methods that the part itself defines, so
-    none calls `super()`. A part that reads keys of other features inherits from their parts.
+    `Layout` inherits from every part. A part defines those of the methods in `OF_PARTS` (`parallel/layout.py`) that it
+    needs. `Layout` asks each part for its own, so none calls `super()`. A part that reads keys of other features
+    inherits from their parts.
     """
-
-    def check(self) -> None:
-        """Raise `UserError` for a value out of its range."""
-
-    def violations(self) -> Iterator[Violation]:
-        """Rules on the layout by itself."""
-        yield from ()
-
-    def rank_violations(self) -> Iterator[Violation]:
-        """Rules on the ranks, once `dp_shard` is known."""
-        yield from ()
-
-    def step_violations(self, micro_batches: int) -> Iterator[Violation]:
-        """Rules on the micro batches of a step."""
-        yield from ()
-
-    def model_violations(self, limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
-        """Rules on the layout and a model. `world`: devices."""
-        yield from ()
-
-    def chunk_multiple(self) -> int:
-        """Number of tokens that divides each of the `2 * cp` chunks of a row."""
-        return 1
-
-    def dtype_words(self) -> str:
-        """Words behind the compute dtype in `numerics`."""
-        return ""

@@ -42,6 +42,11 @@ MOST_RANKS = 2**20  # of a layout: far above every machine, and few enough to en
 # Mesh order, outermost first: tp and cp stay inside a node when they fit. `ep` is folded inside, never a mesh axis.
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
+# Methods that a part may define; those of `Layout` collect them.
+OF_PARTS = (
+    *("check", "violations", "rank_violations", "step_violations", "model_violations", "chunk_multiple", "dtype_words"),
+)
+
 Compute = Literal["bf16", "fp32", "fp64"]
 COMPUTE = get_args(Compute)
 
@@ -97,23 +102,23 @@ class Layout(
         self._of_parts("check")
 
     def violations(self) -> Iterator[Violation]:
-        """Violations of the layout by itself."""
+        """Rules on the layout by itself."""
         return chain.from_iterable(self._of_parts("violations"))
 
     def rank_violations(self) -> Iterator[Violation]:
-        """Violations of the ranks, once `dp_shard` is known."""
+        """Rules on the ranks, once `dp_shard` is known."""
         return chain.from_iterable(self._of_parts("rank_violations"))
 
     def step_violations(self, micro_batches: int) -> Iterator[Violation]:
-        """Violations by a step of so many micro batches."""
+        """Rules on the micro batches of a step."""
         return chain.from_iterable(self._of_parts("step_violations", micro_batches))
 
     def model_violations(self, limits: ModelLimits, world: int | None = None) -> Iterator[Violation]:
-        """Violations of the limits of a model. `world`: devices."""
+        """Rules on the layout and a model. `world`: devices."""
         return chain.from_iterable(self._of_parts("model_violations", limits, world))
 
     def chunk_multiple(self) -> int:
-        """Number of tokens that divides each chunk of a row."""
+        """Number of tokens that divides each of the `2 * cp` chunks of a row."""
         return lcm(*self._of_parts("chunk_multiple"))
 
     def dtype_words(self) -> str:
@@ -265,11 +270,8 @@ class Layout(
 
 
 PARTS: tuple[type[LayoutPart], ...] = Layout.__bases__[::-1]
-# The methods of `LayoutPart` -> those of the parts that define it, in their order.
 _METHODS: dict[str, list[Callable[..., Any]]] = {
-    name: [vars(part)[name] for part in PARTS if name in vars(part)]
-    for name, value in vars(LayoutPart).items()
-    if callable(value)
+    name: [vars(part)[name] for part in PARTS if name in vars(part)] for name in OF_PARTS
 }
 
 

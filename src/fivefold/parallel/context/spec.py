@@ -12,6 +12,13 @@ from fivefold.parallel.ranks import Tokens, ring_hops
 from fivefold.parallel.step import Step
 
 
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the heads that attention sees."""
+    attends = facts.attends.values()
+    fewest = (min(each.query for each in attends), min(each.kv for each in attends)) if attends else None
+    return replace(limits, attended=fewest)
+
+
 def calls(step: Step) -> Iterator[Call]:
     """Collectives of attention. A ring or an all-gather brings keys and values to the queries of other ranks; Ulysses
     exchanges heads for tokens. `RxU` does both."""
@@ -79,13 +86,3 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     yield WholeRows(anatomy.head, "cp", "logits of whole rows leave it")
     for module in plan.facts.attends:
         yield Exchange(module, "cp", "attention exchanges keys and values, or heads")
-
-
-# ---- limits of a model -----------------------------------------------------------------------------------------------
-
-
-def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
-    """Add the heads that attention sees."""
-    attends = facts.attends.values()
-    fewest = (min(each.query for each in attends), min(each.kv for each in attends)) if attends else None
-    return replace(limits, attended=fewest)

@@ -13,6 +13,34 @@ from fivefold.parallel.step import Step
 from fivefold.parallel.tensor.spec import Cut
 
 
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the experts of a model and their features, and the reason why these cannot be split."""
+    experts = min((each.experts for each in facts.experts), default=0)
+    if reasons := [reason for each in facts.experts if (reason := _features_refusal(facts, each))]:
+        return replace(limits, experts=experts).refusing({"expert_tp": reasons[0]})
+    features = min((_features(facts, each) for each in facts.experts), default=None)
+    return replace(limits, experts=experts, expert_features=features)
+
+
+def _features(facts: ModelFacts, experts: Experts) -> int:
+    """Number of features of an expert."""
+    assert experts.features is not None, "they are found with the facts"
+    return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
+
+
+def _features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
+    """Reason why the features of these experts cannot be split over ranks, or None."""
+    features, name = experts.features, experts.name
+    assert features is not None, "they are found with the facts"
+    reason = features.refusal
+    if reason is None:
+        made = facts.parameters[f"{name}.{features.first}"].shape[features.made]
+        size = facts.parameters[f"{name}.down_proj"].shape[features.read]
+        if made != ORDERS[features.order][0] * size:
+            reason = f"{features.first} makes {made} numbers for {size} features"
+    return f"the features of {name} cannot be split: {reason}" if reason else None
+
+
 def calls(step: Step) -> Iterator[Call]:
     """Collectives that send tokens to the ranks of their experts, and the results back.
 
@@ -91,34 +119,3 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         yield SendRows(each.name, "ep", "rows of tokens go to the ranks of their experts", each)
     for router in plan.fp32_routers:
         yield RouteInFp32(router, "router", "scores are computed in fp32")
-
-
-# ---- limits of a model -----------------------------------------------------------------------------------------------
-
-
-def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
-    """Add the experts of a model and their features, and the reason why these cannot be split."""
-    experts = min((each.experts for each in facts.experts), default=0)
-    if reasons := [reason for each in facts.experts if (reason := _features_refusal(facts, each))]:
-        return replace(limits, experts=experts).refusing({"expert_tp": reasons[0]})
-    features = min((_features(facts, each) for each in facts.experts), default=None)
-    return replace(limits, experts=experts, expert_features=features)
-
-
-def _features(facts: ModelFacts, experts: Experts) -> int:
-    """Number of features of an expert."""
-    assert experts.features is not None, "they are found with the facts"
-    return facts.parameters[f"{experts.name}.down_proj"].shape[experts.features.read]
-
-
-def _features_refusal(facts: ModelFacts, experts: Experts) -> str | None:
-    """Reason why the features of these experts cannot be split over ranks, or None."""
-    features, name = experts.features, experts.name
-    assert features is not None, "they are found with the facts"
-    reason = features.refusal
-    if reason is None:
-        made = facts.parameters[f"{name}.{features.first}"].shape[features.made]
-        size = facts.parameters[f"{name}.down_proj"].shape[features.read]
-        if made != ORDERS[features.order][0] * size:
-            reason = f"{features.first} makes {made} numbers for {size} features"
-    return f"the features of {name} cannot be split: {reason}" if reason else None

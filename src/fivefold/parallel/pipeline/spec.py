@@ -16,6 +16,25 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.step import Step
 
 
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the layers of a model, and the reason why it cannot be cut."""
+    return replace(limits, layers=len(facts.anatomy.layers)).refusing({"pp": _stages_refusal(facts)})
+
+
+def _stages_refusal(facts: ModelFacts) -> str | None:
+    """Reason why no layout can cut the model into pipeline stages; None if one can."""
+    name, anatomy = facts.model_class, facts.anatomy
+    if facts.carried:
+        return f"in {name}, {facts.carried}, and a stage is sent no more"
+    places = (*anatomy.layers, *facts.before, *facts.after, anatomy.head, anatomy.embedding)
+    for parameter in facts.parameters:
+        if not is_within(parameter, places):
+            return f"{parameter} of {name} is in none of its layers, nor in the modules before or after them"
+    if twice := set(facts.before) & set(facts.after):
+        return f"{sorted(twice)[0]} of {name} runs both before and after its layers"
+    return None
+
+
 class PipelinePlan:
     """Order of each stage's micro batches, and their durations."""
 
@@ -91,25 +110,3 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
             yield Stub(module, "pp", f"it runs in stage {', '.join(map(str, where))}")
         elif module == plan.anatomy.embedding and 0 not in own:
             yield Stub(module, "pp", "it runs in stage 0, and the head has its weight here")
-
-
-# ---- limits of a model -----------------------------------------------------------------------------------------------
-
-
-def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
-    """Add the layers of a model, and the reason why it cannot be cut."""
-    return replace(limits, layers=len(facts.anatomy.layers)).refusing({"pp": _stages_refusal(facts)})
-
-
-def _stages_refusal(facts: ModelFacts) -> str | None:
-    """Reason why no layout can cut the model into pipeline stages; None if one can."""
-    name, anatomy = facts.model_class, facts.anatomy
-    if facts.carried:
-        return f"in {name}, {facts.carried}, and a stage is sent no more"
-    places = (*anatomy.layers, *facts.before, *facts.after, anatomy.head, anatomy.embedding)
-    for parameter in facts.parameters:
-        if not is_within(parameter, places):
-            return f"{parameter} of {name} is in none of its layers, nor in the modules before or after them"
-    if twice := set(facts.before) & set(facts.after):
-        return f"{sorted(twice)[0]} of {name} runs both before and after its layers"
-    return None

@@ -18,6 +18,21 @@ from fivefold.parallel.sharding import Block
 from fivefold.parallel.step import Step
 
 
+def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
+    """Add the heads that ranks share, and the reasons why a model cannot be split."""
+    partition = facts.partition
+    counts = tuple(zip(*partition.heads, strict=True)) if not partition.refusal else ()
+    query, kv = (gcd(*heads) for heads in counts) if counts else (None, None)  # layers may differ: tp fits all of them
+    limits = replace(limits, query=query, kv=kv, fused=_fused(partition))
+    return limits.refusing({"tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal})
+
+
+def _fused(partition: Partition) -> str | None:
+    """Parameter that makes query heads and key/value heads at once, if any."""
+    fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.groups or ()})
+    return next(fused, None)
+
+
 def calls(step: Step) -> Iterator[Call]:
     """Mappings into and out of every column/row pair, the embedding and the head; then, once a step, the sum of the
     gradients that each tp rank holds in part."""
@@ -175,21 +190,3 @@ def _gathers_again(plan: ParallelPlan, block: TPBlock, entry: TPInput) -> bool:
     layer = next((name for name in plan.placement.layers if is_within(block.row, [name])), None)
     shape = plan.step_shape(1, plan.layout.cp, 1)  # its sizes do not matter
     return layer is not None and plan.feature(GraphPlan).gathers_again(layer, entry, shape)
-
-
-# ---- limits of a model -----------------------------------------------------------------------------------------------
-
-
-def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
-    """Add the heads that ranks share, and the reasons why a model cannot be split."""
-    partition = facts.partition
-    counts = tuple(zip(*partition.heads, strict=True)) if not partition.refusal else ()
-    query, kv = (gcd(*heads) for heads in counts) if counts else (None, None)  # layers may differ: tp fits all of them
-    limits = replace(limits, query=query, kv=kv, fused=_fused(partition))
-    return limits.refusing({"tp": partition.refusal, "sequence_parallel": partition.sequence_parallel_refusal})
-
-
-def _fused(partition: Partition) -> str | None:
-    """Parameter that makes query heads and key/value heads at once, if any."""
-    fused = (name for name, role in partition.roles.items() if {"query", "kv"} <= {p.owner for p in role.groups or ()})
-    return next(fused, None)
