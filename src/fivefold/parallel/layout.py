@@ -95,6 +95,9 @@ class Layout(
                 raise UserError(f"{name} is {least} or more")
         self.check()
 
+    def __repr__(self) -> str:  # in the order of the run file, not of the bases
+        return f"Layout({', '.join(f'{name}={getattr(self, name)!r}' for name in KEYS)})"
+
     # ---- what each feature adds ----------------------------------------------------------------------------------
 
     def check(self) -> None:
