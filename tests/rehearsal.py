@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from fivefold.core.lora import Lora, nf4_bytes
+from fivefold.parallel.adapters.settings import Lora, nf4_bytes
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.planned_edits import edits

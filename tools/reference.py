@@ -32,14 +32,14 @@ from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.keys import LayoutKey, LayoutPart
-from fivefold.core.lora import Lora
 from fivefold.core.metric_names import METRICS
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.run_folder import RUN_FILES
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import layout as layout_module
 from fivefold.parallel import lower as lower_module
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.chunks.keys import ChunkKeys
 from fivefold.parallel.context.keys import ContextKeys

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fivefold.core.lora import nf4_bytes, nf4_numbers
 from fivefold.ops.nf4 import Nf4, put, quantise, restored, round_trip
+from fivefold.parallel.adapters.settings import nf4_bytes, nf4_numbers
 from fivefold.verification.adapter_by_hand import in_nf4
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint.adapter_export import CheckpointAdapter
 from fivefold.config import RunConfig
-from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
-from fivefold.models.peft_folder import config_of, target_names
 from fivefold.models.sources import ModelTensors
+from fivefold.parallel.adapters.peft_folder import config_of, target_names
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.memory import step_bytes

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 import fivefold as ff
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.parallel import lower
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp import copies

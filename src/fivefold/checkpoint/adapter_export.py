@@ -15,18 +15,18 @@ from torch import Tensor
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.merge_check import MergeCheck, check_merged
 from fivefold.checkpoint.model_folder import beside, json_text, save_tensors
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.models import hf_internals
-from fivefold.models.adapter import InNf4, Merged
-from fivefold.models.adapter_facts import Target, targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, names_in_peft, target_names, to_peft
+from fivefold.parallel.adapters.facts import Target, targets_of
+from fivefold.parallel.adapters.merge_check import MergeCheck, check_merged
+from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, config_of, names_in_peft, target_names, to_peft
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.adapters.sources import InNf4, Merged
 
 _FILES = frozenset({CONFIG, WEIGHTS, CARD})
 

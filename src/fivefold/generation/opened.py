@@ -25,13 +25,13 @@ from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Layered
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
-from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import TensorSource, open_weights
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.peft_folder import CONFIG as PEFT_CONFIG
+from fivefold.parallel.adapters.peft_folder import PeftFolder, lora_of
+from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.fsdp.runtime import PRECISION_OF
 from fivefold.parallel.layout import Layout

@@ -200,7 +200,7 @@ def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Lin
 
 
 def _adapter(module: Any, name: str) -> GroupedAdapter | None:
-    """The adapter of the matrices `name` of the experts (`models/adapter.py`)."""
+    """The adapter of the matrices `name` of the experts (`parallel/adapters/sources.py`)."""
     if not hasattr(module, "lora_A") or not hasattr(module.lora_A, name):
         return None
     return GroupedAdapter(getattr(module.lora_A, name), getattr(module.lora_B, name), module.lora_scale)

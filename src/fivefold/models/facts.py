@@ -340,7 +340,7 @@ class ModelFacts:
 
     @property
     def has_adapter(self) -> bool:
-        """True if adapters are trained next to a frozen model (`models/adapter.py`)."""
+        """True if adapters are trained next to a frozen model (`parallel/adapters/sources.py`)."""
         return any(".lora_A." in name for name in self.parameters)
 
     @property

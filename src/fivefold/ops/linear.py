@@ -161,7 +161,7 @@ class _Matmul(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class GroupedAdapter:
-    """LoRA matrices of experts: `a` [E, r, I] and `b` [E, O, r] (`models/adapter_facts.py`)."""
+    """LoRA matrices of experts: `a` [E, r, I] and `b` [E, O, r] (`parallel/adapters/facts.py`)."""
 
     a: Tensor
     b: Tensor
@@ -292,7 +292,7 @@ def _biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
 
 
 def _is_adapted(linear: Any) -> bool:
-    """True if a linear has an adapter (`models/adapter.py`)."""
+    """True if a linear has an adapter (`parallel/adapters/sources.py`)."""
     return hasattr(linear, "lora_A")
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.lora import NF4_BLOCK as BLOCK
-from fivefold.core.lora import nf4_numbers
+from fivefold.parallel.adapters.settings import NF4_BLOCK as BLOCK
+from fivefold.parallel.adapters.settings import nf4_numbers
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

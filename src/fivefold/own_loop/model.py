@@ -15,13 +15,9 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.live import export_live
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.launch.world import leave, open_world
-from fivefold.models.adapter import Layered
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.own_loop.batches import (
     Batch,
@@ -34,6 +30,10 @@ from fivefold.own_loop.batches import (
 )
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard, parts
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.peft_folder import PeftFolder, lora_of
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.balance.runtime import BalanceOptions, configure
 from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan

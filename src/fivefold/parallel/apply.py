@@ -17,10 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.models import hf_internals, offdiagonal
-from fivefold.models.adapter import WithAdapters, attach
-from fivefold.models.adapter_facts import adapted, targets_of
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
@@ -30,6 +27,9 @@ from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.linear import Linears, WeightGradStore
 from fivefold.parallel import passes, probe
 from fivefold.parallel.adapters import runtime as adapters
+from fivefold.parallel.adapters.facts import adapted, targets_of
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.adapters.sources import WithAdapters, attach
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context

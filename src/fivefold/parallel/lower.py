@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 from fivefold.core import heads
 from fivefold.core.heads import CPMethod
-from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.state_dtypes import block_length
 from fivefold.core.violation import Violation, refuse
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import legality
+from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies

@@ -10,9 +10,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from fivefold.core.lora import NF4_BLOCK, nf4_bytes
 from fivefold.core.state_dtypes import StateDtype, kept_in, state_bytes
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.adapters.settings import NF4_BLOCK, nf4_bytes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import RankCoords, RankGrid, ShardIndex
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions, numel

@@ -11,14 +11,14 @@ from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions, check_tokens
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Layered
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.facts import ModelFacts
 from fivefold.models.flops import Costs
 from fivefold.models.forwards import check_lengths
-from fivefold.models.peft_folder import PeftFolder
 from fivefold.models.sources import TensorSource
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.peft_folder import PeftFolder
+from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.balance.runtime import BalanceOptions
 
 # On two CPU cores compiling took 7 s with a warm cache and up to 37 s without one, and saved 8 to 20% of a step (1M and

@@ -1,4 +1,4 @@
-"""LoRA on the unmodified model: the reference for `models/adapter_facts.py`.
+"""LoRA on the unmodified model: the reference for `parallel/adapters/facts.py`.
 
 Linears get forward hooks. Experts run the model's own loop, with W replaced by W + scale B A for each expert.
 """
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.lora import NF4_BLOCK
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import is_experts
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource
 from fivefold.ops.nf4 import LEVELS
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.verification.proof_case import ProofCase
 
 

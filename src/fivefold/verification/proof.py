@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
-from fivefold.core.lora import nf4_bytes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
-from fivefold.models.adapter import Layered
 from fivefold.models.build import meta_of_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes
+from fivefold.parallel.adapters.settings import nf4_bytes
+from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable_biases
 from fivefold.parallel.collectives import Collective, by_group, differing, total

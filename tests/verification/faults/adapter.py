@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core.lora import Lora, nf4_numbers
-from fivefold.models import adapter_facts, experts
+from fivefold.models import experts
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
 from fivefold.ops import nf4
 from fivefold.parallel import apply, lower
+from fivefold.parallel.adapters import facts as adapter_facts
+from fivefold.parallel.adapters.settings import Lora, nf4_numbers
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import adamw
 from tests.verification.faults.fault import Model, fault

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.core.lora import nf4_bytes
+from fivefold.parallel.adapters.settings import nf4_bytes
 from fivefold.parallel.adapters.spec import RestFrozen, SendGradient
 from fivefold.parallel.edits import Builders
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.core.text import listed
-from fivefold.models.adapter_facts import A, B, Target
 from fivefold.models.build import ADAPTER
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource, check_numbers
+from fivefold.parallel.adapters.facts import A, B, Target
+from fivefold.parallel.adapters.settings import Lora
 
 CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."

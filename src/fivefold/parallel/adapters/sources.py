@@ -1,4 +1,4 @@
-"""LoRA in a model: attaches adapters and supplies their matrices; `adapter_facts.py` has the formula and the split."""
+"""LoRA in a model: attaches adapters and supplies their matrices; `facts.py` has the formula and the split."""
 
 from collections.abc import Collection, Iterable, Sequence
 from math import sqrt
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import A, B, Target, targets_of
 from fivefold.models.facts import ModelFacts
 from fivefold.models.hf_internals import is_plain_linear
 from fivefold.models.random_stream import RandomStream, Region, Uniform
 from fivefold.models.sources import TensorSource
 from fivefold.ops.nf4 import round_trip
+from fivefold.parallel.adapters.facts import A, B, Target, targets_of
+from fivefold.parallel.adapters.settings import Lora
 
 
 def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import AUTO, NF4_BLOCK, Lora
 from fivefold.core.text import listed
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts, Parameter, Role
+from fivefold.parallel.adapters.settings import AUTO, NF4_BLOCK, Lora
 
 _T = TypeVar("_T")
 
