@@ -28,8 +28,9 @@ from fivefold.ops.linear import Linears, WeightGradStore
 from fivefold.parallel import passes, probe
 from fivefold.parallel.adapters import runtime as adapters
 from fivefold.parallel.adapters.facts import adapted, targets_of
+from fivefold.parallel.adapters.runtime import attach
 from fivefold.parallel.adapters.settings import Lora
-from fivefold.parallel.adapters.sources import WithAdapters, attach
+from fivefold.parallel.adapters.sources import WithAdapters
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.models import experts
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
 from fivefold.ops import nf4
 from fivefold.parallel import apply, lower
 from fivefold.parallel.adapters import facts as adapter_facts
+from fivefold.parallel.adapters import runtime
 from fivefold.parallel.adapters.settings import Lora, nf4_numbers
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import adamw
@@ -181,15 +181,14 @@ MIXTRAL = Model("mixtral", adapter=True, of_experts=True)
 OF_EXPERTS = [("output", r"mlp\.experts")]
 
 
-def _beside_experts(change: Callable[[linears.GroupedAdapter], linears.GroupedAdapter]) -> Any:
-    """The adapters of experts are changed where they multiply."""
-    plain = experts._adapter
+def _beside_experts(change: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Any:
+    """The adapters of experts are changed where they multiply: A, B and the scale."""
+    plain = runtime._low_rank
 
-    def adapter(module: Any, name: str) -> Any:
-        found = plain(module, name)
-        return None if found is None else change(found)
+    def low_rank(linears: Any, x_SI: Tensor, counts_E: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return plain(linears, x_SI, counts_E, *change(a, b, scale))
 
-    return patch.object(experts, "_adapter", adapter)
+    return patch.object(runtime, "_low_rank", low_rank)
 
 
 @fault(
@@ -198,7 +197,7 @@ def _beside_experts(change: Callable[[linears.GroupedAdapter], linears.GroupedAd
     layout="shard2.ep2", expects=OF_EXPERTS, model=MIXTRAL,
 )  # fmt: skip
 def a_of_another_expert() -> Any:
-    return _beside_experts(lambda each: replace(each, a=each.a.roll(1, 0)))
+    return _beside_experts(lambda a, b, scale: (a.roll(1, 0), b, scale))
 
 
 @fault(
@@ -207,7 +206,7 @@ def a_of_another_expert() -> Any:
     layout="single", expects=OF_EXPERTS, model=MIXTRAL,
 )  # fmt: skip
 def scale_lost_for_experts() -> Any:
-    return _beside_experts(lambda each: replace(each, scale=1.0))
+    return _beside_experts(lambda a, b, scale: (a, b, 1.0))
 
 
 @fault(
