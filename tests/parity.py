@@ -24,7 +24,7 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.sources import ModelTensors
-from fivefold.ops import nf4
+from fivefold.parallel.adapters import nf4
 from fivefold.parallel.adapters.facts import targets_of
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.models.sources import TensorSource
-from fivefold.ops import nf4
+from fivefold.parallel.adapters import nf4
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dtensor import local

@@ -17,8 +17,8 @@ from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import is_experts
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource
-from fivefold.ops.nf4 import LEVELS
 from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.nf4 import LEVELS
 from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.verification.proof_case import ProofCase
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
-from fivefold.ops import nf4
 from fivefold.parallel import apply, lower
 from fivefold.parallel.adapters import facts as adapter_facts
-from fivefold.parallel.adapters import runtime
+from fivefold.parallel.adapters import nf4, runtime
 from fivefold.parallel.adapters.settings import Lora, nf4_numbers
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import adamw

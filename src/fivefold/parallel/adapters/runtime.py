@@ -11,8 +11,8 @@ from fivefold.core.errors import UserError
 from fivefold.models.facts import ModelFacts
 from fivefold.models.hf_internals import is_plain_linear
 from fivefold.ops.linear import Linears
-from fivefold.ops.nf4 import Nf4
 from fivefold.parallel.adapters.facts import A, B, Target, targets_of
+from fivefold.parallel.adapters.nf4 import Nf4
 from fivefold.parallel.adapters.settings import Lora, nf4_bytes
 from fivefold.parallel.adapters.spec import RestFrozen, SendGradient
 from fivefold.parallel.edits import Builders

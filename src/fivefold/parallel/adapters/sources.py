@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fivefold.models.random_stream import RandomStream, Region, Uniform
 from fivefold.models.sources import TensorSource
-from fivefold.ops.nf4 import round_trip
 from fivefold.parallel.adapters.facts import A, B, Target
+from fivefold.parallel.adapters.nf4 import round_trip
 from fivefold.parallel.adapters.settings import Lora
 
 

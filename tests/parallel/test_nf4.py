@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fivefold.ops.nf4 import Nf4, put, quantise, restored, round_trip
+from fivefold.parallel.adapters.nf4 import Nf4, put, quantise, restored, round_trip
 from fivefold.parallel.adapters.settings import nf4_bytes, nf4_numbers
 from fivefold.verification.adapter_by_hand import in_nf4
 
@@ -52,7 +52,7 @@ def test_products(dtype: torch.dtype) -> None:
     """Large enough to be restored in several pieces."""
     from unittest.mock import patch
 
-    from fivefold.ops import nf4
+    from fivefold.parallel.adapters import nf4
 
     weight, x, grad = weight_of((33, 128)), torch.randn(2, 5, 128).to(dtype), torch.randn(2, 5, 33).to(dtype)
     with patch.object(nf4, "_AT_ONCE", 4 * 128):
