@@ -61,7 +61,7 @@ class Proof:
         model = meta_of_folder(case.folder)
         source: TensorSource = open_weights(case.folder, model)
         if case.adapter is not None:
-            source = Layered(Drawn(case), source)
+            source = Layered(Drawn(case.folder, case.adapter, case.seed), source)
         self.model = parallelize(
             model, self.layout, device=device, source=source, adapter=case.adapter, reduce=case.reduce,
             loss_chunks=case.loss_chunks,

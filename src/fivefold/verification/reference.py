@@ -74,7 +74,8 @@ class Reference:
         else:
             found = copy.deepcopy(model).to(dtype)
         if self.case.adapter is not None:
-            adapter_by_hand.put(found, self.case, adapter_by_hand.Drawn(self.case).values, self.compute_dtype)
+            drawn = adapter_by_hand.Drawn(self.case.folder, self.case.adapter, self.case.seed)
+            adapter_by_hand.put(found, self.case.adapter, drawn.values, self.compute_dtype)
         return found
 
     def run(self, inputs: list[str]) -> "Reference":
