@@ -16,6 +16,7 @@ from fivefold.checkpoint.adapter_export import CheckpointAdapter
 from fivefold.config import RunConfig
 from fivefold.models.build import build_meta
 from fivefold.models.sources import ModelTensors
+from fivefold.parallel.adapters.by_hand import in_nf4
 from fivefold.parallel.adapters.peft_folder import config_of, target_names
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
@@ -24,7 +25,6 @@ from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, build_optimizer, rule_of
-from fivefold.verification.adapter_by_hand import in_nf4
 from tests.parity import (
     OPTIONS,
     Case,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from fivefold.parallel.adapters.by_hand import in_nf4
 from fivefold.parallel.adapters.nf4 import Nf4, put, quantise, restored, round_trip
 from fivefold.parallel.adapters.settings import nf4_bytes, nf4_numbers
-from fivefold.verification.adapter_by_hand import in_nf4
 
 
 def weight_of(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fivefold.generation.decode import decode, ready
 from fivefold.models.build import meta_of_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes
+from fivefold.parallel.adapters.by_hand import Drawn
 from fivefold.parallel.adapters.settings import nf4_bytes
 from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
@@ -40,7 +41,6 @@ from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
 from fivefold.verification import teacher_by_hand
-from fivefold.verification.adapter_by_hand import Drawn
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
