@@ -329,7 +329,7 @@ def _bytes_at_rest(case: Case) -> dict[str, int]:
     model = build(case)
     placement, found = state_of(model).placement, 0
     for name, parameter in model.named_parameters():
-        if placement.facts.parameters[name].in_nf4:
+        if placement.facts.parameters[name].packing:
             assert parameter.dtype == torch.uint8 and not parameter.requires_grad
             assert local(parameter).nbytes == placement.held_bytes(name, placement.rests_in(name, 4))
             found += local(parameter).nbytes

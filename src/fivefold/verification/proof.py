@@ -21,7 +21,6 @@ from fivefold.models.build import meta_of_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes
 from fivefold.parallel.adapters.by_hand import Drawn
-from fivefold.parallel.adapters.settings import nf4_bytes
 from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable_biases
@@ -110,8 +109,8 @@ class Proof:
             type_ = master_dtype(self.layout.precision)
             if self.state.placement.rests_in(name, type_.itemsize) != type_.itemsize:
                 type_ = COMPUTE_DTYPES[self.layout.precision]
-            if self.state.plan.facts.parameters[name].in_nf4:
-                expected, type_ = (expected[0], nf4_bytes(expected[1])), torch.uint8
+            if packing := self.state.plan.facts.parameters[name].packing:
+                expected, type_ = (expected[0], packing.row_bytes(expected[1])), torch.uint8
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
         self.compare.count("shards", wrong)

@@ -82,6 +82,8 @@ def _pairs(device: torch.device) -> Tensor:
 class Nf4:
     """`Products` of frozen 4-bit weights [O, I]. Backward saves only the bytes, and dequantises the weight again."""
 
+    put = staticmethod(put)
+
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(torch.matmul(x, _restored_as(each, x).T) for each in weights), (x.new_empty(0),)
 

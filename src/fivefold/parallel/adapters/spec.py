@@ -45,7 +45,7 @@ class RestFrozen(Edit):
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Attach the adapters to the frozen model."""
-    if not plan.placement.has_adapter:
+    if not plan.facts.has_frozen:
         return
     yield Freeze("", "adapter", "its own parameters are frozen")
     parameters = plan.facts.parameters
@@ -53,19 +53,19 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         module, is_a, leaf = name.partition(f".{A}.")
         if is_a:
             shapes = parameters[name].shape, parameters[f"{module}.{B}.{leaf}"].shape
-            in_nf4 = parameters[f"{module}.{leaf}"].in_nf4
+            in_nf4 = parameters[f"{module}.{leaf}"].packing is not None
             yield Attach(module, "adapter", "two small matrices are trained beside a weight", leaf, shapes, in_nf4)
 
 
 def edits_of_embedding(plan: ParallelPlan) -> Iterator[Edit]:
     """Backward goes through the first layer as through the others."""
-    if plan.placement.has_adapter:
+    if plan.facts.has_frozen:
         yield SendGradient(plan.anatomy.embedding, "adapter", "it is sent a gradient, though it is frozen")
 
 
 def edits_at_rest(plan: ParallelPlan) -> Iterator[Edit]:
     """Frozen parameters have no master weights."""
-    if plan.placement.has_adapter:
+    if plan.facts.has_frozen:
         yield RestFrozen("", "adapter", "what is frozen rests in the type that it is computed with, or in four bits")
 
 
@@ -78,12 +78,12 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 def _of_recompute_and_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     """Under tp, selective recompute saves no products of a row, which B would read. Adapters of experts exclude fp8."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
-    if plan.placement.has_adapter and keeps and plan.reduces_rows:
+    if plan.facts.has_frozen and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
     experts = [each.name for each in plan.facts.experts]
     beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
-    if plan.placement.has_adapter and beside and plan.layout.fp8 != "none":
+    if plan.facts.has_frozen and beside and plan.layout.fp8 != "none":
         what = "fp8 with adapter.target_parameters, beside experts, is not built"
         yield Violation(
             "fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/howto/adapters.md"
@@ -93,7 +93,7 @@ def _of_recompute_and_fp8(plan: ParallelPlan) -> Iterator[Violation]:
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
     """A block of four-bit weights shares a scale, so it must lie on one rank."""
     for name, spec in plan.placement.shards.items():
-        if not plan.facts.parameters[name].in_nf4:
+        if not plan.facts.parameters[name].packing:
             continue
         if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
             key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
