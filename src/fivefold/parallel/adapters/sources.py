@@ -2,10 +2,12 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold.models import hf_internals
 from fivefold.models.random_stream import RandomStream, Region, Uniform
 from fivefold.models.sources import TensorSource
 from fivefold.parallel.adapters.facts import A, B, Target
@@ -81,6 +83,23 @@ class Merged(TensorSource):
         rows, columns = self._adapters.read(b, (*experts, out, every)), self._adapters.read(a, (*experts, every, inner))
         more = self._lora.scale * (rows.float() @ columns.float())
         return values.float() + (more.mT if module in self._transposed else more)
+
+
+def transposed_modules(model: Any) -> list[str]:
+    """Linears whose weight is [I, O], and modules of experts [E, I, O], by name."""
+    of_linears = [name for name, is_transposed in linears(model).items() if is_transposed]
+    return of_linears + [name for name, module in experts(model).items() if module.is_transposed]
+
+
+def experts(model: Any) -> dict[str, Any]:
+    """The model's modules of experts, by name."""
+    return {name: module for name, module in model.named_modules() if hf_internals.is_experts(module)}
+
+
+def linears(model: Any) -> dict[str, bool]:
+    """The model's linears, by name: True if the weight is [I, O]."""
+    dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
+    return {name: each == (1, 0) for name, each in dims.items() if each is not None}
 
 
 def _bounds(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:
