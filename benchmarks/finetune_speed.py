@@ -29,10 +29,10 @@ import numpy as np
 import torch
 
 from common import LEARNING_RATE, OPTIONS, RESULTS, SEED, SHAPES, Clock, machine, plain_model, run_ranks
-from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
 from fivefold.models.build import build_meta
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of

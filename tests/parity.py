@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from fivefold.config import OptimizerSection
-from fivefold.core.lora import Lora
 from fivefold.data.batch import IGNORE, MicroBatch, Piece, assemble
 from fivefold.models import hf_internals
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.experts import router_buffers
 from fivefold.models.sources import ModelTensors
-from fivefold.ops import nf4
+from fivefold.parallel.adapters import nf4
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.collectives import by_group, differing, total
 from fivefold.parallel.dtensor import local

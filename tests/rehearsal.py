@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from fivefold.core.lora import Lora, nf4_bytes
+from fivefold.parallel.adapters.settings import Lora, nf4_bytes
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.planned_edits import edits
@@ -155,7 +155,7 @@ def _unlike_plan(model: Any) -> list[str]:
     plan = state_of(model).plan
     here = {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
     said = {name: plan.placement.local_shape(name) for name in plan.placement.shards if plan.placement.holds(name)}
-    four_bits = [name for name in said if plan.facts.parameters[name].in_nf4]
+    four_bits = [name for name in said if plan.facts.parameters[name].packing]
     said |= {name: (said[name][0], nf4_bytes(said[name][1])) for name in four_bits}
     numbers = sum(local(p).numel() * p.element_size() for p in model.parameters())
     modules = dict(model.named_modules())

@@ -26,11 +26,12 @@ ORDER = [
     *("rehearsal", "calibration", "doctor", "own_loop", "api", "cli"),
 ]
 ASKS_THE_PLANNER = "training/advice.py"  # inside functions: what a run does not ask is not loaded
-# The layout, its keys and their values: these files of parallel/ import core and each other alone, and every
-# room but core may import them.
-LAYOUT = {"parallel.layout", "parallel.legality", "parallel.fp8.recipes", "parallel.recompute.policy"} | {
-    f"parallel.{file.parent.name}.keys" for file in ROOT.glob("parallel/*/keys.py")
-}
+# The layout, its keys and their values, and an adapter's: these files of parallel/ import core and each other alone,
+# and every room but core may import them.
+LAYOUT = {
+    *("parallel.layout", "parallel.legality", "parallel.fp8.recipes", "parallel.recompute.policy"),
+    "parallel.adapters.settings",
+} | {f"parallel.{file.parent.name}.keys" for file in ROOT.glob("parallel/*/keys.py")}
 FACES = {"__init__.py", "__main__.py"}  # of the root: what they import is what they are for
 WITHOUT_TORCH = "core", "config", "report"
 

@@ -32,14 +32,15 @@ from fivefold.config.peers import DIFFERENT, SAME
 from fivefold.config.schema import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.keys import LayoutKey
-from fivefold.core.lora import Lora
 from fivefold.core.metric_names import METRICS
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.run_folder import RUN_FILES
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel import layout as layout_module
 from fivefold.parallel import lower as lower_module
+from fivefold.parallel.adapters import spec as adapters
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.chunks.keys import ChunkKeys
 from fivefold.parallel.context.keys import ContextKeys
@@ -619,11 +620,11 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
     ("Chunked MLP", ChunkKeys.violations, (Case("shard2+fp8+mlp8"), Case("shard2+selective+mlp8"))),
     ("Chunked MLP and a model", chunks.violations, (Case("shard2+mlp2", "mixtral-8x7b"),)),
     ("Optimizer state in 8 bits", lower_module._of_states, (Case("tp32+8bit_states", "llama-2-7b"),)),
-    ("Adapters", lower_module._of_adapters, (
+    ("Adapters", adapters._of_recompute_and_fp8, (
         Case("tp2+selective", "llama-3.2-1b", adapter=Lora(rank=8)),
         Case("shard2+fp8", "mixtral-8x7b", adapter=Lora(rank=8, target_parameters=("down_proj",))),
     )),
-    ("Weights in four bits", lower_module._of_nf4, (
+    ("Weights in four bits", adapters._of_nf4, (
         Case("shard2+fp8", "llama-3.2-1b", adapter=Lora(rank=8, quantize="nf4")),
         Case("tp28", "qwen2.5-7b", adapter=Lora(rank=8, quantize="nf4")),
     )),
@@ -657,7 +658,7 @@ def _without_parameters(text: str) -> str:
 
 def untouched() -> list[str]:
     """Places that yield a `Violation` and that no case of `RULES` reaches."""
-    modules = (layout_module, lower_module, chunks, fp8, *(sys.modules[part.__module__] for part in PARTS))
+    modules = (layout_module, lower_module, adapters, chunks, fp8, *(sys.modules[part.__module__] for part in PARTS))
     files = {str(module.__file__): module.__name__ for module in modules}
     reached: set[tuple[str, int]] = set()
 

@@ -7,7 +7,6 @@ if _typing.TYPE_CHECKING:
     from fivefold.api import Run, compare, export, generate, rehearse, train, verify
     from fivefold.config import RunConfig, load_config
     from fivefold.core.errors import RunFailed, UserError
-    from fivefold.core.lora import Lora
     from fivefold.own_loop import (
         ParallelModel,
         clip_grad_norm_,
@@ -21,6 +20,7 @@ if _typing.TYPE_CHECKING:
         scatter,
         train_step,
     )
+    from fivefold.parallel.adapters.settings import Lora
     from fivefold.parallel.layout import Layout
     from fivefold.planner.estimate import Estimate, Workload
     from fivefold.planner.plan import estimate, plan
@@ -36,7 +36,7 @@ _HOMES = {
         "fivefold.config": ("RunConfig", "load_config"),
         "fivefold.core.errors": ("RunFailed", "UserError"),
         "fivefold.parallel.layout": ("Layout",),
-        "fivefold.core.lora": ("Lora",),
+        "fivefold.parallel.adapters.settings": ("Lora",),
         "fivefold.own_loop": (
             "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",
             "save", "scatter", "train_step",

@@ -46,8 +46,8 @@ def test_there_are_only_so_many_of_four_ranks(matrix: Any, monkeypatch: pytest.M
 
 def test_what_a_fault_replaces(matrix: Any) -> None:
     """The function that is patched, also below a cache; None where it is something else."""
-    from fivefold.ops import nf4
     from fivefold.parallel import shard_rules
+    from fivefold.parallel.adapters import nf4
 
     assert matrix.replaced(matrix.FAULTS["wrong_key_value_heads"]) == {matrix.place(shard_rules._blocks)}
     assert matrix.place(nf4._pairs) == matrix.place(nf4._pairs.__wrapped__) is not None

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from fivefold import cli
-from fivefold.checkpoint.merge_check import MergeCheck
 from fivefold.cli.train import split_arguments
 from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.generation import GenerateRequest
 from fivefold.generation import launch as generation_launch
 from fivefold.launch.failure import WorkerDied
+from fivefold.parallel.adapters.merge_check import MergeCheck
 from fivefold.training import launch
 from fivefold.verification import before_training
 

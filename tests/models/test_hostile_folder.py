@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import save_file
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
 from fivefold.models.sources import SafetensorsFolder
+from fivefold.parallel.adapters.settings import Lora
 from tests.models import tiny
 
 CONFIG = tiny.llama()

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint.adapter_export import CheckpointAdapter
 from fivefold.config import RunConfig
-from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
-from fivefold.models.peft_folder import config_of, target_names
 from fivefold.models.sources import ModelTensors
+from fivefold.parallel.adapters.by_hand import in_nf4
+from fivefold.parallel.adapters.peft_folder import config_of, target_names
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, build_optimizer, rule_of
-from fivefold.verification.adapter_by_hand import in_nf4
 from tests.parity import (
     OPTIONS,
     Case,
@@ -329,7 +329,7 @@ def _bytes_at_rest(case: Case) -> dict[str, int]:
     model = build(case)
     placement, found = state_of(model).placement, 0
     for name, parameter in model.named_parameters():
-        if placement.facts.parameters[name].in_nf4:
+        if placement.facts.parameters[name].packing:
             assert parameter.dtype == torch.uint8 and not parameter.requires_grad
             assert local(parameter).nbytes == placement.held_bytes(name, placement.rests_in(name, 4))
             found += local(parameter).nbytes

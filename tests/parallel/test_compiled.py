@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from fivefold.core.lora import Lora
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.graphs import runtime as compiled
 from fivefold.parallel.graphs.runtime import Compiled

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 import fivefold as ff
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.parallel import lower
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp import copies
@@ -522,7 +522,7 @@ def test_large_copies_are_left_to_fsdp() -> None:
     head = replace(facts.parameters["lm_head.weight"], is_trained=False)
     frozen = replace(facts, parameters={**facts.parameters, "lm_head.weight": head})
     for each in (facts, frozen, adapted(facts, Lora(rank=2))):
-        copied = {name: own for name, own in each.parameters.items() if own.is_trained or not each.has_adapter}
+        copied = {name: own for name, own in each.parameters.items() if own.is_trained}
         size = 2 * sum(own.size for own in copied.values())
         for most, expected in ((size, True), (size - 1, False)):
             with patch.object(fsdp_plan, "COPIED_BYTES", most):

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.core.lora import Lora
 from fivefold.core.schedule import SCHEDULES as RECORDS
+from fivefold.parallel.adapters.settings import Lora
 from tests.rehearsal import Rehearsal, rehearse
 from tests.tiers import every, put_off
 

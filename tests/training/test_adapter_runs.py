@@ -16,15 +16,15 @@ import fivefold as ff
 from fivefold.checkpoint import Checkpoint, export
 from fivefold.config import RunConfig
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.lora import Lora
-from fivefold.models.adapter import Merged
-from fivefold.models.adapter_facts import Target
 from fivefold.models.build import build_meta, load_model_config
-from fivefold.models.peft_folder import CONFIG, WEIGHTS, PeftFolder, config_of, names_in_peft
+from fivefold.parallel.adapters.by_hand import in_nf4
+from fivefold.parallel.adapters.facts import Target
+from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, PeftFolder, config_of, names_in_peft
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.adapters.sources import Merged
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.training import preflight
-from fivefold.verification.adapter_by_hand import in_nf4
 from tests.commands import fivefold
 from tests.families import TINY
 from tests.pool import run_ranks

@@ -20,8 +20,8 @@ import torch
 
 from fivefold.config import OptimizerSection
 from fivefold.core.errors import RunFailed
-from fivefold.core.lora import Lora
 from fivefold.models import discover, hf_internals
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.layout import DEGREES, Layout
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof

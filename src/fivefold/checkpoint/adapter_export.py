@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,18 +14,17 @@ from torch import Tensor
 from fivefold.checkpoint.base import base_source, check_base
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.load import Checkpoint
-from fivefold.checkpoint.merge_check import MergeCheck, check_merged
 from fivefold.checkpoint.model_folder import beside, json_text, save_tensors
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
-from fivefold.models import hf_internals
-from fivefold.models.adapter import InNf4, Merged
-from fivefold.models.adapter_facts import Target, targets_of
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import CONFIG, WEIGHTS, config_of, names_in_peft, target_names, to_peft
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.merge_check import MergeCheck, check_merged
+from fivefold.parallel.adapters.peft_folder import CONFIG, WEIGHTS, config_beside, names_in_peft, to_peft
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.adapters.sources import InNf4, Merged, transposed_modules
 
 _FILES = frozenset({CONFIG, WEIGHTS, CARD})
 
@@ -78,8 +76,7 @@ class CheckpointAdapter:
     def merged(self, dtype: torch.dtype, room: int | None) -> tuple["WholeTensors", MergeCheck]:
         """The model with merged weights, fp32, and the comparison of its logits; see `check_merged`. Raises `UserError`
         if the model's own weights are gone, `RunFailed` if the logits differ."""
-        transposed = [name for name, is_transposed in _linears(self._model).items() if is_transposed]
-        transposed += [name for name, module in _experts(self._model).items() if module.is_transposed]
+        transposed = transposed_modules(self._model)
         base, adapter = base_source(self.config, self._model), self.checkpoint.source()
         check_base(self.config, self.checkpoint.agreement, str(self.checkpoint.path))
         if self.lora.quantize == "nf4":  # the base that the adapter was trained on
@@ -114,7 +111,7 @@ def write_peft(
     tensors = {named[name]: to_peft(name, cast(name, source.whole(name), dtype)) for name in source.ordered}
     with beside(out) as temporary:
         save_tensors(tensors, temporary / WEIGHTS)
-        (temporary / CONFIG).write_bytes(json_text(_config(lora, targets, model, base)))
+        (temporary / CONFIG).write_bytes(json_text(config_beside(lora, targets, model, base)))
         if card is not None:
             (temporary / CARD).write_text(card)
         if into:
@@ -124,25 +121,3 @@ def write_peft(
             shutil.rmtree(out, ignore_errors=True)
             os.rename(temporary, out)
     return sum(each.nbytes for each in tensors.values())
-
-
-def _config(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dict[str, Any]:
-    linears = _linears(model)
-    own = [each.module for each in targets if not each.of_experts]
-    parameters = [each.weight for each in targets if each.of_experts]
-    there = [f"{name}.{leaf}" for name, module in _experts(model).items() for leaf, _ in module.named_parameters()]
-    return config_of(
-        lora, target_names(own, [*linears]), target_names(parameters, there), base=base,
-        is_transposed=any(linears[each] for each in own),
-    )  # fmt: skip
-
-
-def _experts(model: Any) -> dict[str, Any]:
-    """The model's modules of experts, by name."""
-    return {name: module for name, module in model.named_modules() if hf_internals.is_experts(module)}
-
-
-def _linears(model: Any) -> dict[str, bool]:
-    """The model's linears, by name: True if the weight is [I, O]."""
-    dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
-    return {name: each == (1, 0) for name, each in dims.items() if each is not None}

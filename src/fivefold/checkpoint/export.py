@@ -18,13 +18,13 @@ import torch
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
-from fivefold.checkpoint.merge_check import MergeCheck
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
 from fivefold.models.recipe import stored_buffers
+from fivefold.parallel.adapters.merge_check import MergeCheck
 
 FILE_BYTES = 2 * 10**9
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")

@@ -18,8 +18,8 @@ from fivefold.checkpoint.adapter_export import write_peft
 from fivefold.checkpoint.export import known_of, write_folder
 from fivefold.checkpoint.save import OwnedSlice, collect, on_first_rank
 from fivefold.checkpoint.whole_tensors import export_dtype
-from fivefold.core.lora import Lora
 from fivefold.models.build import build_meta
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.fsdp.runtime import master_dtype, reshard
 from fivefold.parallel.state import state_of
 

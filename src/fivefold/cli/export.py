@@ -13,7 +13,7 @@ from fivefold.core.units import human
 from fivefold.launch.worker import imported
 
 if TYPE_CHECKING:
-    from fivefold.checkpoint.merge_check import MergeCheck
+    from fivefold.parallel.adapters.merge_check import MergeCheck
 
 
 class DType(StrEnum):

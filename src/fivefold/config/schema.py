@@ -30,13 +30,13 @@ from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.keys import LayoutKey
-from fivefold.core.lora import AUTO, Lora
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
 from fivefold.core.violation import refuse
+from fivefold.parallel.adapters.settings import AUTO, Lora
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.layout import KEYS, Compute, Layout
 
@@ -340,7 +340,7 @@ class ObjectiveSection(Section):
 
 
 class AdapterSection(Section):
-    """The adapter that is trained on a frozen model; `models/adapter.py` has the formula."""
+    """The adapter that is trained on a frozen model; `parallel/adapters/sources.py` has the formula."""
 
     name: Literal["none", "lora"] = Field(
         default="none", description="none: the whole model is trained; lora: two small matrices beside each linear"

@@ -46,7 +46,7 @@ def _evaluated(opened: Opened, request: EvaluateRequest, ranks: "_Ranks") -> tup
     except ImportError as error:
         raise UserError(f"--tasks needs lm-eval: {error}", fix="pip install fivefold[lm-eval]") from error
     found = simple_evaluate(
-        model=_adapter(opened, ranks), tasks=_tasks(request.tasks), num_fewshot=request.num_fewshot,
+        model=_language_model(opened, ranks), tasks=_tasks(request.tasks), num_fewshot=request.num_fewshot,
         limit=request.limit, apply_chat_template=request.chat, bootstrap_iters=0 if request.limit else 1000,
         log_samples=False,
     )  # fmt: skip
@@ -174,10 +174,10 @@ class _Ranks:
         return found
 
 
-# ---- adapter for lm-eval ---------------------------------------------------------------------------------------------
+# ---- the model of lm-eval --------------------------------------------------------------------------------------------
 
 
-def _adapter(opened: Opened, ranks: _Ranks) -> Any:
+def _language_model(opened: Opened, ranks: _Ranks) -> Any:
     """Wrap the model as lm-eval's language model."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
@@ -187,7 +187,7 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
     positions = int(getattr(config, "max_position_embeddings", None) or _POSITIONS)
     bos = opened.info.bos_token_ids
 
-    class Adapter(TemplateLM):  # type: ignore[misc]
+    class LanguageModel(TemplateLM):  # type: ignore[misc]
         """Texts begin with BOS if those of training do; a text alone is scored after BOS, else after EOS."""
 
         tokenizer_name = opened.info.digest
@@ -254,7 +254,7 @@ def _adapter(opened: Opened, ranks: _Ranks) -> Any:
             last = str(chat_history[-1]["content"])
             return text[: text.rindex(last) + len(last)]  # the model continues the last message
 
-    return Adapter()
+    return LanguageModel()
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from fivefold.generation.settings import check_values, end_tokens, stop_texts
 from fivefold.generation.text import encode_prompt
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Layered
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config, weights_folder, without_dropout
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import CONFIG as PEFT_CONFIG
-from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import TensorSource, open_weights
+from fivefold.parallel.adapters.peft_folder import CONFIG as PEFT_CONFIG
+from fivefold.parallel.adapters.peft_folder import lora_of, with_peft_folder
+from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.fsdp.runtime import PRECISION_OF
 from fivefold.parallel.layout import Layout
@@ -91,7 +90,7 @@ def open_model(name: str, world: World, *, layout: str, step: int | None, verb: 
         check_base(trained, Checkpoint.open(folder.parent).agreement, str(folder.parent))
     elif weights and (weights / PEFT_CONFIG).is_file():  # an adapter next to its base: transformers loads both
         lora = lora_of(weights)
-        source = Layered(PeftFolder(weights, lora, targets_of(facts_of(model), lora)), source)
+        source = with_peft_folder(weights, lora, facts_of(model), source)
     model = parallelize(model, resolved, device=world.device, source=source, adapter=lora)
     model.generation_config = hf_internals.generation_config(folder)
     check_values(model, folder)

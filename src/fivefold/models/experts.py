@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.models.facts import ORDERS, Block, ExpertFeatures, Order
-from fivefold.ops.linear import PLAIN, GroupedAdapter, Linears
+from fivefold.ops.linear import PLAIN, Linears
 
 NAME = "fivefold"
 
@@ -179,8 +179,9 @@ def expert_mlp(
     module: Any, x_SD: Tensor, counts_E: Tensor, *, biased_from: int = 0, linears: Linears = PLAIN
 ) -> Tensor:
     """Apply the experts of `module` to rows sorted by expert: two grouped matmuls by `linears`, with the module's own
-    gate and activation between them. Under `expert_tp` the module has some features of every expert: the result is a
-    partial sum, and `down_proj_bias` covers some outputs only, from number `biased_from` on."""
+    gate and activation between them. `module.branches`, by the names of matrices, add to these products. Under
+    `expert_tp` the module has some features of every expert: the result is a partial sum, and `down_proj_bias` covers
+    some outputs only, from number `biased_from` on."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     made = _linear(module, first, x_SD, counts_E, linears)
     made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
@@ -189,21 +190,16 @@ def expert_mlp(
 
 
 def _linear(module: Any, name: str, x_SI: Tensor, counts_E: Tensor, linears: Linears, biased_from: int = 0) -> Tensor:
-    out_SO = linears.grouped(
-        x_SI, getattr(module, name), counts_E, is_transposed=module.is_transposed, adapter=_adapter(module, name)
-    )
+    branch = getattr(module, "branches", {}).get(name)
+    more_SO = branch(linears, x_SI, counts_E) if branch else None
+    out_SO = linears.grouped(x_SI, getattr(module, name), counts_E, is_transposed=module.is_transposed)
+    if more_SO is not None:
+        out_SO = out_SO + more_SO
     if not module.has_bias:
         return out_SO
     bias: Tensor = getattr(module, f"{name}_bias")
     bias_EO = F.pad(bias, (biased_from, out_SO.shape[1] - biased_from - bias.shape[1]))
     return out_SO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=len(x_SI))
-
-
-def _adapter(module: Any, name: str) -> GroupedAdapter | None:
-    """The adapter of the matrices `name` of the experts (`models/adapter.py`)."""
-    if not hasattr(module, "lora_A") or not hasattr(module.lora_A, name):
-        return None
-    return GroupedAdapter(getattr(module.lora_A, name), getattr(module.lora_B, name), module.lora_scale)
 
 
 # ---- the inputs of a feature -----------------------------------------------------------------------------------------

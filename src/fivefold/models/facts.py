@@ -272,12 +272,24 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Format of a weight at rest: `block` numbers of a row are `size` bytes, which stay together."""
+
+    block: int
+    size: int
+
+    def row_bytes(self, numbers: int) -> int:
+        """Bytes of a row of so many numbers."""
+        return numbers // self.block * self.size
+
+
+@dataclass(frozen=True)
 class Parameter:
-    """Shape and flags of a parameter: trained or frozen, stored in four bits (NF4) or not."""
+    """Shape of a parameter, trained or frozen. `packing`: the format of a frozen one, if it is not that of numbers."""
 
     shape: tuple[int, ...]
     is_trained: bool = True
-    in_nf4: bool = False
+    packing: Packing | None = None
 
     @property
     def size(self) -> int:
@@ -338,10 +350,22 @@ class ModelFacts:
         """Number of parameters."""
         return sum(parameter.size for parameter in self.parameters.values())
 
-    @property
-    def has_adapter(self) -> bool:
-        """True if adapters are trained next to a frozen model (`models/adapter.py`)."""
-        return any(".lora_A." in name for name in self.parameters)
+    @cached_property
+    def has_frozen(self) -> bool:
+        """True if the model is frozen, and others are trained beside its parameters."""
+        return any(not parameter.is_trained for parameter in self.parameters.values())
+
+    @cached_property
+    def branches(self) -> Mapping[str, tuple[str, ...]]:
+        """Frozen linear -> the weights of its branch: of linears inside of it, trained, whose output is added to its
+        own."""
+        found = dict[str, tuple[str, ...]]()
+        for name, parameter in self.parameters.items() if self.has_frozen else ():
+            linear = name.rsplit(".", 2)[0]
+            weight = self.parameters.get(f"{linear}.weight")
+            if parameter.is_trained and weight and not weight.is_trained:
+                found[linear] = (*found.get(linear, ()), name)
+        return found
 
     @property
     def vocabulary(self) -> int:
@@ -407,7 +431,7 @@ class ModelFacts:
         of_role: dict[Role, list[str]] = {}
         for name, role in self.partition.roles.items():
             of_role.setdefault(role, []).append(name)
-        facts, roles = _adapters()
+        facts, roles = _json_types()
         without_roles = replace(self, partition=replace(self.partition, roles={}))
         return {
             "facts": facts.dump_python(without_roles, mode="json"),
@@ -420,7 +444,7 @@ class ModelFacts:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "ModelFacts":
         """Rebuild facts from the result of `to_json`. Raises `ValueError` or `LookupError` for anything else."""
-        facts, roles = _adapters()
+        facts, roles = _json_types()
         found = facts.validate_python(value["facts"])
         written = [
             ({**role, "groups": role["groups"] and _groups(role["groups"])}, own) for role, own in value["roles"]
@@ -431,7 +455,7 @@ class ModelFacts:
 
 
 @cache
-def _adapters() -> tuple[TypeAdapter[ModelFacts], TypeAdapter[list[tuple[Role, list[str]]]]]:
+def _json_types() -> tuple[TypeAdapter[ModelFacts], TypeAdapter[list[tuple[Role, list[str]]]]]:
     """Converters to and from JSON values: of facts, and of each role with the parameters that have it."""
     return TypeAdapter(ModelFacts), TypeAdapter(list[tuple[Role, list[str]]])
 

@@ -1,7 +1,7 @@
 """Model FLOPs. No torch.
 
-Counted: every matmul of the model, forward and backward (6 per weight and token; 4 for a frozen weight next to an
-adapter, which has no gradient), and attention inside documents, causally halved. Not counted: recompute, padding,
+Counted: every matmul of the model, forward and backward (6 per weight and token; 4 for a frozen weight, which has no
+gradient), and attention inside documents, causally halved. Not counted: recompute, padding,
 element-wise work. (The convention of PaLM, arXiv:2204.02311.)
 """
 
@@ -24,17 +24,17 @@ class Costs:
         """The costs of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
         active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
         attention = [shape for cost in facts.layer_costs for shape in cost.attention]
-        adapters = _of_adapters(facts)
+        beside = _beside_frozen(facts)
         return cls(
             parameters=facts.size,
-            per_token=4 * active + 6 * adapters if adapters else 6 * active,
+            per_token=4 * active + 6 * beside if beside else 6 * active,
             per_squared_length=sum(3 * shape.query * (shape.key_size + shape.value_size) for shape in attention),
         )
 
 
-def _of_adapters(facts: ModelFacts) -> int:
-    """Adapter weights that a token is multiplied with; for adapters of experts, the share of its top k."""
-    if not facts.has_adapter:
+def _beside_frozen(facts: ModelFacts) -> int:
+    """Trained weights beside a frozen model that a token is multiplied with; of experts, the share of its top k."""
+    if not facts.has_frozen:
         return 0
     experts = {each.name: each for each in facts.experts}
     found = 0

@@ -546,7 +546,7 @@ def initialise_again(model: PreTrainedModel) -> None:
 # Linears -------------------------------------------------------------------------------------------------------------
 
 # Class -> (dimension of the outputs in its weight, of the inputs, attributes that hold the two sizes). Derived classes
-# (adapters, quantised linears) are linears too. Norms are not recognised by class: the trace sees what they do.
+# (quantised linears) are linears too. Norms are not recognised by class: the trace sees what they do.
 LINEARS: Mapping[type[nn.Module], tuple[int, int, tuple[str, str]]] = {
     nn.Linear: (0, 1, ("out_features", "in_features")),
     Conv1D: (1, 0, ("nf", "nx")),

@@ -2,7 +2,7 @@
 
 A linear has three products: its output, the gradient of its input, and the gradient of its weight. `Linears.place` is
 called once for every linear of a model, when the model is parallelized, and `Linears.grouped` multiplies for experts.
-If a role needs nothing, a linear keeps the forward of its own class (an adapter's, a quantised one's).
+If a role needs nothing, a linear keeps the forward of its own class (a quantised one's).
 
 | role | which linear | what it needs |
 |---|---|---|
@@ -16,6 +16,9 @@ If a role needs nothing, a linear keeps the forward of its own class (an adapter
 
 Two extensions plug in. A `WeightGradStore` takes weight gradients that a pipeline schedule computes later ("zero
 bubble", arXiv:2401.10241). A recipe replaces the three products of a role, for a precision of their own.
+
+A linear may have two attributes. `own_products` makes its `Products`, whatever its role, for a weight in a format of
+its own. `branch` maps its input to what is added to its product.
 
 Legend: I inputs and O outputs of a linear, S rows sorted by expert, E experts.
 """
@@ -32,7 +35,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.ops.keep import keeping, product_with_inputs
-from fivefold.ops.nf4 import Nf4
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
@@ -159,15 +161,6 @@ class _Matmul(torch.autograd.Function):
         return back, None, None, *made
 
 
-@dataclass(frozen=True)
-class GroupedAdapter:
-    """LoRA matrices of experts: `a` [E, r, I] and `b` [E, O, r] (`models/adapter_facts.py`)."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
 # ---- multiplication by role ------------------------------------------------------------------------------------------
 
 
@@ -192,8 +185,8 @@ class Linears:
     ) -> None:
         """Let `linear` multiply as its role needs. `is_transposed`: its weight is [I, O]. `is_plain`: its forward is
         that of a linear and does nothing else. `reduce`: sums the partial products of a row-parallel linear."""
-        if getattr(linear, "in_nf4", False):
-            multiply = lambda x: self._multiply(x, [linear.weight], Nf4(), role)[0]  # noqa: E731
+        if own := getattr(linear, "own_products", None):
+            multiply = lambda x: self._multiply(x, [linear.weight], own(), role)[0]  # noqa: E731
             linear.forward = _biased(linear, multiply, reduce or _nothing)
             return
         waits = self.store is not None and role in LATER
@@ -205,7 +198,7 @@ class Linears:
             if waits or (make and self.are_outside):
                 # A graph cannot put anything into a store or a history: it breaks here.
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
-        elif reduce is None and not _is_adapted(linear):
+        elif reduce is None and not hasattr(linear, "branch"):
             return
         linear.forward = _biased(linear, multiply, reduce or _nothing)
 
@@ -227,17 +220,9 @@ class Linears:
                 multiply = torch.compiler.disable(multiply)  # type: ignore[no-untyped-call]
             linear.forward = _biased(linear, multiply, _nothing)
 
-    def grouped(
-        self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool,
-        adapter: "GroupedAdapter | None" = None,
-    ) -> Tensor:  # fmt: skip
+    def grouped(self, x_SI: Tensor, weight: Tensor, counts_E: Tensor, *, is_transposed: bool) -> Tensor:
         """Multiply rows sorted by expert with their expert's matrix of `weight` [E, O, I], or [E, I, O] if
-        `is_transposed`: [S, O]. Uses one kernel where it can. An adapter adds two products of its rank."""
-        if adapter is not None:
-            beside = replace(self, products={})  # in the compute dtype, like adapters of linears
-            made_Sr = beside.grouped(x_SI, adapter.a, counts_E, is_transposed=False)
-            more_SO = beside.grouped(made_Sr, adapter.b, counts_E, is_transposed=False)
-            return self.grouped(x_SI, weight, counts_E, is_transposed=is_transposed) + adapter.scale * more_SO
+        `is_transposed`: [S, O]. Uses one kernel where it can."""
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
         if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
             plain = Grouped(counts_E, is_transposed, is_served)
@@ -278,22 +263,17 @@ def _own_product(linear: Any) -> Multiply:
 
 
 def _biased(linear: Any, multiply: Multiply, reduce: Multiply) -> Multiply:
-    """Sum partial products, with those of an adapter, and then add the bias once."""
-    is_adapted = _is_adapted(linear)
+    """Sum partial products, with those of a branch, and then add the bias once."""
+    branch: Multiply | None = getattr(linear, "branch", None)
 
     def forward(x: Tensor) -> Tensor:
         out = multiply(x)
-        if is_adapted:
-            out = out + linear.lora_scale * linear.lora_B(linear.lora_A(x))
+        if branch is not None:
+            out = out + branch(x)
         out = reduce(out)
         return out if linear.bias is None else out + linear.bias
 
     return forward
-
-
-def _is_adapted(linear: Any) -> bool:
-    """True if a linear has an adapter (`models/adapter.py`)."""
-    return hasattr(linear, "lora_A")
 
 
 def _nothing(out: Tensor) -> Tensor:

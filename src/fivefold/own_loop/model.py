@@ -15,13 +15,9 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.live import export_live
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.launch.world import leave, open_world
-from fivefold.models.adapter import Layered
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
-from fivefold.models.peft_folder import PeftFolder, lora_of
 from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.own_loop.batches import (
     Batch,
@@ -34,6 +30,8 @@ from fivefold.own_loop.batches import (
 )
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel import apply, guard, parts
+from fivefold.parallel.adapters.peft_folder import lora_of, with_peft_folder
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.balance.runtime import BalanceOptions, configure
 from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -128,7 +126,7 @@ class ParallelModel(nn.Module):
         if exclude_embeddings:
             raise _refusal_of("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
-        if only_trainable and self.adapter is not None:
+        if only_trainable and self.fivefold.plan.facts.has_frozen:
             frozen = {name for name, each in self.fivefold.plan.facts.parameters.items() if not each.is_trained}
         return sum(
             math.prod(spec.shape) for name, spec in self.fivefold.plan.placement.shards.items() if name not in frozen
@@ -260,7 +258,7 @@ def _beside(model: nn.Module, folder: str | Path, lora: Lora, source: TensorSour
     on_meta = next(model.parameters()).is_meta
     use_our_attention(model)
     base = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
-    return Layered(PeftFolder(folder, lora, targets_of(facts_of(model), lora)), base)
+    return with_peft_folder(folder, lora, facts_of(model), base)
 
 
 def _padded(step: tuple[int, int] | None, layout: Layout) -> tuple[int, int] | None:

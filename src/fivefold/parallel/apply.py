@@ -17,10 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.models import hf_internals, offdiagonal
-from fivefold.models.adapter import WithAdapters, attach
-from fivefold.models.adapter_facts import adapted, targets_of
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
@@ -30,6 +27,7 @@ from fivefold.models.sources import ModelTensors, RandomInit, TensorSource
 from fivefold.ops.linear import Linears, WeightGradStore
 from fivefold.parallel import passes, probe
 from fivefold.parallel.adapters import runtime as adapters
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context
@@ -100,13 +98,7 @@ def parallelize(
     on_meta = next(model.parameters()).is_meta
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
-    facts = facts_of(model)
-    if adapter is not None:
-        targets = targets_of(facts, adapter)
-        attach(model, facts, adapter)
-        if targets[0].weights[0] not in source.names():
-            source = WithAdapters(source, targets, adapter, seed)
-        facts = adapted(facts, adapter)
+    facts, source = adapters.with_adapter(model, facts_of(model), adapter, source, seed)
     plan = lower(facts, layout, dist.get_rank(), compiled=compile_blocks)
     if step is not None:
         plan = within_budget(plan, *step)
@@ -120,7 +112,7 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta").to(data.master_dtype(layout.precision))
     _tie(model, facts.anatomy)
-    parts = LiveParts(model, plan, mesh, device, reduce, offload_to)
+    parts = LiveParts(model, plan, mesh, device, reduce, offload_to, adapter)
     builders, todo = parts.builders(), edits(plan)
     for edit in todo:
         if not edit.needs_memory:
@@ -145,10 +137,11 @@ class LiveParts:
     module."""
 
     def __init__(
-        self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, offload_to: str
-    ) -> None:
+        self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, offload_to: str,
+        adapter: Lora | None,
+    ) -> None:  # fmt: skip
         layout, in_fp8 = plan.layout, plan.feature(Fp8Plan)
-        self._model, self._plan, self._mesh, self._device = model, plan, mesh, device
+        self._model, self._plan, self._mesh, self._device, self._adapter = model, plan, mesh, device, adapter
         self._dtype = data.COMPUTE_DTYPES[layout.precision]
         self._reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
         self.compiled = graphs.Compiled() if plan.compiled else None
@@ -175,7 +168,7 @@ class LiveParts:
         """Builders of every edit, of all features."""
         model = self._model
         return {
-            **adapters.builders(model, self._dtype),
+            **adapters.builders(model, self._dtype, self._adapter),
             **tensor.builders(model, self.tensor),
             **linears.builders(model, self.linears, self.tensor.leave),
             **chunks.builders(model, self.tensor.enter),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "shard", "rest"]
+Kind = Literal["cut", "pre-hook", "hook", "forward", "attribute", "stub", "branch", "shard", "rest"]
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Edit:
     `spec.py`; `builders` in its `runtime.py` apply it.
 
     `kind`: its parameters are `cut`; a hook runs before or after it; its `forward` is replaced; it gets an `attribute`;
-    a `stub` replaces it; FSDP takes its parameters as one unit (`shard`); its parameters are stored in another form
-    (`rest`). `by`: the dimension of parallelism, or the feature, that asks for it. `needs_memory`: it applies to
-    allocated parameters, the others to the meta device.
+    a `stub` replaces it; it gets a `branch`, whose output is added to its own; FSDP takes its parameters as one unit
+    (`shard`); its parameters are stored in another form (`rest`). `by`: the dimension of parallelism, or the feature,
+    that asks for it. `needs_memory`: it applies to allocated parameters, the others to the meta device.
     """
 
     kind: ClassVar[Kind]

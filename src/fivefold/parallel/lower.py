@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 from fivefold.core import heads
 from fivefold.core.heads import CPMethod
-from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.state_dtypes import block_length
 from fivefold.core.violation import Violation, refuse
-from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import legality
+from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
@@ -18,7 +17,7 @@ from fivefold.parallel.limits import limits_of
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank
 from fivefold.parallel.ranks import RankGrid
-from fivefold.parallel.recompute.policy import Recompute, budget_bytes
+from fivefold.parallel.recompute.policy import Recompute
 from fivefold.parallel.shard_rules import gradient_sums, kv_copies, partition_of, shard_specs
 from fivefold.parallel.stage_plan import stage_plan
 
@@ -47,7 +46,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     in_copies = computes_in_copies(facts, layout)
     plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies, compiled)
     refuse([
-        *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *_of_adapters(plan), *_of_nf4(plan)
+        *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan)
     ])  # fmt: skip
     return plan
 
@@ -63,38 +62,6 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
             yield Violation(
                 "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/explain/memory.md"
             )
-
-
-def _of_adapters(plan: ParallelPlan) -> Iterator[Violation]:
-    """Under tp, selective recompute saves no products of a row, which B would read. Adapters of experts exclude fp8."""
-    keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
-    if plan.placement.has_adapter and keeps and plan.reduces_rows:
-        what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
-        yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
-    experts = [each.name for each in plan.facts.experts]
-    beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
-    if plan.placement.has_adapter and beside and plan.layout.fp8 != "none":
-        what = "fp8 with adapter.target_parameters, beside experts, is not built"
-        yield Violation(
-            "fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/howto/adapters.md"
-        )
-
-
-def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
-    """A block of four-bit weights shares a scale, so it must lie on one rank."""
-    for name, spec in plan.placement.shards.items():
-        if not plan.facts.parameters[name].in_nf4:
-            continue
-        if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
-            key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
-            what = f"{key} with adapter.quantize: nf4 is not built"
-            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/howto/adapters.md")
-            return
-        if any(edge % NF4_BLOCK for part in spec.held for each in part[1] for edge in each):
-            what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
-            what += f"{plan.layout.tp} cuts one"
-            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/howto/adapters.md")
-            return
 
 
 def _cp_method(facts: ModelFacts, layout: Layout) -> CPMethod:

@@ -10,7 +10,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from fivefold.core.lora import NF4_BLOCK, nf4_bytes
 from fivefold.core.state_dtypes import StateDtype, kept_in, state_bytes
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
@@ -81,16 +80,11 @@ class Placement:
 
     @property
     def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of all tensors in a checkpoint, parameters and buffers of routers, in the model's order; for adapters
-        on a frozen model, of these alone."""
-        if self.has_adapter:
+        """Shapes of all tensors in a checkpoint, parameters and buffers of routers, in the model's order; beside a
+        frozen model, of what is trained alone."""
+        if self.facts.has_frozen:
             return {name: spec.shape for name, spec in self.shards.items() if self.facts.parameters[name].is_trained}
         return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
-
-    @cached_property
-    def has_adapter(self) -> bool:
-        """True if an adapter is trained on a frozen model."""
-        return self.facts.has_adapter
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -183,15 +177,15 @@ class Placement:
         )
 
     def rests_in(self, name: str, master_bytes: int) -> float:
-        """Bytes per number of a stored parameter: of the compute dtype in a frozen model, or 9 / 16 in NF4, else
+        """Bytes per number of a stored parameter: of its packing, of the compute dtype in a frozen model, else
         `master_bytes`."""
-        if self.facts.parameters[name].in_nf4:
-            return nf4_bytes(NF4_BLOCK) / NF4_BLOCK
+        if packing := self.facts.parameters[name].packing:
+            return packing.size / packing.block
         return self.layout.compute_bytes if self.rests_as_computed(name) else master_bytes
 
     def rests_as_computed(self, name: str) -> bool:
-        """True if a parameter is stored in its compute dtype: one that is frozen for an adapter."""
-        return self.has_adapter and not self.facts.parameters[name].is_trained
+        """True if a parameter is stored in its compute dtype: a frozen one."""
+        return not self.facts.parameters[name].is_trained
 
     def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
         """Shape of every parameter, and its regions on each of the first `most` ranks: for a map."""

@@ -24,6 +24,7 @@ def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
 
 # Forwards and hooks nest in this order: later ones lie outside.
 EDITS = (
+    adapters.edits,  # before all: adapters are cut, sharded and multiplied like other linears
     adapters.edits_of_embedding,
     tensor.edits,  # before the others, which ask for the sizes after the cut
     linears.edits,

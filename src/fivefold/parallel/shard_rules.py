@@ -10,8 +10,8 @@ from itertools import product
 
 from fivefold.core import heads
 from fivefold.core.errors import UserError
-from fivefold.models.adapter_facts import A
 from fivefold.models.facts import ORDERS, Experts, FeatureGroups, ModelFacts, Partition, Role
+from fivefold.parallel.adapters.facts import A
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import joined
 from fivefold.parallel.sharding import Block, ShardSpec, Split, split_even, whole

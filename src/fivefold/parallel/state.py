@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.models.sources import TensorSource
-from fivefold.ops import nf4
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dtensor import local
@@ -99,10 +98,11 @@ def fill(model: nn.Module, source: TensorSource, names: Collection[str] | None =
                 continue
             shard = local(parameter)
             for global_region, local_region in state.placement.regions(name):
-                if state.plan.facts.parameters[name].in_nf4:
+                if state.plan.facts.parameters[name].packing:
+                    products: Any = model.get_submodule(name.rpartition(".")[0]).own_products
                     rows, columns = local_region
                     for piece, own in _pieces(global_region, shard[rows]):
-                        nf4.put(own, columns, source.read(name, piece).to(own.device))
+                        products.put(own, columns, source.read(name, piece).to(own.device))
                     continue
                 for piece, own in _pieces(global_region, shard[local_region]):
                     own.copy_(source.read(name, piece))

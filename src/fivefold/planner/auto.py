@@ -8,9 +8,9 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.units import GIB, many
 from fivefold.hardware.cluster import Cluster
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.facts import ModelFacts
+from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.layout import KEYS
 from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.planner.answers import answer

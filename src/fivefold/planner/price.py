@@ -140,7 +140,7 @@ class _Pricing:
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """Price one layer. A backward does twice the matmuls of a forward, half of them for the weights (none for
-        weights frozen by adapters), and 2.5 times the attention (FlashAttention recomputes the scores)."""
+        frozen weights), and 2.5 times the attention (FlashAttention recomputes the scores)."""
         chip, mode = self.chip, self.shape.recompute.of(layer)
         engine = self.engine
         if layer not in self.forwards:
@@ -148,7 +148,7 @@ class _Pricing:
         products, matmuls, attention, traffic, scores = self.forwards[layer]
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
-        if not self.plan.placement.has_adapter:
+        if not self.plan.facts.has_frozen:
             weights[:3] = matmuls, 0.0, self._added(products)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic

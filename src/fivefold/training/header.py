@@ -1,6 +1,6 @@
 """The text around a run: a description before the first step, and where everything is after the last."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from fivefold.launch.world import multiplies_bf16
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
 from fivefold.parallel import shared_memory
+from fivefold.parallel.adapters import header as adapters
 from fivefold.parallel.fp8 import header as fp8
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, PRECISION_OF
 from fivefold.parallel.offload.host_memory import HOST
@@ -42,7 +43,7 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
     rows = [
         ("run", f"{config.run_dir}   seed {config.train.seed}"),
         ("model", f"{name} {human(job.costs.parameters)} parameters, {config.model.init} weights"),
-        *_adapter_lines(job),
+        *adapters.lines(state.plan, config.adapter.lora, config.adapter.path),
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         *_tokenizer_lines(job),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
@@ -104,25 +105,6 @@ def _tokenizer_lines(job: Job) -> list[tuple[str, str]]:
     return [
         ("", f"AutoTokenizer reads any tokenizer beside a {kind} model by {taken}: a saved one may get other tokens")
     ]
-
-
-def _adapter_lines(job: Job) -> Iterator[tuple[str, str]]:
-    """The adapter's rank, scale, targets and trained parameters."""
-    lora, parameters = job.config.adapter.lora, state_of(job.model).plan.facts.parameters
-    if lora is None:
-        return
-    trained = {name: each.size for name, each in parameters.items() if each.is_trained}
-    linears = sum(name.endswith(".lora_A.weight") for name in trained)
-    of_experts = len(trained) // 2 - linears
-    named = {many(linears, "linear"): linears, f"{many(of_experts, 'parameter')} of experts": of_experts}
-    beside = [text for text, count in named.items() if count]
-    rest = " and in four bits (NF4)" if lora.quantize == "nf4" else ""
-    start = f"from {job.config.adapter.path}" if job.config.adapter.path else "new"
-    yield (
-        "adapter",
-        f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {' and '.join(beside)}, {start}: "
-        f"{human(sum(trained.values()))} parameters are trained, the others frozen{rest}",
-    )
 
 
 def memory_line(job: Job, peaks: Mapping[str, float | None]) -> str:

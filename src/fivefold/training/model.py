@@ -11,14 +11,12 @@ from fivefold.data.prepare import PreparedData
 from fivefold.launch.model import check_positions, check_tokens
 from fivefold.launch.world import World
 from fivefold.models import hf_internals
-from fivefold.models.adapter import Layered
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import build_meta, load_model_config, weights_folder
 from fivefold.models.facts import ModelFacts
 from fivefold.models.flops import Costs
 from fivefold.models.forwards import check_lengths
-from fivefold.models.peft_folder import PeftFolder
 from fivefold.models.sources import TensorSource
+from fivefold.parallel.adapters.peft_folder import with_peft_folder
 from fivefold.parallel.balance.runtime import BalanceOptions
 
 # On two CPU cores compiling took 7 s with a warm cache and up to 37 s without one, and saved 8 to 20% of a step (1M and
@@ -86,7 +84,7 @@ def load_source(config: RunConfig, model: PreTrainedModel, facts: ModelFacts) ->
     lora, folder = config.adapter.lora, config.adapter.path
     if lora is None or not folder:
         return None if config.model.init == "random" else base_source(config, model)
-    return Layered(PeftFolder(folder, lora, targets_of(facts, lora)), base_source(config, model))
+    return with_peft_folder(folder, lora, facts, base_source(config, model))
 
 
 def compile_pays(config: RunConfig, costs: Costs, data: PreparedData, world: World, total_steps: int) -> bool:

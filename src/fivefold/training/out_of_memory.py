@@ -23,8 +23,8 @@ from fivefold.launch.cluster import cluster_here
 from fivefold.launch.failure import WorkerDied, is_want_of_memory
 from fivefold.launch.memory import address_limit, address_said, room
 from fivefold.launch.world import World
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
+from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.memory import BETWEEN_STEPS, REST
 from fivefold.parallel.state import state_of

@@ -33,10 +33,10 @@ from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models import kernels
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
 from fivefold.parallel import legality
+from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import configure
 from fivefold.parallel.state import state_of

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from fivefold.ops import nf4
+from fivefold.parallel.adapters import nf4
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
 from fivefold.parallel.plain import everywhere

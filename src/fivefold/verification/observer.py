@@ -98,7 +98,7 @@ class Observer:
         # A module of another stage is compared on the rank that has it.
         here = {name: each for name, each in self._model.named_modules() if not isinstance(each, StageStub)}
         for module in here.values():
-            # A plain `nn.Module` never runs: the adapters of experts are held by one, and used when their owner runs.
+            # A plain `nn.Module` never runs: it holds parameters that are used when its owner runs.
             for holder in (module, *(child for child in module.children() if type(child) is nn.Module)):
                 if own := [(leaf, canonical[id(p)]) for leaf, p in holder._parameters.items() if p is not None]:
                     self._handles.append(module.register_forward_pre_hook(partial(self._watch_parameters, holder, own)))

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
-from fivefold.core.lora import nf4_bytes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
-from fivefold.models.adapter import Layered
 from fivefold.models.build import meta_of_folder
 from fivefold.models.sources import TensorSource, open_weights
 from fivefold.parallel import passes
+from fivefold.parallel.adapters.by_hand import Drawn
+from fivefold.parallel.adapters.sources import Layered
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.balance.runtime import BalanceOptions, configure, movable_biases
 from fivefold.parallel.collectives import Collective, by_group, differing, total
@@ -40,7 +40,6 @@ from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
 from fivefold.verification import teacher_by_hand
-from fivefold.verification.adapter_by_hand import Drawn
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
@@ -61,7 +60,7 @@ class Proof:
         model = meta_of_folder(case.folder)
         source: TensorSource = open_weights(case.folder, model)
         if case.adapter is not None:
-            source = Layered(Drawn(case), source)
+            source = Layered(Drawn(case.folder, case.adapter, case.seed), source)
         self.model = parallelize(
             model, self.layout, device=device, source=source, adapter=case.adapter, reduce=case.reduce,
             loss_chunks=case.loss_chunks,
@@ -110,8 +109,8 @@ class Proof:
             type_ = master_dtype(self.layout.precision)
             if self.state.placement.rests_in(name, type_.itemsize) != type_.itemsize:
                 type_ = COMPUTE_DTYPES[self.layout.precision]
-            if self.state.plan.facts.parameters[name].in_nf4:
-                expected, type_ = (expected[0], nf4_bytes(expected[1])), torch.uint8
+            if packing := self.state.plan.facts.parameters[name].packing:
+                expected, type_ = (expected[0], packing.row_bytes(expected[1])), torch.uint8
             if found != expected or parameter.dtype != type_:
                 wrong[name] = f"{name} is {parameter.dtype} {list(found)}, not {type_} {list(expected)}"
         self.compare.count("shards", wrong)

@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from fivefold.config import OptimizerSection
-from fivefold.core.lora import Lora
 from fivefold.data.batch import MicroBatch, Piece, assemble
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.layout import Layout
 
 ROW = 61  # default tokens per row

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from fivefold.config import parse_config
 from fivefold.core.errors import UserError
-from fivefold.core.lora import NF4_BLOCK
 from fivefold.core.terminal import say
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
@@ -28,6 +27,7 @@ from fivefold.launch.world import World, join, leave, threads_per_worker
 from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
+from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout

@@ -22,10 +22,11 @@ from fivefold.config import OptimizerSection
 from fivefold.core.state_dtypes import kept_in
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
+from fivefold.parallel.adapters import by_hand as adapter_by_hand
 from fivefold.parallel.balance.runtime import movable_biases
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
-from fivefold.verification import adapter_by_hand, preference_by_hand, states_by_hand, teacher_by_hand
+from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.exact import exactly
 from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
@@ -74,7 +75,8 @@ class Reference:
         else:
             found = copy.deepcopy(model).to(dtype)
         if self.case.adapter is not None:
-            adapter_by_hand.put(found, self.case, adapter_by_hand.Drawn(self.case).values, self.compute_dtype)
+            drawn = adapter_by_hand.Drawn(self.case.folder, self.case.adapter, self.case.seed)
+            adapter_by_hand.put(found, self.case.adapter, drawn.values, self.compute_dtype)
         return found
 
     def run(self, inputs: list[str]) -> "Reference":

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core.lora import Lora, nf4_numbers
-from fivefold.models import adapter_facts, experts
 from fivefold.models.facts import Role
 from fivefold.ops import linear as linears
-from fivefold.ops import nf4
-from fivefold.parallel import apply, lower
+from fivefold.parallel import lower
+from fivefold.parallel.adapters import facts as adapter_facts
+from fivefold.parallel.adapters import nf4, runtime
+from fivefold.parallel.adapters.settings import Lora, nf4_numbers
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import adamw
 from tests.verification.faults.fault import Model, fault
@@ -29,15 +29,10 @@ OUTPUT = [("output", r"(proj|c_attn|layers\.0)")]
     layout="shard2", expects=OUTPUT, model=LORA,
 )  # fmt: skip
 def scale_lost_on_one_rank() -> Any:
-    plain = apply.attach
-
-    def attach(model: nn.Module, facts: Any, lora: Lora) -> None:
-        plain(model, facts, lora)
-        for module in model.modules():
-            if dist.get_rank() == 1 and hasattr(module, "lora_scale"):
-                module.lora_scale = 1.0  # type: ignore[assignment]
-
-    return patch.object(apply, "attach", attach)
+    plain = runtime._attach
+    return patch.object(
+        runtime, "_attach", lambda module, edit, scale: plain(module, edit, scale if dist.get_rank() != 1 else 1.0)
+    )
 
 
 @fault(
@@ -58,8 +53,8 @@ def adapter_of_a_row_not_summed() -> Any:
     def biased(linear: Any, multiply: Any, reduce: Any) -> Any:
         def forward(x: Tensor) -> Tensor:
             out = reduce(multiply(x))
-            if hasattr(linear, "lora_A"):
-                more = linear.lora_scale * linear.lora_B(linear.lora_A(x))
+            if hasattr(linear, "branch"):
+                more = linear.branch(x)
                 size = out.shape[1]
                 at = dist.get_rank() * size if size < more.shape[1] else 0
                 out = out + more[:, at : at + size]
@@ -163,15 +158,15 @@ def frozen_weights_decay() -> Any:
     layout="single", expects=[("gradient.*|coverage|collectives", r"")], model=LORA,
 )  # fmt: skip
 def base_not_frozen() -> Any:
-    plain = apply.attach
+    plain = runtime._freeze
 
-    def attach(model: nn.Module, facts: Any, lora: Lora) -> None:
-        plain(model, facts, lora)
+    def freeze(model: nn.Module) -> None:
+        plain(model)
         for name, parameter in model.named_parameters():
             if name.endswith("q_proj.weight"):
                 parameter.requires_grad_(True)
 
-    return patch.object(apply, "attach", attach)
+    return patch.object(runtime, "_freeze", freeze)
 
 
 # ---- beside experts --------------------------------------------------------------------------------------------------
@@ -180,15 +175,14 @@ MIXTRAL = Model("mixtral", adapter=True, of_experts=True)
 OF_EXPERTS = [("output", r"mlp\.experts")]
 
 
-def _beside_experts(change: Callable[[linears.GroupedAdapter], linears.GroupedAdapter]) -> Any:
-    """The adapters of experts are changed where they multiply."""
-    plain = experts._adapter
+def _beside_experts(change: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, float]]) -> Any:
+    """The adapters of experts are changed where they multiply: A, B and the scale."""
+    plain = runtime._low_rank
 
-    def adapter(module: Any, name: str) -> Any:
-        found = plain(module, name)
-        return None if found is None else change(found)
+    def low_rank(linears: Any, x_SI: Tensor, counts_E: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return plain(linears, x_SI, counts_E, *change(a, b, scale))
 
-    return patch.object(experts, "_adapter", adapter)
+    return patch.object(runtime, "_low_rank", low_rank)
 
 
 @fault(
@@ -197,7 +191,7 @@ def _beside_experts(change: Callable[[linears.GroupedAdapter], linears.GroupedAd
     layout="shard2.ep2", expects=OF_EXPERTS, model=MIXTRAL,
 )  # fmt: skip
 def a_of_another_expert() -> Any:
-    return _beside_experts(lambda each: replace(each, a=each.a.roll(1, 0)))
+    return _beside_experts(lambda a, b, scale: (a.roll(1, 0), b, scale))
 
 
 @fault(
@@ -206,7 +200,7 @@ def a_of_another_expert() -> Any:
     layout="single", expects=OF_EXPERTS, model=MIXTRAL,
 )  # fmt: skip
 def scale_lost_for_experts() -> Any:
-    return _beside_experts(lambda each: replace(each, scale=1.0))
+    return _beside_experts(lambda a, b, scale: (a, b, 1.0))
 
 
 @fault(

@@ -1,10 +1,32 @@
-"""Adapters beside a frozen model: what is done to modules. No torch."""
+"""Adapters in a frozen model: edits of modules, and layouts that are refused. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.core.violation import Violation
+from fivefold.models.anatomy import is_within
+from fivefold.parallel.adapters.facts import A, B
+from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.policy import budget_bytes
+
+
+@dataclass(frozen=True)
+class Freeze(Edit):
+    """Parameters of the model itself are frozen."""
+
+    kind = "attribute"
+
+
+@dataclass(frozen=True)
+class Attach(Edit):
+    """Two small trained matrices beside the weight `leaf`, of the `shapes` of A and B; experts have a pair each."""
+
+    kind = "branch"
+    leaf: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    in_nf4: bool
 
 
 @dataclass(frozen=True)
@@ -21,13 +43,65 @@ class RestFrozen(Edit):
     kind = "rest"
 
 
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """Attach the adapters to the frozen model."""
+    if not plan.facts.has_frozen:
+        return
+    yield Freeze("", "adapter", "its own parameters are frozen")
+    parameters = plan.facts.parameters
+    for name in parameters:
+        module, is_a, leaf = name.partition(f".{A}.")
+        if is_a:
+            shapes = parameters[name].shape, parameters[f"{module}.{B}.{leaf}"].shape
+            in_nf4 = parameters[f"{module}.{leaf}"].packing is not None
+            yield Attach(module, "adapter", "two small matrices are trained beside a weight", leaf, shapes, in_nf4)
+
+
 def edits_of_embedding(plan: ParallelPlan) -> Iterator[Edit]:
     """Backward goes through the first layer as through the others."""
-    if plan.placement.has_adapter:
+    if plan.facts.has_frozen:
         yield SendGradient(plan.anatomy.embedding, "adapter", "it is sent a gradient, though it is frozen")
 
 
 def edits_at_rest(plan: ParallelPlan) -> Iterator[Edit]:
     """Frozen parameters have no master weights."""
-    if plan.placement.has_adapter:
+    if plan.facts.has_frozen:
         yield RestFrozen("", "adapter", "what is frozen rests in the type that it is computed with, or in four bits")
+
+
+def violations(plan: ParallelPlan) -> Iterator[Violation]:
+    """Yield what an adapter cannot be combined with."""
+    yield from _of_recompute_and_fp8(plan)
+    yield from _of_nf4(plan)
+
+
+def _of_recompute_and_fp8(plan: ParallelPlan) -> Iterator[Violation]:
+    """Under tp, selective recompute saves no products of a row, which B would read. Adapters of experts exclude fp8."""
+    keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
+    if plan.facts.has_frozen and keeps and plan.reduces_rows:
+        what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
+        yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
+    experts = [each.name for each in plan.facts.experts]
+    beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
+    if plan.facts.has_frozen and beside and plan.layout.fp8 != "none":
+        what = "fp8 with adapter.target_parameters, beside experts, is not built"
+        yield Violation(
+            "fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/howto/adapters.md"
+        )
+
+
+def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
+    """A block of four-bit weights shares a scale, so it must lie on one rank."""
+    for name, spec in plan.placement.shards.items():
+        if not plan.facts.parameters[name].packing:
+            continue
+        if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
+            key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
+            what = f"{key} with adapter.quantize: nf4 is not built"
+            yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/howto/adapters.md")
+            return
+        if any(edge % NF4_BLOCK for part in spec.held for each in part[1] for edge in each):
+            what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
+            what += f"{plan.layout.tp} cuts one"
+            yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/howto/adapters.md")
+            return

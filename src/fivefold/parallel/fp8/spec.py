@@ -36,9 +36,9 @@ class Fp8Plan:
         self._plan, self._placement = plan, plan.placement
 
     def covers(self, module: str) -> bool:
-        """True if the layer of a module multiplies in fp8: a layer that is not at an end, and no adapter."""
+        """True if the layer of a module multiplies in fp8: a layer that is not at an end, and no branch."""
         layers, high = self._plan.anatomy.layers, self._plan.layout.fp8_high_layers
-        if module.endswith((".lora_A", ".lora_B")):
+        if module.rpartition(".")[0] in self._plan.facts.branches:
             return False
         return self._plan.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
 

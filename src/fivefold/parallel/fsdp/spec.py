@@ -36,7 +36,7 @@ COPIED_BYTES = 2**30  # more memory than this is worth the time of FSDP's hooks
 def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
     """True if tensor ranks, or one process, that train in bf16 copy all their parameters at once. FSDP copies those of
     a unit when it is used. The copies must be small. Example: 500M parameters, 1 GB of copies."""
-    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
+    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained)
     is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
     return is_plain and numbers * layout.compute_bytes <= COPIED_BYTES
 
@@ -62,8 +62,8 @@ class FsdpPlan:
         is_shared = layout.world > layout.tp or self._placement.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self._plan.in_copies
         moves = layout.offload_parameters or bool(self._plan.feature(Fp8Plan).gathers)
-        in_nf4 = any(each.in_nf4 for each in self._plan.facts.parameters.values())
-        return is_shared or not as_they_rest or moves or in_nf4
+        is_packed = any(each.packing for each in self._plan.facts.parameters.values())
+        return is_shared or not as_they_rest or moves or is_packed
 
     @cached_property
     def copied(self) -> tuple[str, ...]:

@@ -51,13 +51,12 @@ class LinearPlan:
         return found
 
     def _weights(self) -> Iterator[str]:
-        layers, parameters = set(self._plan.placement.layers), self._plan.facts.parameters
+        layers, branches = set(self._plan.placement.layers), self._plan.facts.branches
         for layer, cost in zip(self._plan.anatomy.layers, self._plan.facts.layer_costs, strict=True):
             for name in (f"{layer}.{matmul.name}" for matmul in cost.matmuls if layer in layers):
                 if name.endswith(".weight"):
                     yield name
-                    stem = name.removesuffix("weight")
-                    yield from (each for each in (f"{stem}lora_A.weight", f"{stem}lora_B.weight") if each in parameters)
+                    yield from branches.get(name.removesuffix(".weight"), ())
 
     def reasons(self, module: str, role: Role) -> Iterator[tuple[str, str]]:
         """Yield each reason for another forward of a linear, as (feature that asks, reason)."""
@@ -68,9 +67,9 @@ class LinearPlan:
             yield "fp8", "its products are those of eight bits"
         if self._plan.layout.schedule.splits_backward:
             yield "pp", "gradients of its weight are put off"
-        if f"{module}.lora_A.weight" in parameters:
+        if module in self._plan.facts.branches:
             yield "adapter", "what its adapter makes is added"
-        if parameters[weight].in_nf4:
+        if parameters[weight].packing:
             yield "adapter", "its weight rests in four bits"
 
     @cached_property

@@ -14,7 +14,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary, n tp ranks.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -124,7 +124,8 @@ def tensor_parallel(plan: ParallelPlan, group: dist.ProcessGroup | None) -> Tens
 
 def builders(model: nn.Module, fold: TensorParallel) -> Builders:
     """Builders that cut the parameters of `model` and hook the modules around them."""
-    places, entries = parameter_places(model), dict[TPInput, list[Tensor]]()
+    places = cache(partial(parameter_places, model))  # as they are at the first cut: earlier edits add parameters
+    entries = dict[TPInput, list[Tensor]]()
 
     def lookup(edit: Lookup) -> None:
         embedding: Any = model.get_submodule(edit.path)
@@ -150,7 +151,7 @@ def builders(model: nn.Module, fold: TensorParallel) -> Builders:
         module.forward = _over_all_features(module.forward, edit.blocks, fold)
 
     return {
-        Cut: lambda edit: _cut(places[edit.name], edit.shape),
+        Cut: lambda edit: _cut(places()[edit.name], edit.shape),
         Lookup: lookup,
         EnterHead: enter_head,
         WholeVocabulary: whole_vocabulary,

@@ -1,52 +1,18 @@
-"""LoRA in a model: attaches adapters and supplies their matrices; `adapter_facts.py` has the formula and the split."""
+"""Sources of weights beside adapters: their first values, a base in four bits, and both merged."""
 
 from collections.abc import Collection, Iterable, Sequence
 from math import sqrt
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import A, B, Target, targets_of
-from fivefold.models.facts import ModelFacts
-from fivefold.models.hf_internals import is_plain_linear
+from fivefold.models import hf_internals
 from fivefold.models.random_stream import RandomStream, Region, Uniform
 from fivefold.models.sources import TensorSource
-from fivefold.ops.nf4 import round_trip
-
-
-def attach(model: nn.Module, facts: ModelFacts, lora: Lora) -> None:
-    """Add the adapters to a model, on the meta device, and freeze everything else. `facts`: those without adapters."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for target in targets_of(facts, lora):
-        linear = model.get_submodule(target.module)
-        linear.lora_scale = lora.scale  # type: ignore[assignment]
-        if target.of_experts:
-            _attach_to_experts(linear, target, lora.rank)
-            continue
-        if lora.quantize != "none" and not is_plain_linear(linear):
-            raise UserError(
-                f"adapter.quantize: {target.module} is a {type(linear).__name__}, which multiplies in its own way",
-                fix="leave it out of adapter.targets, or adapter.quantize: none",
-            )
-        dtype = next(linear.parameters()).dtype
-        with torch.device("meta"):
-            linear.add_module(A, nn.Linear(target.inputs, lora.rank, bias=False, dtype=dtype))
-            linear.add_module(B, nn.Linear(lora.rank, target.outputs, bias=False, dtype=dtype))
-        linear.in_nf4 = lora.quantize == "nf4"  # type: ignore[assignment]
-
-
-def _attach_to_experts(module: nn.Module, target: Target, rank: int) -> None:
-    """Add one module for all A and one for all B; their parameters carry the names of the experts' matrices."""
-    dtype = module.get_parameter(target.parameter).dtype
-    for leaf, shape in zip((A, B), target.shapes(rank).values(), strict=True):
-        if not hasattr(module, leaf):
-            module.add_module(leaf, nn.Module())
-        module.get_submodule(leaf).register_parameter(
-            target.parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-        )
+from fivefold.parallel.adapters.facts import A, B, Target
+from fivefold.parallel.adapters.nf4 import round_trip
+from fivefold.parallel.adapters.settings import Lora
 
 
 class WithAdapters(TensorSource):
@@ -117,6 +83,23 @@ class Merged(TensorSource):
         rows, columns = self._adapters.read(b, (*experts, out, every)), self._adapters.read(a, (*experts, every, inner))
         more = self._lora.scale * (rows.float() @ columns.float())
         return values.float() + (more.mT if module in self._transposed else more)
+
+
+def transposed_modules(model: Any) -> list[str]:
+    """Linears whose weight is [I, O], and modules of experts [E, I, O], by name."""
+    of_linears = [name for name, is_transposed in linears(model).items() if is_transposed]
+    return of_linears + [name for name, module in experts(model).items() if module.is_transposed]
+
+
+def experts(model: Any) -> dict[str, Any]:
+    """The model's modules of experts, by name."""
+    return {name: module for name, module in model.named_modules() if hf_internals.is_experts(module)}
+
+
+def linears(model: Any) -> dict[str, bool]:
+    """The model's linears, by name: True if the weight is [I, O]."""
+    dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
+    return {name: each == (1, 0) for name, each in dims.items() if each is not None}
 
 
 def _bounds(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.core.lora import NF4_BLOCK as BLOCK
-from fivefold.core.lora import nf4_numbers
+from fivefold.parallel.adapters.settings import NF4_BLOCK as BLOCK
+from fivefold.parallel.adapters.settings import nf4_numbers
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -81,6 +81,8 @@ def _pairs(device: torch.device) -> Tensor:
 
 class Nf4:
     """`Products` of frozen 4-bit weights [O, I]. Backward saves only the bytes, and dequantises the weight again."""
+
+    put = staticmethod(put)
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return tuple(torch.matmul(x, _restored_as(each, x).T) for each in weights), (x.new_empty(0),)

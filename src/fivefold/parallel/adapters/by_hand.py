@@ -1,10 +1,11 @@
-"""LoRA on the unmodified model: the reference for `models/adapter_facts.py`.
+"""LoRA on the unmodified model: the reference for `parallel/adapters/facts.py`.
 
 Linears get forward hooks. Experts run the model's own loop, with W replaced by W + scale B A for each expert.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,26 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.core.lora import NF4_BLOCK
-from fivefold.models.adapter_facts import targets_of
 from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import is_experts
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource
-from fivefold.ops.nf4 import LEVELS
-from fivefold.verification.proof_case import ProofCase
+from fivefold.parallel.adapters.facts import targets_of
+from fivefold.parallel.adapters.nf4 import LEVELS
+from fivefold.parallel.adapters.settings import NF4_BLOCK, Lora
 
 
 class Drawn(TensorSource):
-    """Random matrices for the adapters of a case, fp32. None is zero: that would hide the gradient of the other."""
+    """Random matrices for the adapter of the model in a folder, fp32. None is zero: that would hide the gradient of the
+    other."""
 
-    def __init__(self, case: ProofCase) -> None:
-        assert case.adapter is not None
-        generator = torch.Generator().manual_seed(case.seed + 1_000_039)
+    def __init__(self, folder: Path, lora: Lora, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed + 1_000_039)
         self.values = dict[str, Tensor]()
-        for each in targets_of(facts_of(meta_of_folder(case.folder)), case.adapter):
-            for name, size in each.shapes(case.adapter.rank).items():
+        for target in targets_of(facts_of(meta_of_folder(folder)), lora):
+            for name, size in target.shapes(lora.rank).items():
                 self.values[name] = torch.randn(size, generator=generator) * size[-1] ** -0.5
         self.shapes = {name: tuple(values.shape) for name, values in self.values.items()}
 
@@ -58,12 +58,11 @@ class _Held(nn.Module):
             self.register_parameter(name, nn.Parameter(each.clone()))
 
 
-def put(model: Any, case: ProofCase, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
-    """Add the adapters of a case to the linears and the experts of `model`. Everything else is frozen, and rounded to
-    the compute dtype."""
-    assert case.adapter is not None
-    scale = case.adapter.scale
-    for name in values if case.adapter.quantize == "nf4" else ():
+def put(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
+    """Add an adapter to the linears and the experts of `model`. Everything else is frozen, and rounded to the compute
+    dtype."""
+    scale = lora.scale
+    for name in values if lora.quantize == "nf4" else ():
         if name.endswith(".lora_A.weight"):
             weight = model.get_parameter(name.replace(".lora_A.weight", ".weight"))
             weight.data = in_nf4(weight.data).to(weight.dtype)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from fivefold.core import safetensors_header, strict_json
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.core.text import listed
-from fivefold.models.adapter_facts import A, B, Target
 from fivefold.models.build import ADAPTER
+from fivefold.models.facts import ModelFacts
 from fivefold.models.random_stream import Region
 from fivefold.models.sources import TensorSource, check_numbers
+from fivefold.parallel.adapters.facts import A, B, Target, targets_of
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.adapters.sources import Layered, experts, linears
 
 CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -67,6 +69,18 @@ def config_of(
     }  # fmt: skip
 
 
+def config_beside(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dict[str, Any]:
+    """The config of an adapter of `targets` in `model`, which is without it."""
+    transposed = linears(model)
+    own = [each.module for each in targets if not each.of_experts]
+    parameters = [each.weight for each in targets if each.of_experts]
+    there = [f"{name}.{leaf}" for name, module in experts(model).items() for leaf, _ in module.named_parameters()]
+    return config_of(
+        lora, target_names(own, [*transposed]), target_names(parameters, there), base=base,
+        is_transposed=any(transposed[each] for each in own),
+    )  # fmt: skip
+
+
 def target_names(targets: Sequence[str], there: Sequence[str]) -> list[str]:
     """`targets` by the last parts of their names, unless another module `there` in the model shares one of them."""
     leaves = {each.rpartition(".")[2] for each in targets}
@@ -89,6 +103,11 @@ def lora_of(path: str | Path) -> Lora:
     )  # fmt: skip
     _check_config(path, config, lora)
     return lora
+
+
+def with_peft_folder(folder: str | Path, lora: Lora, facts: ModelFacts, base: TensorSource) -> TensorSource:
+    """The weights of a model and the adapter in a folder beside them. Raises `UserError`."""
+    return Layered(PeftFolder(folder, lora, targets_of(facts, lora)), base)
 
 
 class PeftFolder(TensorSource):

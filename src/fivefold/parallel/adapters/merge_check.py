@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.core.errors import RunFailed
-from fivefold.core.lora import Lora
 from fivefold.core.units import GIB
-from fivefold.models.adapter_facts import A, B
 from fivefold.models.build import build_meta
 from fivefold.models.recipe import buffer_values
 from fivefold.models.sources import TensorSource
+from fivefold.parallel.adapters.facts import A, B
+from fivefold.parallel.adapters.settings import Lora
 
 # Relative to the norm of the logits, in fp32: W x + s B (A x) sums in another order than (W + s B A) x.
 TOLERANCE = 1e-4

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fivefold.core.lora import nf4_bytes, nf4_numbers
-from fivefold.ops.nf4 import Nf4, put, quantise, restored, round_trip
-from fivefold.verification.adapter_by_hand import in_nf4
+from fivefold.parallel.adapters.by_hand import in_nf4
+from fivefold.parallel.adapters.nf4 import Nf4, put, quantise, restored, round_trip
+from fivefold.parallel.adapters.settings import nf4_bytes, nf4_numbers
 
 
 def weight_of(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_products(dtype: torch.dtype) -> None:
     """Large enough to be restored in several pieces."""
     from unittest.mock import patch
 
-    from fivefold.ops import nf4
+    from fivefold.parallel.adapters import nf4
 
     weight, x, grad = weight_of((33, 128)), torch.randn(2, 5, 128).to(dtype), torch.randn(2, 5, 33).to(dtype)
     with patch.object(nf4, "_AT_ONCE", 4 * 128):

@@ -23,14 +23,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import AUTO, NF4_BLOCK, Lora
 from fivefold.core.text import listed
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import ModelFacts, Parameter, Role
+from fivefold.models.facts import ModelFacts, Packing, Parameter, Role
+from fivefold.parallel.adapters.settings import AUTO, NF4_BLOCK, Lora, nf4_bytes
 
 _T = TypeVar("_T")
 
 A, B = "lora_A", "lora_B"
+NF4 = Packing(NF4_BLOCK, nf4_bytes(NF4_BLOCK))
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
     in_nf4 = {each.weight for each in targets} if lora.quantize == "nf4" else set()
     _check_blocks(targets, facts, in_nf4)
     parameters = {
-        name: replace(each, is_trained=False, in_nf4=name in in_nf4) for name, each in facts.parameters.items()
+        name: replace(each, is_trained=False, packing=NF4 if name in in_nf4 else None)
+        for name, each in facts.parameters.items()
     }
     new, roles = dict[str, Parameter](), dict[str, Role]()
     for target in targets:

@@ -23,7 +23,7 @@ def nf4_numbers(size: int) -> int:
 class Lora:
     """Settings of an adapter. `targets`: linears by the ends of their names (one, or several); `auto` alone: those of
     the layers, except routers and experts. `target_parameters`: matrices of experts, by the ends of their names.
-    `quantize`: storage of the frozen weights of linears, `nf4` (`ops/nf4.py`) or `none`: in the compute dtype.
+    `quantize`: storage of the frozen weights of linears, `nf4` (`nf4.py`) or `none`: in the compute dtype.
 
     Raises `UserError` for values that no adapter has.
     """

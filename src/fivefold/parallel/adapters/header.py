@@ -1,0 +1,26 @@
+"""The line of a run's header about its adapter. No torch."""
+
+from collections.abc import Iterator
+
+from fivefold.core.units import human, many
+from fivefold.parallel.adapters.facts import A
+from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.plan import ParallelPlan
+
+
+def lines(plan: ParallelPlan, lora: Lora | None, path: str) -> Iterator[tuple[str, str]]:
+    """The rank, scale, targets and trained parameters of the adapter, as (label, text). `path`: its first values."""
+    if lora is None:
+        return
+    trained = {name: each.size for name, each in plan.facts.parameters.items() if each.is_trained}
+    linears = sum(name.endswith(f".{A}.weight") for name in trained)
+    of_experts = len(trained) // 2 - linears
+    named = {many(linears, "linear"): linears, f"{many(of_experts, 'parameter')} of experts": of_experts}
+    beside = [text for text, count in named.items() if count]
+    rest = " and in four bits (NF4)" if lora.quantize == "nf4" else ""
+    start = f"from {path}" if path else "new"
+    yield (
+        "adapter",
+        f"LoRA of rank {lora.rank}, times {lora.scale:g}, beside {' and '.join(beside)}, {start}: "
+        f"{human(sum(trained.values()))} parameters are trained, the others frozen{rest}",
+    )
