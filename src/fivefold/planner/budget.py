@@ -12,7 +12,7 @@ import numpy as np
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import mode_choices
-from fivefold.parallel.recompute.policy import MODES, Choice, Mode, Recompute, spent
+from fivefold.parallel.recompute.policy import MODES, Choice, Mode, Recompute, fit_recompute_budget
 from fivefold.planner.parts import Numbers, Prices, Shards, Stages
 from fivefold.planner.price import PriceList
 
@@ -45,7 +45,7 @@ def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Sta
     splits, of_stage = price_list.splits(layout), stages.own.tolist()
     names = price_list.facts.anatomy.layers
     found = tuple(
-        spent(
+        fit_recompute_budget(
             layout.recompute,
             {
                 names[layer]: _under_way(choices[price_list.kinds[layer]], counts[stage])

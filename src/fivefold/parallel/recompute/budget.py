@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fivefold.parallel.memory import layer_choices
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute.policy import budget_bytes, spent
+from fivefold.parallel.recompute.policy import budget_bytes, fit_recompute_budget
 
 
 def within_budget(plan: ParallelPlan, tokens: int, micro_batches: int) -> ParallelPlan:
@@ -13,4 +13,4 @@ def within_budget(plan: ParallelPlan, tokens: int, micro_batches: int) -> Parall
     if budget_bytes(plan.layout.recompute) is None:
         return plan
     shape = plan.step_shape(plan.layout.micro_batch_size, tokens, micro_batches)
-    return replace(plan, recompute=spent(plan.layout.recompute, layer_choices(plan, shape)))
+    return replace(plan, recompute=fit_recompute_budget(plan.layout.recompute, layer_choices(plan, shape)))

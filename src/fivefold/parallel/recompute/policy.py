@@ -102,7 +102,7 @@ def budget_bytes(mode: str) -> int | None:
     return round(float(found[1]) * GIB) if found else None
 
 
-def spent(mode: str, layers: Mapping[str, Mapping[Mode, Choice]]) -> Recompute:
+def fit_recompute_budget(mode: str, layers: Mapping[str, Mapping[Mode, Choice]]) -> Recompute:
     """Choose the mode of each layer of a rank, such that the layers keep at most the budget and repeat little work.
 
     All layers begin with `none`. Greedily apply the change that frees the most bytes per repeated work, until the
