@@ -19,7 +19,7 @@ With `selective`, the two all-gathers run twice, and each reduce-scatter once.
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from fivefold.core.errors import UserError
@@ -94,6 +94,10 @@ class Choice:
 
     kept: int
     again: float
+
+    def in_flight(self, count: int) -> "Choice":
+        """Scale what one micro batch keeps to `count` of them."""
+        return replace(self, kept=count * self.kept)
 
 
 def budget_bytes(mode: str) -> int | None:
