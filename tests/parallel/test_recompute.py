@@ -16,7 +16,7 @@ from fivefold.core.units import GIB
 from fivefold.ops import keep
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.recompute.policy import MODES, Choice, Mode, spent
+from fivefold.parallel.recompute.policy import MODES, Choice, Mode, fit_recompute_budget
 from fivefold.torch_internals import Dispatch
 from tests.parity import Case, Outcome, on_rank, outcome, reference_model
 from tests.pool import run_ranks
@@ -70,7 +70,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-        self.up.forward = keep.keeping(self.up.forward)
+        self.up.forward = keep.save_outputs(self.up.forward)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.silu(self.up(x)))
@@ -145,7 +145,7 @@ def test_what_is_kept_in_what_is_kept_is_one_value() -> None:
 
 def test_a_product_that_is_handed_on_takes_no_memory_and_one_within_what_runs_again_is_none() -> None:
     a, b, (first, second) = torch.randn(3, 4), torch.randn(4, 5), keep.contexts()
-    handed, again = keep.handing_on(torch.mm), keep.keeping(keep.computing_again(torch.mm))
+    handed, again = keep.save_reduced_only(torch.mm), keep.save_outputs(keep.save_nothing(torch.mm))
     with first:
         assert torch.equal(handed(a, b), again(a, b))
     with second:
@@ -172,7 +172,7 @@ def test_a_budget_is_spent_as_well_as_it_can_be(mib: int) -> None:
     """Layers alike: no other choice that holds repeats less work."""
     layers, budget = _layers(*[(20, 2)] * 6), mib * 2**20
     mode = f"{mib / 1024 + 0.0005:.3f}GiB"
-    recompute = spent(mode, layers)
+    recompute = fit_recompute_budget(mode, layers)
     work = sum(layers[name][of].again for name, of in recompute.by_layer.items())
     assert (
         recompute.kept == sum(layers[name][of].kept for name, of in recompute.by_layer.items()) <= budget + GIB // 900
@@ -187,10 +187,10 @@ def test_a_budget_is_spent_as_well_as_it_can_be(mib: int) -> None:
 
 def test_a_budget_says_what_it_was_spent_for_and_what_is_the_least() -> None:
     layers = _layers(*[(20, 2)] * 6)
-    assert str(spent("0.1GiB", layers)) == "4 layers none, 2 selective: 0.09766 of 0.1 GiB"
-    assert spent("0.1GiB", layers).of("layers.0.mlp.up_proj") == "selective"
+    assert str(fit_recompute_budget("0.1GiB", layers)) == "4 layers none, 2 selective: 0.09766 of 0.1 GiB"
+    assert fit_recompute_budget("0.1GiB", layers).of("layers.0.mlp.up_proj") == "selective"
     with pytest.raises(UserError, match=r"still keep 0\.006 GiB"):
-        spent("0.005GiB", layers)
+        fit_recompute_budget("0.005GiB", layers)
     assert str(Layout(recompute="12.5 GiB")) == "single+keep12.5GiB"
     with pytest.raises(UserError, match="recompute 'much' is not known"):
         Layout(recompute="much")

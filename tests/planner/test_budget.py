@@ -47,7 +47,7 @@ def test_a_budget_is_planned_as_a_run_spends_it(model: str, cluster: str, layout
     of = step(model, cluster, layout, Workload(8192, 64))
     for pp_rank in range(of.layout.pp):
         plan = lower(of.price_list.facts, of.layout, pp_rank * (of.layout.world // of.layout.pp), compiled=True)
-        plan = within_budget(plan, of.tokens, of.micro_batches)
+        plan = within_budget(plan, (of.tokens, of.micro_batches))
         shape = plan.step_shape(of.layout.micro_batch_size, of.tokens, of.micro_batches)
         own = of.parts.spent[pp_rank]
         assert (str(own), dict(own.by_layer)) == (str(plan.recompute), dict(plan.recompute.by_layer))
@@ -59,7 +59,7 @@ def test_a_budget_is_planned_as_a_run_spends_it(model: str, cluster: str, layout
 def test_a_budget_is_planned_on_every_rank_of_a_pipeline_whose_layers_run_as_they_are(rank: int) -> None:
     """A rank knows how its own layers are recomputed, and no others."""
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("pp2.shard2+keep3GiB"), rank)
-    plan = within_budget(plan, 8192, 4)
+    plan = within_budget(plan, (8192, 4))
     kept = step_bytes(plan, plan.step_shape(1, 8192, 4)).saved
     micro_batches, edges = (2, 8192 * 2048 * 2) if rank == 0 else (1, 0)
     assert plan.recompute.kept == sum(kept.values()) - micro_batches * edges <= 3 * GIB

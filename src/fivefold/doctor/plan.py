@@ -83,7 +83,7 @@ def examine(
         raise UserError(
             f"a micro batch of {rows_of} is more than {MOST_TOKENS:,} tokens", fix="lower --seq-length, or write +mb1"
         )
-    plan = within_budget(plan, tokens, micro_batches)
+    plan = within_budget(plan, (tokens, micro_batches))
     shape = plan.step_shape(parsed.micro_batch_size, tokens, micro_batches)
     sent, needs = calls(plan, shape), step_bytes(plan, shape)
     todo = edits(plan)

@@ -8,9 +8,9 @@ Results are saved below autograd. So the second forward makes the same graph as 
 
 | | inside of it |
 |---|---|
-| `keeping(forward)` | matmuls and fused attention are saved, as PyTorch's own operators |
-| `handing_on(forward)` | matmuls are neither saved nor recomputed: the collective that reduces them is saved |
-| `computing_again(forward)` | nothing is saved |
+| `save_outputs(forward)` | matmuls and fused attention are saved, as PyTorch's own operators |
+| `save_reduced_only(forward)` | matmuls are neither saved nor recomputed: the collective that reduces them is saved |
+| `save_nothing(forward)` | nothing is saved |
 | `kept(compute)`, `product_with_inputs(compute)` | in an `autograd.Function`'s forward: saves the result of `compute` |
 
 Outside of a block that saves anything, none of them does anything. Saved-tensor hooks around a block also get what it
@@ -167,7 +167,7 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 # ---- around a forward ------------------------------------------------------------------------------------------------
 
 
-def keeping(forward: Forward) -> Forward:
+def save_outputs(forward: Forward) -> Forward:
     """Wrap `forward` to save its matmuls and fused attention."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -189,9 +189,9 @@ def _is_dear(operator: Any) -> bool:
     return operator.overloadpacket in DEAR or operator.namespace == "fivefold"
 
 
-def handing_on(forward: Forward) -> Forward:
+def save_reduced_only(forward: Forward) -> Forward:
     """Wrap a row-parallel `forward`: skip saving its matmul, because the collective that reduces it is saved."""
-    own = keeping(forward)
+    own = save_outputs(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (block := _block) is None:
@@ -205,7 +205,7 @@ def handing_on(forward: Forward) -> Forward:
     return run
 
 
-def computing_again(forward: Forward) -> Forward:
+def save_nothing(forward: Forward) -> Forward:
     """Wrap `forward` to save nothing."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.ops.keep import keeping, product_with_inputs
+from fivefold.ops.keep import product_with_inputs, save_outputs
 from fivefold.torch_internals import grouped_mm
 
 Role = Literal["column", "row", "dense", "latent", "expert", "router", "head"]
@@ -226,7 +226,7 @@ class Linears:
         is_served, x_SI = _is_served(x_SI, weight), x_SI.to(weight.dtype)
         if is_served and not ("expert" in self.products or self._is_put_off("expert", weight)):
             plain = Grouped(counts_E, is_transposed, is_served)
-            return keeping(plain.output)(x_SI, weight)  # type: ignore[no-any-return]  # the kernel has its own backward
+            return save_outputs(plain.output)(x_SI, weight)  # type: ignore[no-any-return]  # the kernel has its own backward
         products = self.products.get("expert", Grouped)(counts_E, is_transposed, is_served)
         return self._multiply(x_SI, [weight], products, "expert")[0]
 

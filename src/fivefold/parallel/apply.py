@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fivefold import torch_internals
-from fivefold.core.errors import UserError
 from fivefold.models import hf_internals, offdiagonal
 from fivefold.models.anatomy import Anatomy
 from fivefold.models.build import use_our_attention
@@ -55,7 +54,6 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.recompute import runtime as recompute
 from fivefold.parallel.recompute.budget import within_budget
-from fivefold.parallel.recompute.policy import budget_bytes
 from fivefold.parallel.rows import runtime as rows
 from fivefold.parallel.state import ParallelState, fill
 from fivefold.parallel.tensor import runtime as tensor
@@ -99,14 +97,7 @@ def parallelize(
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     facts, source = adapters.with_adapter(model, facts_of(model), adapter, source, seed)
-    plan = lower(facts, layout, dist.get_rank(), compiled=compile_blocks)
-    if step is not None:
-        plan = within_budget(plan, *step)
-    elif budget_bytes(layout.recompute) is not None:
-        raise UserError(
-            f"a budget of {layout.recompute} is spent for rows and micro batches that are known",
-            fix="ff.parallelize(..., step=(tokens of a row, micro batches of a step)), or +selective or +full",
-        )
+    plan = within_budget(lower(facts, layout, dist.get_rank(), compiled=compile_blocks), step)
     mesh = build_mesh(plan.placement.grid, device.type)
     if not plan.partition.is_proved:
         prove(model, layout, device, partial(parallelize, prove=_trust))

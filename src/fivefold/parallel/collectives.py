@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.parallel.ranks import RankGrid
-from fivefold.parallel.recompute.policy import Recompute
+from fivefold.parallel.recompute.policy import Recompute, Site
 
 Phase = Literal["forward", "backward", "step"]
 CACHE_BYTES, MOST_BYTES = 8 * 2**20, 2**30  # fp32 logits of one chunk under `loss_chunks: auto`
@@ -79,6 +79,10 @@ class StepShape:
     def hidden_bytes(self) -> int:
         """Bytes of one micro batch's hidden states over all tokens."""
         return self.rows * self.tokens * self.hidden * self.compute_bytes
+
+    def forwards(self, module: str, *, is_last: bool = False, is_kept: bool = False) -> int:
+        """Number of times that a module runs forward in a micro batch (see `Site`)."""
+        return self.recompute.forwards(Site(module, is_last, is_kept))
 
 
 def chunk_sizes(tokens: int, vocabulary: int, hidden: int, loss_chunks: int | None) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from functools import cached_property
 
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute.policy import Site
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,9 @@ class Step:
         self, axis: str, kind: str, size: int, site: str, *, layer: str | None = None, is_last: bool = False,
         is_kept: bool = False, overlaps: bool = False,
     ) -> Iterator[Call]:  # fmt: skip
-        """Yield a call that every forward of the module `site` makes. A recomputed forward counts as backward.
-        `is_kept`: selective recompute saves its output."""
+        """Yield a call that every forward of the module `site` makes. A second forward counts as backward.
+        `is_last`, `is_kept`: see `StepShape.forwards`."""
         layer = self.layer_of(site) if layer is None else layer
         yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
-        if again := self.shape.recompute.forwards(Site(site, is_last, is_kept)) - 1:
+        if again := self.shape.forwards(site, is_last=is_last, is_kept=is_kept) - 1:
             yield self.call(axis, kind, size, "backward", layer, times=again, overlaps=overlaps)

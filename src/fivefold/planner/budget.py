@@ -12,7 +12,7 @@ import numpy as np
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.memory import mode_choices
-from fivefold.parallel.recompute.policy import MODES, Choice, Mode, Recompute, spent
+from fivefold.parallel.recompute.policy import MODES, Recompute, fit_recompute_budget
 from fivefold.planner.parts import Numbers, Prices, Shards, Stages
 from fivefold.planner.price import PriceList
 
@@ -45,10 +45,12 @@ def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Sta
     splits, of_stage = price_list.splits(layout), stages.own.tolist()
     names = price_list.facts.anatomy.layers
     found = tuple(
-        spent(
+        fit_recompute_budget(
             layout.recompute,
             {
-                names[layer]: _under_way(choices[price_list.kinds[layer]], counts[stage])
+                names[layer]: {
+                    mode: choice.in_flight(counts[stage]) for mode, choice in choices[price_list.kinds[layer]].items()
+                }
                 for stage in own
                 for layer in range(*splits[stage])
             },
@@ -69,8 +71,3 @@ def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Sta
         replace(stages, layers=layers),
         found,
     )
-
-
-def _under_way(of: dict[Mode, Choice], count: int) -> dict[Mode, Choice]:
-    """Scale what one micro batch keeps to `count` of them."""
-    return {mode: replace(choice, kept=count * choice.kept) for mode, choice in of.items()}

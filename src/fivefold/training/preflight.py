@@ -120,7 +120,7 @@ def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     """Bytes of a step of the run."""
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
-    plan = within_budget(plan, tokens, micro_batches)
+    plan = within_budget(plan, (tokens, micro_batches))
     shape = plan.step_shape(layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks)
     return step_bytes(plan, replace(shape, optimizer=config.optimizer.name))
 

@@ -33,7 +33,6 @@ from fivefold.parallel.experts import capacity
 from fivefold.parallel.experts.capacity import Shares
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import tokens_by_rank
-from fivefold.parallel.recompute.policy import Site
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 BIAS = "e_score_correction_bias"
@@ -298,7 +297,7 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     found = []
     for each in balance.modules:
         if is_within(each.name, layers):
-            passes = 2 * shape.recompute.forwards(Site(each.name, is_kept=True)) + 2
+            passes = 2 * shape.forwards(each.name, is_kept=True) + 2
             unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
             found.append(Collective("ep", "all_to_all", 0, -passes * unsent))
     return found

@@ -19,7 +19,7 @@ With `selective`, the two all-gathers run twice, and each reduce-scatter once.
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from fivefold.core.errors import UserError
@@ -95,6 +95,10 @@ class Choice:
     kept: int
     again: float
 
+    def in_flight(self, count: int) -> "Choice":
+        """Scale what one micro batch keeps to `count` of them."""
+        return replace(self, kept=count * self.kept)
+
 
 def budget_bytes(mode: str) -> int | None:
     """Bytes of a budget such as `12GiB`; None for a mode."""
@@ -102,7 +106,7 @@ def budget_bytes(mode: str) -> int | None:
     return round(float(found[1]) * GIB) if found else None
 
 
-def spent(mode: str, layers: Mapping[str, Mapping[Mode, Choice]]) -> Recompute:
+def fit_recompute_budget(mode: str, layers: Mapping[str, Mapping[Mode, Choice]]) -> Recompute:
     """Choose the mode of each layer of a rank, such that the layers keep at most the budget and repeat little work.
 
     All layers begin with `none`. Greedily apply the change that frees the most bytes per repeated work, until the

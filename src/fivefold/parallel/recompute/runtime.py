@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.models.attention import KEEPS
-from fivefold.ops.keep import Forward, computing_again, contexts, graph_contexts, handing_on, keeping
+from fivefold.ops.keep import Forward, contexts, graph_contexts, save_nothing, save_outputs, save_reduced_only
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.recompute.spec import Recompute, SaveAttention, SaveLinear, Saves
 
 _SAVING: dict[Saves, Callable[[Forward], Forward]] = {
-    "output": keeping, "sum": handing_on, "nothing": computing_again
+    "output": save_outputs, "sum": save_reduced_only, "nothing": save_nothing
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def builders(model: nn.Module, *, is_compiled: bool) -> Builders:
 
     return {
         SaveAttention: lambda edit: setattr(
-            model.get_submodule(edit.path), KEEPS, lambda forward: outside(keeping(forward))
+            model.get_submodule(edit.path), KEEPS, lambda forward: outside(save_outputs(forward))
         ),
         SaveLinear: save_linear,
         Recompute: recompute,
