@@ -40,7 +40,7 @@ from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.rehearsal import stand_in
-from fivefold.rehearsal.changes import changed
+from fivefold.rehearsal.changes import AnswersAll, changed
 from fivefold.rehearsal.counts import Driver
 from fivefold.rehearsal.request import Phase, Request
 from fivefold.rehearsal.stage import world_of
@@ -244,9 +244,9 @@ def dry_run(args: argparse.Namespace, cluster: Cluster) -> int:
 
 def stood_in(args: argparse.Namespace, cluster: Cluster) -> Phase:
     """What the last of `--warmup` and one steps asks of rank 0's host and memory, in a process with the stand-in."""
-    size, driver = cluster.devices_per_node, Driver()
+    size, driver, store = cluster.devices_per_node, Driver(), AnswersAll()  # torch keeps no reference to it
     world = world_of(Request(config="", folder="", rank=0, world=cluster.world, local_size=size, steps=0))
-    with changed(is_full=True), join(world):
+    with changed(is_full=True), join(world, store=store):
         run = Run.build(args, world)
         for step in range(args.warmup + 1):
             batch = rows_of(args, run.model, step)

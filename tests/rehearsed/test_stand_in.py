@@ -145,7 +145,7 @@ def test_tokens_are_dealt_evenly(total: int, parts: int, dealt: list[int]) -> No
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_what_is_changed_on_each_machine_and_not_behind_it(is_full: bool) -> None:
-    places = [(*changes.place_of(each), each.on) for each in changes.CHANGES]
+    places = [(each.owner, each.function.__name__, each.on) for each in changes.CHANGES]
     usual = [getattr(owner, name) for owner, name, _ in places]
     with changes.changed(is_full=is_full):
         differs = [getattr(owner, name) is not was for (owner, name, _), was in zip(places, usual, strict=True)]
@@ -181,9 +181,8 @@ def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path) -> None:
 def test_what_is_changed_is_there(subtests: pytest.Subtests) -> None:
     """A function that has moved is found here, and not in a rehearsal that changes nothing."""
     for change in changes.CHANGES:
-        with subtests.test(msg=change.place):
-            owner, name = changes.place_of(change)
-            assert callable(getattr(owner, name)) and change.why
+        with subtests.test(msg=change.function.__name__):
+            assert getattr(change.owner, change.function.__name__) is change.function and change.why
 
 
 GRAPH = """

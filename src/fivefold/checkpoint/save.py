@@ -54,6 +54,7 @@ _PACKAGES = ("fivefold", "torch", "transformers", "safetensors")
 _BESIDE = ".tmp-"
 PATIENCE = timedelta(hours=12)  # for the slowest rank to finish writing
 Result = TypeVar("Result")
+Write = Callable[..., list[str]]  # like `write_together`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,13 @@ class Saver:
     order. For a background save the data is first copied to the CPU; that memory is kept for the next save.
     """
 
-    def __init__(self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None) -> None:
-        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` in both."""
+    def __init__(
+        self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None,
+        write: Write | None = None,
+    ) -> None:  # fmt: skip
+        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` in both. `write`: in
+        place of `write_together`."""
+        self._write = write or write_together
         self._directory, self._keep, self._asynchronous, self._remote = directory, keep, asynchronous, remote
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -184,7 +190,7 @@ class Saver:
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """Write and publish in the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
-        written = _write_together(snapshot, published, self.group, keep=self._keep)
+        written = self._write(snapshot, published, self.group, keep=self._keep)
         if self._remote:
             self._copy(published, self._remote, (*written, *snapshot.texts))
         return published
@@ -218,7 +224,7 @@ def save(
     reshard(model)
     snapshot = _snapshot(model, optimizer, about, lambda slices: [replace(s, values=s.values.cpu()) for s in slices])
     group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
-    _write_together(snapshot, folder, group, keep=keep, overwrite=overwrite)
+    write_together(snapshot, folder, group, keep=keep, overwrite=overwrite)
     dist.destroy_process_group(group)
 
 
@@ -323,7 +329,7 @@ def _floats(values: Sequence[Tensor | float]) -> list[float]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _write_together(
+def write_together(
     snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False
 ) -> list[str]:
     """Every rank writes its part, and the first one publishes. Returns the files that this rank wrote. `keep` None: the

@@ -148,17 +148,18 @@ def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> 
 
 
 @contextmanager
-def join(world: World, *, timeout: float = LaunchSection().timeout) -> Iterator[World]:
+def join(world: World, *, timeout: float = LaunchSection().timeout, store: Any = None) -> Iterator[World]:
     """Inside, `torch.distributed` is ready and the device is chosen; an existing group is left unchanged.
 
-    `timeout`: seconds until all ranks must be present, under another launcher.
+    `timeout`: seconds until all ranks must be present, under another launcher. `store`: the rendezvous store; None is
+    the one that `world` names.
     """
     import torch
 
     torch.set_num_threads(threads_per_worker(world.local_size))
     # Collectives that the flight recorder keeps: a CPU runs far ahead of its GPU, and an old one may be hanging.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    is_ours = open_world(world, timeout=timeout)
+    is_ours = open_world(world, timeout=timeout, store=store)
     try:
         yield world
     except BaseException:
@@ -187,10 +188,10 @@ def set_for_cuda(env: MutableMapping[str, str] = os.environ) -> None:
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
-def open_world(world: World | None = None, *, timeout: float = LaunchSection().timeout) -> bool:
+def open_world(world: World | None = None, *, timeout: float = LaunchSection().timeout, store: Any = None) -> bool:
     """Choose the device and initialise `torch.distributed` if nobody has yet. Returns True if it did.
 
-    `world`: None is the one in the environment, or this process alone. `timeout`: as in `join`.
+    `world`: None is the one in the environment, or this process alone. `timeout`, `store`: as in `join`.
     """
     import torch
     import torch.distributed as dist
@@ -209,7 +210,7 @@ def open_world(world: World | None = None, *, timeout: float = LaunchSection().t
         torch.cuda.set_device(world.device)
     if dist.is_initialized():
         return False
-    _open_group(world, timeout)
+    _open_group(world, timeout, store)
     return True
 
 
@@ -228,7 +229,7 @@ def worker_environment(rank: int, size: int, folder: Path) -> dict[str, str]:
     return {name: str(value) for name, value in place.items()}
 
 
-def _open_group(world: World, timeout: float) -> None:
+def _open_group(world: World, timeout: float, store: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -240,7 +241,7 @@ def _open_group(world: World, timeout: float) -> None:
     device = torch.device(world.device) if world.device != "cpu" else None
     is_met = world.rendezvous.startswith(TCP)  # otherwise our launcher notices a rank that ends
     ends = time.monotonic() + timeout
-    store = _store(world, timeout)
+    store = store or _store(world, timeout)
     left = timedelta(seconds=max(ends - time.monotonic(), 1)) if is_met else TIMEOUT
     store.set_timeout(left)
     try:

@@ -1,11 +1,12 @@
-"""All changes that a rehearsal makes to fivefold, and why: they replace answers of other ranks, results of kernels, and
-the disk of the run's machine. Everything else is the code that trains."""
+"""All that a rehearsal replaces: the environment that its `Trainer` takes, and functions deeper down, listed with the
+reason. Everything else is the code that trains."""
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -13,20 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.checkpoint.manifest import FileRecord
+from fivefold.models.experts import sort_by_expert
+from fivefold.ops import gpu_attention
+from fivefold.parallel import apply, plain
+from fivefold.parallel.balance import runtime as balancing
+from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.offload import host_memory
+from fivefold.parallel.state import fill
+from fivefold.training.checkpoints import Resumed
+from fivefold.training.environment import Environment
 
 Wrap = Callable[[Any], Any]  # original function -> its replacement
 
 
 @dataclass(frozen=True)
 class Change:
-    """A replaced function. `place`: the module or class, and the name of the function there. `on`: with the stand-in
-    for the driver, where no kernel runs, or on the CPU, where all of them do."""
+    """A replaced function. `on`: with the stand-in for the driver, where no kernel runs, or on the CPU, where all run.
+    `place`: the module that imports the function and calls it; None: the module that defines it."""
 
-    place: str
+    function: Callable[..., Any]
     why: str
     wrap: Wrap
     on: Literal["both", "stand-in", "cpu"] = "both"
+    place: ModuleType | None = None
+
+    @property
+    def owner(self) -> ModuleType:
+        """The module whose name is replaced."""
+        return self.place or sys.modules[self.function.__module__]
 
 
 # ---- unused values ---------------------------------------------------------------------------------------------------
@@ -47,16 +62,6 @@ def _own(_: Any) -> Any:
     return lambda value, group=None: value
 
 
-def _first(_: Any) -> Any:
-    return lambda action, group=None: action() if dist.get_rank() == 0 else None
-
-
-def _afresh(_: Any) -> Any:
-    from fivefold.training.checkpoints import Resumed
-
-    return lambda self, config: Resumed()
-
-
 def _without_gloo(new_group: Any) -> Any:
     def make(*args: Any, backend: str | None = None, **options: Any) -> Any:
         return dist.group.WORLD if backend == "gloo" else new_group(*args, backend=backend, **options)
@@ -64,7 +69,7 @@ def _without_gloo(new_group: Any) -> Any:
     return make
 
 
-class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, untyped
+class AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, untyped
     """Rendezvous store in which everything is present that other ranks would have left."""
 
     def __init__(self) -> None:
@@ -90,19 +95,8 @@ class _AnswersAll(dist.Store):  # type: ignore[name-defined,misc]  # public, unt
     def set_timeout(self, timeout: Any) -> None:
         """Ignore the timeout: nothing waits."""
 
-    def clone(self) -> "_AnswersAll":
+    def clone(self) -> "AnswersAll":
         return self
-
-
-_STORE: list[Any] = []  # torch keeps no reference to a store written in Python
-
-
-def _met(_: Any) -> Any:
-    def store(world: Any) -> Any:
-        _STORE.append(_AnswersAll())
-        return _STORE[-1]
-
-    return store
 
 
 # ---- results of kernels: routing of tokens ---------------------------------------------------------------------------
@@ -121,26 +115,26 @@ def even(total: int, parts: int) -> list[int]:
     return [total // parts + (at < total % parts) for at in range(parts)]
 
 
-def _sorted(plain: Any) -> Any:
+def _sorted(usual: Any) -> Any:
     def sort_by_expert(index_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-        order_S, counts_E = plain(index_NK, experts)
+        order_S, counts_E = usual(index_NK, experts)
         return order_S, put(counts_E, even(len(order_S), experts)) if counts_E.is_cuda else counts_E
 
     return sort_by_expert
 
 
-def _exchanged(plain: Any) -> Any:
+def _exchanged(usual: Any) -> Any:
     def exchange_counts(counts_E: Tensor, held: Sequence[int], rank: int, group: Any) -> Tensor:
-        received = plain(counts_E, held, rank, group)
+        received = usual(counts_E, held, rank, group)
         rows = int(sum(counts_E.tolist()))
         return torch.tensor(even(rows, received.numel())).view_as(received).to(received)
 
     return exchange_counts
 
 
-def _on_host(plain: Any) -> Any:
+def _on_host(usual: Any) -> Any:
     def on_host(counts_E: Tensor, counts_nE: Tensor) -> tuple[list[int], list[list[int]]]:
-        own, come = plain(counts_E, counts_nE)
+        own, come = usual(counts_E, counts_nE)
         if not counts_E.is_cuda:
             return own, come
         rows, (ranks, experts) = read(counts_E), counts_nE.shape
@@ -157,9 +151,9 @@ def read(tensor: Tensor) -> list[int]:
     return list((ctypes.c_int64 * tensor.numel()).from_address(tensor.data_ptr()))
 
 
-def _by_expert(plain: Any) -> Any:
+def _by_expert(usual: Any) -> Any:
     def by_expert(counts_nE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        order, counts_E = plain(counts_nE, rows)
+        order, counts_E = usual(counts_nE, rows)
         if not counts_nE.is_cuda:
             return order, counts_E
         ranks, experts = counts_nE.shape
@@ -169,20 +163,8 @@ def _by_expert(plain: Any) -> Any:
     return by_expert
 
 
-def _ones(plain: Any) -> Any:
-    return lambda numbers: torch.ones_like(plain(numbers))
-
-
-def _true(_: Any) -> Any:
-    return lambda _: True
-
-
-def _one(_: Any) -> Any:
-    return lambda _: 1.0
-
-
-def _around(_: Any) -> Any:
-    return lambda *_, **__: nullcontext()
+def _ones(usual: Any) -> Any:
+    return lambda numbers: torch.ones_like(usual(numbers))
 
 
 # ---- the memory and the disk of the run's machine --------------------------------------------------------------------
@@ -200,87 +182,49 @@ def _unreserved(_: Any) -> Any:
     return allocate
 
 
-def _unwritten(_: Any) -> Any:
-    def write(path: Any, tensors: Any) -> tuple[FileRecord, dict[str, str]]:
-        return FileRecord(sum(each.nbytes for each in tensors.values()), ""), dict.fromkeys(tensors, "")
-
-    return write
-
-
-def _fine(_: Any) -> Any:
-    return lambda *_, **__: []
-
-
-def _room(_: Any) -> Any:
+def _same(_: Any) -> Any:
     return lambda *_, **__: ""
 
 
 CHANGES = (
+    Change(fill, "no kernel reads weights, and to draw them takes long", _nothing, "stand-in", place=apply),
+    Change(dist.new_group, "gloo's groups would look for the other ranks", _without_gloo, place=dist),
+    Change(plain.everywhere, "the other ranks would say what this one says", _alike),
+    Change(plain.of_first, "the first rank would say what this one says", _own),
+    Change(sort_by_expert, "tokens go evenly to the experts", _sorted, "stand-in"),
+    Change(expert.exchange_counts, "the other ranks would send as many rows", _exchanged, "cpu"),
+    Change(expert.on_host, "the other ranks would send as many rows", _on_host, "stand-in"),
+    Change(expert.by_expert, "its sizes are counts that no kernel made", _by_expert, "stand-in"),
+    Change(balancing.on_host, "no kernel counted the tokens of experts", _ones, "stand-in"),
+    Change(gpu_attention.differs, "no kernel ran whose numbers could be compared", _same, "stand-in"),
     Change(
-        "fivefold.parallel.apply.fill",
-        "no kernel reads weights, and to draw them takes long",
-        _nothing,
-        "stand-in",
-    ),
-    Change("fivefold.training.run.load_source", "the weights to start from need not be here", _nothing),
-    Change("fivefold.launch.world._store", "the ranks meet where the others seem to have been", _met, "stand-in"),
-    Change("torch.distributed.new_group", "gloo's groups would look for the other ranks", _without_gloo),
-    Change("fivefold.parallel.plain.everywhere", "the other ranks would say what this one says", _alike),
-    Change("fivefold.parallel.plain.on_first", "the other ranks would say what this one says", _alike),
-    Change("fivefold.parallel.plain.of_first", "the first rank would say what this one says", _own),
-    Change("fivefold.checkpoint.save.on_first_rank", "the first rank would say what it has done", _first),
-    Change("fivefold.checkpoint.on_first_rank", "the first rank would say what it has done", _first),
-    Change("fivefold.training.checkpoints.CheckpointManager.resume", "there is nothing to go on from", _afresh),
-    Change("fivefold.models.experts.sort_by_expert", "tokens go evenly to the experts", _sorted, "stand-in"),
-    Change(
-        "fivefold.parallel.experts.runtime.exchange_counts",
-        "the other ranks would send as many rows",
-        _exchanged,
-        "cpu",
-    ),
-    Change(
-        "fivefold.parallel.experts.runtime.on_host", "the other ranks would send as many rows", _on_host, "stand-in"
-    ),
-    Change(
-        "fivefold.parallel.experts.runtime.by_expert",
-        "its sizes are counts that no kernel made",
-        _by_expert,
-        "stand-in",
-    ),
-    Change("fivefold.parallel.balance.runtime.on_host", "no kernel counted the tokens of experts", _ones, "stand-in"),
-    Change("fivefold.ops.gpu_attention.differs", "no kernel ran whose numbers could be compared", _room, "stand-in"),
-    Change("fivefold.training.step.isfinite", "what other ranks would have sent is not there", _true, "cpu"),
-    Change("fivefold.training.step.sqrt", "what other ranks would have sent is not there", _one, "cpu"),
-    Change("fivefold.training.record.timing", "the slots of the second step are timed, with syncs of its own", _around),
-    Change(
-        "fivefold.parallel.offload.host_memory.allocate",
+        host_memory.allocate,
         "saves and offloading may take more memory than this machine has, and nothing large is copied into it",
         _unreserved,
         "stand-in",
     ),
-    Change("fivefold.checkpoint.shard.write", "nothing is written to this machine's disk", _unwritten),
-    Change("fivefold.checkpoint.shard.check", "nothing was written", _fine),
-    Change("fivefold.checkpoint.save._publish", "the parts of the other ranks are not there", _nothing),
-    Change("fivefold.training.preflight.check_disk", "this is not the disk of the run", _room),
 )
+
+
+def environment(*, is_full: bool) -> Environment:
+    """The environment of a rehearsed run: no weights to start from, nothing to go on from, nothing written."""
+    return Environment(
+        load_source=lambda *_: None,
+        resume=lambda *_: Resumed(),
+        write=lambda *_, **__: [],  # the parts of the other ranks are not there, and this is not the disk of the run
+        check_disk=lambda *_, **__: "",
+        timing=lambda *_, **__: nullcontext(),  # it times the slots of the second step, with syncs of its own
+        # On the CPU the sums are of gradients that other ranks would have sent.
+        read=Tensor.tolist if is_full else lambda sums: [1.0] * len(sums),
+    )
 
 
 @contextmanager
 def changed(*, is_full: bool) -> Iterator[None]:
     """Inside, apply the changes: those for the stand-in (`is_full`), or those for the CPU."""
     with ExitStack() as stack:
-        for each in CHANGES:
-            if each.on in ("both", "stand-in" if is_full else "cpu"):
-                owner, name = place_of(each)
-                stack.enter_context(patch.object(owner, name, each.wrap(getattr(owner, name))))
+        for change in CHANGES:
+            if change.on in ("both", "stand-in" if is_full else "cpu"):
+                wrapped = change.wrap(change.function)
+                stack.enter_context(patch.object(change.owner, change.function.__name__, wrapped))
         yield
-
-
-def place_of(change: Change) -> tuple[Any, str]:
-    """The module or class of a change, and the name there."""
-    path, _, name = change.place.rpartition(".")
-    try:
-        return import_module(path), name
-    except ModuleNotFoundError:
-        module, _, owner = path.rpartition(".")
-        return getattr(import_module(module), owner), name

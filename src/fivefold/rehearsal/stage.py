@@ -23,7 +23,7 @@ from fivefold.core.interrupts import Stopped
 from fivefold.data.prepare import prepare
 from fivefold.launch.worker import die_with_parent
 from fivefold.launch.world import LAUNCHER, World, join
-from fivefold.rehearsal.changes import changed
+from fivefold.rehearsal.changes import AnswersAll, changed, environment
 from fivefold.rehearsal.request import Request, Seen
 from fivefold.rehearsal.synthetic import synthetic
 from fivefold.rehearsal.watch import Watch
@@ -33,14 +33,14 @@ from fivefold.training.run_log import RunLog
 
 def rehearse(request: Request) -> Seen:
     """Run `request` on its rank, from the build to the save after its last step."""
-    watch = Watch.of(request)
+    watch, store = Watch.of(request), AnswersAll() if request.is_full else None  # torch keeps no reference to it
     try:
         with ExitStack() as stack:
             stack.enter_context(changed(is_full=request.is_full))
             if not request.is_full:
                 import_module("torch.testing._internal.distributed.fake_pg")  # the group that sends nothing
             stack.enter_context(watch.watching())
-            stack.enter_context(join(world_of(request)))
+            stack.enter_context(join(world_of(request), store=store))
             _train(request, watch)
     except Stopped:
         return watch.seen()
@@ -78,7 +78,9 @@ def _train(request: Request, watch: Watch) -> None:
     data = synthetic(config, Path(request.folder)) if request.synthetic else prepare(config)
     with ExitStack() as stack:
         with watch.phase("build"):
-            job = Trainer.build(config, world_of(request), data, RunLog(config.run_dir), stack)
+            job = Trainer.build(
+                config, world_of(request), data, RunLog(config.run_dir), stack, environment(is_full=request.is_full)
+            )
         watch.built(job.model)
         job.run()
 

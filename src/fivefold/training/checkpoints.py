@@ -11,6 +11,7 @@ import torch
 
 from fivefold import checkpoint
 from fivefold.checkpoint.base import weights_beside
+from fivefold.checkpoint.save import Write
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
@@ -36,13 +37,15 @@ class CheckpointManager:
     same methods. `failed`: the error of a failed save for which the run is to stop."""
 
     def __init__(
-        self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData, log: RunLog
-    ) -> None:
+        self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, data: PreparedData, log: RunLog, *,
+        write: Write | None = None,
+    ) -> None:  # fmt: skip
+        """`write`: see `Saver`."""
         self._model, self._optimizer, self._data, self._log = model, optimizer, data, log
         self._directory, options = config.run_dir / "checkpoints", config.checkpoint
         self._remote = checkpoint.Remote(f"{options.remote.rstrip('/')}/{config.run.name}") if options.remote else None
         self._saver = checkpoint.Saver(
-            self._directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote
+            self._directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote, write=write
         )
         self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"

@@ -20,6 +20,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training import flops, reference
 from fivefold.training.checkpoints import CheckpointManager
 from fivefold.training.distillation import Teacher
+from fivefold.training.environment import Environment
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.run_log import RunLog
 
@@ -41,6 +42,7 @@ class Job:
     goals: reference.ObjectiveSpecs = field(default_factory=reference.ObjectiveSpecs)
     teacher: Teacher | None = None
     attention: str = ""  # see `kernels.choose`
+    environment: Environment = field(default_factory=Environment)
     step: int = 0  # steps done
     start: int = 0  # steps done before this start
     tokens_seen: int = 0

@@ -43,8 +43,9 @@ from fivefold.parallel.state import state_of
 from fivefold.training import checks, header, metrics, preflight, record, reference, schedule, trial
 from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.distillation import teacher_of
+from fivefold.training.environment import Environment
 from fivefold.training.job import Job
-from fivefold.training.model import balance_options, build_model, compile_pays, load_source
+from fivefold.training.model import balance_options, build_model, compile_pays
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.out_of_memory import advised
 from fivefold.training.peak_memory import PeakMemory
@@ -90,8 +91,12 @@ class Trainer(Job):
     # ---- before the first step --------------------------------------------------------------------------------------
 
     @classmethod
-    def build(cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack) -> "Trainer":
-        """Build everything that the first step needs; `stack` closes it."""
+    def build(
+        cls, config: RunConfig, world: World, data: PreparedData, log: RunLog, stack: ExitStack,
+        environment: Environment | None = None,
+    ) -> "Trainer":  # fmt: skip
+        """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run."""
+        environment = environment or Environment()
         preflight.check_ranks_agree(config, data)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
@@ -102,7 +107,7 @@ class Trainer(Job):
         costs = Costs.of(facts)
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
-        source, compared = load_source(config, model, facts), reference.Reference.of(config, model)
+        source, compared = environment.load_source(config, model, facts), reference.Reference.of(config, model)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
@@ -121,18 +126,19 @@ class Trainer(Job):
         optimizer = build_optimizer(model, config.optimizer)
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
-        keeper = CheckpointManager(config, model, optimizer, data, log)
+        keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
         job = cls(
-            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, attention
-        )
+            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, attention,
+            environment,
+        )  # fmt: skip
         stack.callback(keeper.close)
-        resumed = keeper.resume(config)
+        resumed = environment.resume(keeper, config)
         job.step = job.start = resumed.step
         job.config = config = schedule.settled(config, total_steps, before=resumed.warmup_steps)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
         tight = checkpoint.on_first_rank(
-            lambda: preflight.check_disk(model, config, step=job.step, total_steps=total_steps)
+            lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
         record.write(model, config, device=world.device, parameters=costs.parameters)
         tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
@@ -188,12 +194,14 @@ class Trainer(Job):
             rate = self._learning_rate(self.step)
             options = self.config.optimizer
             with (
-                record.timing(self.model, self.config, step=self.step + 1, of_start=self.step + 1 - self.start),
+                self.environment.timing(
+                    self.model, self.config, step=self.step + 1, of_start=self.step + 1 - self.start
+                ),
                 checks.observing(self.model, self.optimizer) if self._is_checked() else nullcontext() as update,
             ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                    stop=self._is_to_stop, spec=self.goals.train,
+                    stop=self._is_to_stop, spec=self.goals.train, read=self.environment.read,
                 )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1

@@ -1,7 +1,7 @@
 """One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update. Also the
 loss alone, by the same passes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan, sqrt
 from typing import Any
@@ -50,16 +50,17 @@ def train_step(
     max_grad_norm: float,
     stop: bool = False,
     spec: ObjectiveSpec | None = None,
+    read: Callable[[Tensor], list[float]] = Tensor.tolist,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to stop; all ranks learn it.
 
     The loss is summed and divided by the global count of target tokens, or by the divisor of `spec` (the sum of target
     weights, the number of pairs); every reduction is a plain sum. `learning_rate` is set in every parameter group;
-    None: each keeps its own.
+    None: each keeps its own. `read`: copies the summed loss and squared norm to the host.
     """
     state = state_of(model)
     done = _forward_backward(model, batch, stop, spec)
-    summed, squares = all_reduce_sum(torch.stack([done.loss, squared_norm(model)])).tolist()
+    summed, squares = read(all_reduce_sum(torch.stack([done.loss, squared_norm(model)])))
     norm = sqrt(squares) if squares >= 0 else float("nan")
     skipped = not (isfinite(summed) and isfinite(norm))
     if not skipped:
