@@ -13,7 +13,27 @@ from markupsafe import Markup
 from fivefold.core.files import put
 from fivefold.core.terminal import shown
 from fivefold.core.version import versions
+from fivefold.report import curves
+from fivefold.report.findings import Findings, On, Plot, parts_of
 from fivefold.report.slices import SliceMap
+
+SCRIPT = Path(curves.__file__).with_name("curves.js")
+
+
+def to_html(findings: Findings) -> str:
+    """Render as one HTML file."""
+    shown_here = [part for section in findings.shown_on(On.PAGE) for part in parts_of(section.parts)]
+    drawings = [part.drawing for part in shown_here if isinstance(part, Plot)]
+    has_curves = any(isinstance(drawing, curves.Drawing) for drawing in drawings)
+    return render(
+        "findings.html.j2", "fivefold.report", [each for each in drawings if isinstance(each, SliceMap)], {},
+        script=SCRIPT if has_curves else None, findings=findings, page=On.PAGE,
+    )  # fmt: skip
+
+
+def write_page(findings: Findings, path: str) -> None:
+    """Write one HTML file, and make its folder if it is missing."""
+    write(to_html(findings), Path(path), instead="name another file: --html FILE")
 
 
 def render(
