@@ -80,7 +80,7 @@ class CompareReport(Report[Row]):
         ]
         if drawn:
             picture = curves.draw(drawn, [], averaged=longest > curves.POINTS)
-            sections.append(Section([Notes(["The mean over the repeats."], "soft"), Plot(picture)], "Curves", On.PAGE))
+            sections.append(Section([Plot(picture, "The mean over the repeats.")], "Curves", On.PAGE))
         sections.append(Section([self._every_run()], "Every run", On.PAGE))
         return Findings(command="fivefold compare", headline=self.headline, sections=sections)
 

@@ -234,7 +234,7 @@ class Rehearsal:
     def findings(self) -> Findings:
         """The tables and the sentences; on the page also what was run, and memory by phase."""
         picture = memory(self)
-        drawn = [Section([Notes([picture.says], "soft"), Plot(picture)], picture.title, On.PAGE)] if picture else []
+        drawn = [Section([Plot(picture, picture.says)], picture.title, On.PAGE)] if picture else []
         return Findings(
             command="fivefold rehearse", headline=self.verdict, ok=self.ok,
             sections=[

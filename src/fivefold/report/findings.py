@@ -125,10 +125,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing for the page, as data or as SVG. `lines`: what stands for it on a terminal."""
+    """A drawing for the page, as data or as SVG, and a text about it. `lines`: what stands for them on a terminal."""
 
     shape: ClassVar[str] = "plot"
     drawing: Figure | Drawing | SliceMap | Markup
+    says: str = ""
     lines: Sequence[str] = ()
 
     @property
@@ -204,7 +205,7 @@ def _print(part: Part, console: "Console") -> None:
     match part:
         case Table():
             console.print(_grid(part, console.width))
-        case Notes(lines, tone, _, indent):
+        case Notes(lines=lines, tone=tone, indent=indent):
             for line in lines:
                 console.print(shown(f"{indent}{line}"), highlight=False, markup=False, style=STYLES.get(tone, ""))
         case Facts(values):
@@ -212,10 +213,10 @@ def _print(part: Part, console: "Console") -> None:
             for name, value in values.items():
                 line = shown(f"  {name:<{widest}}  {value}")
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
-        case Plot(_, lines):
+        case Plot(lines=lines):
             for line in lines:
                 console.print(line, highlight=False, markup=False, no_wrap=True, overflow="ellipsis")
-        case Fold(_, parts):
+        case Fold(parts=parts):
             for inner in parts:
                 _print(inner, console)
 
@@ -235,8 +236,8 @@ def _grid(table: Table, width: int) -> "Grid":
         least = min(room, max(map(len, "\n".join(lines).splitlines()), default=0)) if column.folds else None
         is_number = column.kind == "n"
         grid.add_column(
-            column.name, justify="right" if is_number else "left", no_wrap=is_number or column.is_whole,
-            overflow="fold", vertical="bottom" if is_number else "top", style=STYLES.get(column.tone, ""),
+            Text(shown(column.name)), justify="right" if is_number else "left", no_wrap=is_number or column.is_whole,
+            overflow="fold", style=STYLES.get(column.tone, ""),
             min_width=least,
         )  # fmt: skip
         columns.append(lines)
