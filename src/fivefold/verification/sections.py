@@ -9,16 +9,11 @@ from markupsafe import Markup
 from fivefold.core.units import many
 from fivefold.report.findings import Cell, Column, Facts, Fold, Notes, On, Plot, Section, Table
 from fivefold.report.findings import Row as TableRow
-from fivefold.report.slices import slice_map
+from fivefold.report.slices import EXPLAINED, slice_map
 from fivefold.verification import plots
 from fivefold.verification.results import CONTROL, WORDS, LayoutResult, Row, number
 
 NOT_SHOWN = "Modules not looked at, for the layout does not say which part of them a rank computes:"
-SLICES = (
-    "Each parameter as a rectangle: its rows downwards, its columns across; side lengths are scaled by the square "
-    "root of a size. A slice has the colour and the number of the rank that holds it; where several hold the same, it "
-    "is striped. Hover over a slice for its indices."
-)
 _TOP = re.compile(r" top (\d+|all)$")
 MODULES = (WORDS["output"], WORDS["backward"], WORDS["load"])
 PARAMETERS = tuple(word for word in WORDS.values() if word not in MODULES)
@@ -86,7 +81,7 @@ def sections(
             Fold([Cell(name, "head"), Cell(many(len(map_.shares), "rank"), "soft")], [Plot(map_)], is_open=not number)
             for number, (name, map_) in enumerate(maps)
         ]
-        yield Section([Notes([SLICES], "soft"), *shards], "Parameter sharding", On.PAGE)
+        yield Section([Notes([EXPLAINED], "soft"), *shards], "Parameter sharding", On.PAGE)
 
 
 def cut_of(subject: str) -> str:
