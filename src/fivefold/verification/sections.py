@@ -163,11 +163,8 @@ def _for_terminal(found: LayoutResult) -> Section:
 def _fold(number: int, found: LayoutResult) -> Fold:
     """A layout on the page: its kinds of comparison, and all of them by name."""
     says = many(len(found.rows), "comparison") if found.verdict == "PROVED" else _says(found)
-    line, name, is_open = (
-        [Cell(found.layout, "head"), _chip(found), Cell(says, "soft")],
-        f"layout-{number}",
-        found.verdict == "WRONG",
-    )
+    line = [Cell(found.layout, "head"), _chip(found), Cell(says, "soft")]
+    name, is_open = f"layout-{number}", found.verdict == "WRONG"
     if not found.rows:
         return Fold(line, [Notes([f"Nothing was compared: {says}."])], name, is_open)
     named = _by_name(found)
@@ -201,12 +198,9 @@ def _kinds(found: LayoutResult) -> Table:
 
 def _numbers(rows: Sequence[Row]) -> Table:
     columns = [Column("what"), Column("error", "n"), Column("allowed", "n"), Column("where", "name")]
-    texts = [
-        ((row.what, number(row.error), number(row.tolerance), row.where), "" if row.ok else "wrong") for row in rows
-    ]
-    return Table(
-        columns, [TableRow([Cell(text) for text in each], tone) for each, tone in texts], "Numbers and counts", look=""
-    )
+    cells = [[Cell(text) for text in (row.what, number(row.error), number(row.tolerance), row.where)] for row in rows]
+    marked = [TableRow(each, "" if row.ok else "wrong") for row, each in zip(rows, cells, strict=True)]
+    return Table(columns, marked, "Numbers and counts", look="")
 
 
 def _by_name(found: LayoutResult) -> Named:
