@@ -7,10 +7,10 @@ import pytest
 from fivefold import cli
 from fivefold.hardware.cluster import Cluster
 from fivefold.planner.estimate import Workload
-from fivefold.planner.page import page
 from fivefold.planner.plan import planned
 from fivefold.planner.search import search
 from fivefold.planner.sweeps import scaled, sweeps
+from fivefold.report.render import to_html
 from tests.planner.settings import prices, with_memory
 from tests.report.html import asks_for_nothing
 
@@ -57,6 +57,6 @@ def test_the_page_draws_them(tmp_path: Path) -> None:
 def test_the_page_says_that_a_few_micro_batches_of_a_step_are_drawn(tmp_path: Path) -> None:
     """Their bubble is 3 of 15 slots, and that of the step 3 of 67."""
     report = planned("qwen3-0.6b", "4xH100", Workload(1024, 64), layout="pp4+mb1")
-    text = page(report)
+    text = to_html(report.findings())
     assert all(f"({row.step_seconds_interval[0]:.3g} to " in text for row in report.rows)
     assert "with 12 of the 64 micro batches of a step" in text and "% of the time" not in text

@@ -14,9 +14,9 @@ from fivefold.planner.estimate import Estimate, Workload
 from fivefold.planner.plan import estimate
 from fivefold.rehearsal.expected import ExpectedStep, ms, or_why
 from fivefold.rehearsal.launch import _planned
-from fivefold.rehearsal.page import page
 from fivefold.rehearsal.report import Rehearsal
 from fivefold.rehearsal.request import OutOfMemory, Phase, Seen, Sent
+from fivefold.report.render import to_html
 
 CLUSTER, LAUNCH = Cluster.parse("8xH100"), 7e-6  # seconds of one launch, of the file of H100
 PLANNED = estimate("llama-3.2-1b", CLUSTER, Workload(8192, 16), "shard4.tp2")
@@ -119,7 +119,7 @@ def test_it_is_told_as_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(told.to_json())["estimate"]
     assert values["is_estimate"] and values["launches"] == 2000 and values["syncs"] == 7
     assert values["planned_seconds"] == PLANNED.seconds
-    assert "estimated MFU, not measured" in page(told)
+    assert "estimated MFU, not measured" in to_html(told.findings())
 
 
 def test_why_there_is_none_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,13 +15,12 @@ from fivefold.parallel.layout import Layout
 from fivefold.rehearsal.counts import COLLECTIVE, KINDS, LAUNCH, RECORD, WAIT, Entry
 from fivefold.rehearsal.launch import kinds
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of
-from fivefold.rehearsal.page import page
 from fivefold.rehearsal.report import TIGHT, Rehearsal
 from fivefold.rehearsal.request import Item, OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
 from fivefold.rehearsal.stand_in import Lack
 from fivefold.rehearsal.stream_order import Group, issued
 from fivefold.rehearsal.watch import Watch, line_of
-from fivefold.report.render import write
+from fivefold.report.render import to_html, write
 from fivefold.training.out_of_memory import asked_bytes
 
 GIB, GROUPS = 2**30, {7: Group("tp", 4), 8: Group("cp", 1), 9: Group("ep", 2)}
@@ -320,11 +319,11 @@ def test_what_was_not_seen_is_said() -> None:
     )
     told = rehearsal(replace(SEEN, phases=(blind,)), lacks=(Lack("no compiler", "install one"),))
     assert told.ok and "not seen" in told.verdict and "no compiler; install one" in told.notes[0]
-    assert "not seen" in page(told)
+    assert "not seen" in to_html(told.findings())
 
 
 def test_the_page_has_the_verdict_and_every_table() -> None:
-    html = page(rehearsal())
+    html = to_html(rehearsal().findings())
     for text in ("fits: 40 GiB", "Memory of each phase", "host syncs", "exposed", "No kernel ran", "1.00 GiB"):
         assert text in html
 

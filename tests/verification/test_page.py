@@ -9,11 +9,12 @@ from rich.console import Console
 
 from fivefold.report.names import LONGEST, ranks_text, short_names
 from fivefold.report.plot import LogScale
+from fivefold.report.render import to_html, write_page
 from fivefold.report.slices import slice_map
 from fivefold.verification import ranks
-from fivefold.verification.page import headline, page, write_page
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.results import WORDS, LayoutResult, Row
+from fivefold.verification.sections import headline
 from tests.report.html import Reader, asks_for_nothing
 
 KS = ("1", "5", "10", "50", "100", "all")
@@ -89,9 +90,13 @@ def report(*found: LayoutResult) -> VerifyReport:
     return report_of(found, "LlamaForCausalLM layers 2 of 32", {"fp64": LOSSES})
 
 
+def page(report: VerifyReport) -> str:
+    return to_html(report.findings())
+
+
 def test_the_page_is_one_file_that_asks_for_nothing(tmp_path: Path) -> None:
     file = tmp_path / "made" / "page.html"
-    write_page(report(right(), wrong()), str(file))
+    write_page(report(right(), wrong()).findings(), str(file))
     asks_for_nothing(file.read_text(encoding="utf-8"))
 
 

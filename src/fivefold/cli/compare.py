@@ -56,9 +56,9 @@ def compare(
     def publish(report: "CompareReport") -> None:
         write(report, json=json)
         if html:
-            from fivefold.comparison.page import write_page
+            from fivefold.report.render import write_page
 
-            write_page(report, html)
+            write_page(report.findings(), html)
 
     request = Request(
         paths=[Path(file) for file in files], overrides=[word for word in given if word not in files],

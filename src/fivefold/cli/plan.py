@@ -83,9 +83,11 @@ def plan(
         report = replace(report, closing=f"{report.closing}\n{wrote}")
     write(report, json=json)
     if html:
-        from fivefold.planner.page import write_page
+        from fivefold.report.render import write_page
 
-        where = report.estimates[0].cluster
-        write_page(report, html, None if max_seq_length else planner.sweeps_of(model, where, workload, anew=no_cache))
+        if not max_seq_length:
+            sweeps = planner.sweeps_of(model, report.estimates[0].cluster, workload, anew=no_cache)
+            report = replace(report, sweeps=sweeps)
+        write_page(report.findings(), html)
     if not report.ok:
         raise typer.Exit(1)

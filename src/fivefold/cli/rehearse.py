@@ -56,8 +56,8 @@ def rehearse(
     )  # fmt: skip
     write(found, json=json)
     if html:
-        from fivefold.rehearsal.page import write_page
+        from fivefold.report.render import write_page
 
-        write_page(found, html)
+        write_page(found.findings(), html)
     if not found.ok:
         raise typer.Exit(1)

@@ -49,9 +49,9 @@ def verify(
     def publish(report: "VerifyReport") -> None:
         write(report, json=json)
         if html:
-            from fivefold.verification.page import write_page
+            from fivefold.report.render import write_page
 
-            write_page(report, html)
+            write_page(report.findings(), html)
 
     report = main(
         path, overrides, layouts=[text.strip() for text in layouts.split(",") if text.strip()], thin=thin, quick=quick,

@@ -1,25 +1,29 @@
 """Report of a comparison: the table that the field publishes, for people and as JSON."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import Any
 
 from fivefold.comparison.configurations import Contest
-from fivefold.comparison.logs import Log
-from fivefold.comparison.measure import LAST, SLACK, Cell, Difference, Measured, Row, Spread, common_tokens, rows
-from fivefold.core.terminal import folded, shown
+from fivefold.comparison.logs import Log, Step
+from fivefold.comparison.measure import LAST, SLACK, Difference, Measured, Row, Spread, common_tokens, rows
+from fivefold.comparison.measure import Cell as At
 from fivefold.core.text import listed
 from fivefold.core.units import human, many
 from fivefold.core.version import versions
+from fivefold.report import curves
+from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Section, Table
+from fivefold.report.findings import Row as TableRow
 from fivefold.report.table import Report
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 NONE, BASE = "-", "base"
-LEAST_NAME = 12  # minimum width of names, in columns of the terminal
 PARTS_OF_NAMES = "+,=._-/ "  # a long name is wrapped before one of these
+RANGES = (
+    "Medians over the repeats; below them the lowest and the highest. A percentage is formed within each repeat, whose "
+    "runs followed each other with the same seed."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,50 +63,100 @@ class CompareReport(Report[Row]):
         found = run.found(self.tokens)
         return {"loss": found["loss"], "eval_loss": found["eval_loss"]}
 
-    def show(self, console: "Console") -> None:
-        """Print the table, and the notes below it."""
-        from rich.table import Table
-        from rich.text import Text
-
+    def findings(self) -> Findings:
+        """The table and its notes; on the page also ranges, the curves over each other, and every run."""
         if not self.runs and self.missing:
-            console.print(f"nothing is measured yet; {self.closing}", highlight=False, markup=False)
-            return
-        columns = self.columns_shown
-        table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-        texts = [[cell(row) for _, cell in columns] for row in self.rows]
-        widths = (
-            max(map(len, [*header.split("\n"), *cells])) for (header, _), *cells in zip(columns, *texts, strict=True)
-        )
-        room = max(LEAST_NAME, console.width - sum(width + 1 for width in widths) - 1)
-        table.add_column("", overflow="fold", min_width=LEAST_NAME)
-        for header, _ in columns:
-            table.add_column(header, justify="right", no_wrap=True, vertical="bottom")
-        for number, (row, cells) in enumerate(zip(self.rows, texts, strict=True)):
-            if not number or row.devices != self.rows[number - 1].devices:
-                table.add_row(Text(on(row.devices), "bold"))
-            name = folded(f"  {shown(row.configuration)}", room, before=PARTS_OF_NAMES, indent="    ")
-            table.add_row(Text(name), *map(Text, cells))
-        console.print(table)
-        for note in self.notes:
-            console.print(f"  {shown(note)}", highlight=False, markup=False)
-        if self.closing:
-            console.print(shown(self.closing), highlight=False, markup=False)
+            waiting = Section([Notes([f"nothing is measured yet; {self.closing}"])])
+            return Findings(command="fivefold compare", headline=self.headline, sections=[waiting])
+        drawn = panels(self.runs)
+        longest = max((len(run.steps) for run in self.runs), default=0)
+        missing = self.closing or f"{many(self.missing, 'run')} not done"
+        sections = [
+            Section([Notes([missing], "bad")] * bool(self.missing), on=On.PAGE),
+            Section([self.table, Notes([RANGES], "soft"), Notes(self.notes, is_list=True)], on=On.PAGE),
+            Section(
+                [self.table, Notes(self.notes, indent="  "), Notes(list(filter(None, [self.closing])))], on=On.TERMINAL
+            ),
+        ]
+        if drawn:
+            picture = curves.draw(drawn, [], averaged=longest > curves.POINTS)
+            sections.append(Section([Plot(picture, "The mean over the repeats.")], "Curves", On.PAGE))
+        sections.append(Section([self._every_run()], "Every run", On.PAGE))
+        return Findings(command="fivefold compare", headline=self.headline, sections=sections)
 
     @property
-    def columns_shown(self) -> list[tuple[str, Any]]:
-        """(header, text of a row) of each column that is not empty."""
-        scaling, faster, losses = (self.has(name) for name in ("decrease_pct", "faster_pct", "loss_difference_pct"))
-        every = [
-            ("tokens/s\nper device", lambda row: speed(row.tokens_per_second_per_device, row.note), True),
-            (f"decrease\nfrom {self.fewest}, %", lambda row: change(row.decrease_pct, sign=""), scaling),
-            ("faster\n%", lambda row: BASE if self.is_base(row) else change(row.faster_pct), faster),
-            ("loss", lambda row: loss(row.loss), self.has("loss")),
-            ("eval\nloss", lambda row: loss(row.eval_loss), self.has("eval_loss")),
-            ("loss\n%", lambda row: BASE if self.is_base(row) else change(row.loss_difference_pct), losses),
-            ("peak\nGiB", lambda row: number(row.peak_memory_gib, ".2f"), self.has("peak_memory_gib")),
-            ("MFU\n%", lambda row: number(row.mfu_pct, ".1f"), self.has("mfu_pct")),
-        ]
-        return [(header, text) for header, text, is_there in every if is_there]
+    def headline(self) -> str:
+        """The result, for two configurations; else the names or number of those compared."""
+        names = list(dict.fromkeys(row.configuration for row in self.rows))
+        last = next((row for row in reversed(self.rows) if row.configuration != self.base and row.faster_pct), None)
+        if len(names) != 2 or last is None or last.faster_pct is None:
+            return f"{len(names)} configurations" if len(names) > 1 else "".join(names)
+        percent, where = last.faster_pct.percent, on(last.devices).capitalize()
+        if last.faster_pct.measured is False:
+            return f"{where}, no difference in speed measured between {self.base} and {last.configuration}"
+        how = "faster" if percent > 0 else "slower"
+        return f"{where}, {last.configuration} is {abs(percent):.1f} % {how} than {self.base}"
+
+    @property
+    def table(self) -> Table:
+        """A row for each configuration, under its number of devices."""
+        columns = self._columns()
+        rows: list[TableRow | str] = []
+        for number, row in enumerate(self.rows):
+            if not number or row.devices != self.rows[number - 1].devices:
+                rows.append(on(row.devices))
+            tone = "wrong" if row.note.startswith("failed") else ""
+            rows.append(TableRow([self._cell(row, name) for name in columns], tone))
+        return Table(list(columns.values()), rows, is_narrow=True, look="")
+
+    def _columns(self) -> dict[str, Column]:
+        """Field of a row -> its column, if any row has a value."""
+        start = "fewest devices" if self.fewest == "fewest" else many(int(self.fewest), "device")
+        every = {
+            "configuration": Column("", on_page="configuration", folds=PARTS_OF_NAMES),
+            "tokens_per_second_per_device": Column("tokens/s\nper device", "n"),
+            "decrease_pct": Column(f"decrease\nfrom {self.fewest}, %", "n", f"% decrease from\n{start}"),
+            "faster_pct": Column("faster\n%", "n", f"% faster than\n{self.base}"),
+            "loss": Column("loss", "n", "training\nloss"),
+            "eval_loss": Column("eval\nloss", "n"),
+            "loss_difference_pct": Column("loss\n%", "n", f"loss, % from\n{self.base}"),
+            "eval_loss_difference_pct": Column("", "n", f"eval loss, % from\n{self.base}", on=On.PAGE),
+            "peak_memory_gib": Column("peak\nGiB", "n"),
+            "mfu_pct": Column("MFU\n%", "n"),
+            "repeats": Column("", "n", "repeats", on=On.PAGE),
+        }
+        return {name: every[name] for name in every if self.has(name) or name == "tokens_per_second_per_device"}
+
+    def _cell(self, row: Row, name: str) -> Cell:
+        value = getattr(row, name)
+        match name:
+            case "tokens_per_second_per_device":
+                return Cell(speed(value, row.note), detail=between(value, ",.0f"))
+            case "decrease_pct":
+                return Cell(change(value, sign=""), detail=between(value, ".1f"))
+            case "faster_pct" | "loss_difference_pct" | "eval_loss_difference_pct":
+                return Cell(BASE) if self.is_base(row) else Cell(change(value), detail=between(value, "+.2f"))
+            case "loss" | "eval_loss":
+                return Cell(loss(value), detail=between(value, ".4f"))
+            case "peak_memory_gib" | "mfu_pct":
+                return Cell(number(value, ".2f" if name == "peak_memory_gib" else ".1f"))
+        return Cell(str(value))
+
+    def _every_run(self) -> Table:
+        heads = ("devices", "repeat", "steps", "timed", "tokens", "tokens/s per device", "training loss", "eval loss",
+                 "peak GiB")  # fmt: skip
+        rows = []
+        for run in self.runs:
+            losses = self.losses(run)
+            texts = (
+                run.configuration, NONE if run.devices is None else str(run.devices), str(run.repeat or NONE),
+                str(len(run.steps)), str(len(run.timed)), number(run.tokens, ",.0f"), number(run.speed, ",.0f"),
+                number(losses["loss"], ".4f"), number(losses["eval_loss"], ".4f"), number(run.peak_gib, ".2f"),
+                str(run.folder),
+            )  # fmt: skip
+            rows.append(TableRow([Cell(text) for text in texts]))
+        columns = [Column("configuration"), *(Column(head, "n") for head in heads), Column("folder", "name")]
+        return Table(columns, rows, look="")
 
     @property
     def fewest(self) -> str:
@@ -141,6 +195,11 @@ def change(difference: Difference | None, *, sign: str = "+") -> str:
     return f"{text}?" if difference.measured is None else text if difference.measured else f"({text})"
 
 
+def between(value: Spread | Difference | None, form: str) -> str:
+    """`1.2 to 1.5`: from repeat to repeat; "" for one repeat."""
+    return f"{number(value.low, form)} to {number(value.high, form)}" if value and value.count > 1 else ""
+
+
 def loss(spread: Spread | None) -> str:
     """`4.1234`, the median."""
     return number(spread.median if spread else None, ".4f")
@@ -159,11 +218,11 @@ def report_of(
 ) -> CompareReport:  # fmt: skip
     """Report the measurements. `about`: further JSON values; `device` also appears in the notes."""
     failed, about = failed or {}, about or {}
-    notes: dict[Cell, str] = {
+    notes: dict[At, str] = {
         **{cell: f"not run: {why}" for cell, why in (contest.refused.items() if contest else ())},
         **{cell: f"failed: {why}" for cell, why in failed.items()},
     }
-    cells: list[Cell] = [*(contest.cells if contest else ()), *((each.name, each.devices) for each in others)]
+    cells: list[At] = [*(contest.cells if contest else ()), *((each.name, each.devices) for each in others)]
     cells.sort(key=lambda cell: cell[1] or 2**31)  # unknown: last
     base = contest.configurations[0].name if contest else others[0].name
     found = tuple(rows(runs, cells, notes, base=base, other_text=unlike or {}))
@@ -202,3 +261,38 @@ def _notes(
     lines += [f"{row.configuration} {on(row.devices)} {row.note}" for row in found if row.note]
     lines += [f"devices: {device}"] if device else []
     return lines + [f"{log.name}: {log.says}" for log in others]
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+Value = Callable[[Step], float | None]
+_DRAWN: Mapping[str, Value] = {
+    "training loss": lambda step: step.loss,
+    "eval loss": lambda step: step.eval_loss,
+    "tokens per second per device": lambda step: step.speed,
+}
+
+
+def panels(runs: Sequence[Measured]) -> dict[str, curves.Curves]:
+    """Curves of all configurations in one plot, for each number of devices; means over repeats."""
+    found: dict[str, curves.Curves] = {}
+    for devices in dict.fromkeys(run.devices for run in runs):
+        for title, value in _DRAWN.items():
+            of_all = {}
+            for name in dict.fromkeys(run.configuration for run in runs if run.devices == devices):
+                repeats = [run.steps for run in runs if (run.configuration, run.devices) == (name, devices)]
+                if curve := [*_curve(repeats, value)]:
+                    of_all[name] = curves.thinned(curve)
+            if of_all:
+                found[f"{title}, {on(devices)}"] = of_all
+    return found
+
+
+def _curve(repeats: Sequence[Sequence[Step]], value: Value) -> Iterator[curves.Point]:
+    """Points at the steps that every repeat has."""
+    by_step = [{step.step: step for step in steps if value(step) is not None} for steps in repeats]
+    for at in sorted(set(by_step[0]).intersection(*by_step[1:])):
+        tokens = [steps[at].tokens for steps in by_step]
+        known = [each for each in tokens if each is not None]
+        values = [each for steps in by_step if (each := value(steps[at])) is not None]
+        yield curves.Point(at, fmean(values), fmean(known) if len(known) == len(tokens) else None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fivefold.core.terminal import shown
+from fivefold.report.findings import Cell, Column, Facts, Findings, Notes, Part, Row, Section, Table, to_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,26 +80,30 @@ class EvaluateReport:
             values["text"] |= {name: _finite(getattr(self.text, name)) for name in more}
         return json_format.dumps(values, indent=2, ensure_ascii=False)
 
+    def findings(self) -> Findings:
+        """The loss of the text, and the tasks."""
+        parts: list[Part] = [Notes([f"{self.model} ({self.layout})"])]
+        if text := self.text:
+            bits = f"{text.bits_per_byte:.4f}" if text.bits_per_byte is not None else "-"
+            read = f"{text.tokens:,} read in {text.rows:,} rows of {text.seq_length:,} tokens"
+            facts = {
+                "text": text.text, "loss": f"{text.loss:.6f} nats per token", "perplexity": f"{text.perplexity:.4f}",
+                "bits per byte": bits, "tokens": f"{text.targets:,} predicted, {read}",
+            }  # fmt: skip
+            parts.append(Facts(facts))
+        if self.tasks:
+            columns = [Column("task"), Column("metric"), Column("value", "n"), Column("±", "n"), Column("samples", "n")]
+            rows = [
+                (task.task, task.metric, f"{task.value:.4f}", "" if task.error is None else f"{task.error:.4f}",
+                 f"{task.samples:,}")
+                for task in self.tasks
+            ]  # fmt: skip
+            parts.append(Table(columns, [Row([Cell(text) for text in row]) for row in rows]))
+        return Findings(command="fivefold evaluate", headline=self.model, sections=[Section(parts)])
+
     def show(self, console: "Console") -> None:
         """Print for people."""
-
-        def say(text: str) -> None:
-            console.print(shown(text), highlight=False, markup=False, soft_wrap=True)
-
-        say(f"{self.model} ({self.layout})")
-        if found := self.text:
-            bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "-"
-            lines = (
-                ("text", found.text), ("loss", f"{found.loss:.6f} nats per token"),
-                ("perplexity", f"{found.perplexity:.4f}"), ("bits per byte", bits),
-                ("tokens", f"{found.targets:,} predicted, {found.tokens:,} read in {found.rows:,} rows of "
-                 f"{found.seq_length:,} tokens"),
-            )  # fmt: skip
-            for label, text in lines:
-                say(f"  {label:<14} {text}")
-        for each in self.tasks:
-            error = f" ± {each.error:.4f}" if each.error is not None else ""
-            say(f"  {each.task:<24} {each.metric:<20} {each.value:.4f}{error}   {each.samples:,} samples")
+        to_text(self.findings(), console)
 
 
 def _finite(value: float | None) -> float | None:

@@ -5,25 +5,29 @@ The terminal shows it in 80 columns; JSON has every item of every layout. No tor
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fivefold.core.terminal import folded
 from fivefold.core.units import GIB, many
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
+from fivefold.planner import drawings
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied
 from fivefold.planner.search import NEAR
+from fivefold.planner.sweeps import Sweeps
+from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
 from fivefold.report.table import Report
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 BAR = 24  # characters of the longest bar
 LAYOUT = 30  # characters of a layout in one line
 ITEM = 21  # characters of the longest item
+PREDICTED = "Predicted before anything ran."
+TIME = (
+    "The busiest pipeline rank: a bar for each layout, in the order of the table. Hover over a part for its seconds. "
+    "Of the first,"
+)
+MEMORY = "The fullest pipeline rank; the red line is where a device is full. Hover over a part for its size."
 BEST = "best"  # the first of the ranking
 CURES = "would make it fit, the fastest first:"
 INTERVALS = (
@@ -62,43 +66,76 @@ class Ranked:
 class PlanReport(Report[Ranked]):
     """Report of a plan. `estimates`: those of the rows, in order. `notes`: sentences about all. `cures`: changes that
     would make the first one fit, if it does not. `timeline`: slots of the first one's pipeline, as in
-    `Timeline.to_json`; None without a pipeline."""
+    `Timeline.to_json`; None without a pipeline. `sweeps`: throughput of other clusters and row lengths."""
 
     estimates: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
     cures: tuple[Ranked, ...] = ()
     timeline: Mapping[str, Any] | None = None
+    sweeps: Sweeps | None = None
 
-    def show(self, console: "Console") -> None:
-        """Print the ranking, and under it the first layout item by item."""
-        from rich.text import Text
+    def findings(self) -> Findings:
+        """The ranking and the first layout's items; on the page also drawings of all, and every item."""
+        sections = [
+            Section([Notes(self.notes)], self.title, On.TERMINAL),
+            Section([Notes([f"{note}." for note in self.notes])], on=On.PAGE),
+            *([Section([Notes([CURES]), _table(self.cures)])] if self.cures else ()),
+            Section([_table(self.rows, numbered=True)]),
+            Section(
+                [Notes([PREDICTED], "soft"), Notes(self.closing.split("\n")[1:], "soft", is_list=True)], on=On.PAGE
+            ),
+            *(self._drawn() if self.estimates else ()),
+            Section([Notes([self.closing.strip()])], on=On.TERMINAL),
+        ]
+        return Findings(command="fivefold plan", headline=self.title, sections=sections)
 
-        console.print(Text(self.title, style="bold"))
-        for note in self.notes:
-            console.print(note, highlight=False, markup=False)
-        for title, rows in ((CURES, self.cures), ("", self.rows)):
-            if rows:
-                console.print(f"\n{title}".rstrip(" "), highlight=False, end="\n" * bool(title))
-                console.print(_table(rows))
-        for line in _itemised(self.estimates[0]) if self.estimates else ():
-            console.print(line, highlight=False, no_wrap=True, overflow="ellipsis")
-        console.print(self.closing, highlight=False, markup=False)
+    def _drawn(self) -> Iterator[Section]:
+        first = self.estimates[0]
+        heads, limit = _heads(first), first.cluster.chip.memory_gib * GIB
+        says = f"{TIME} {bound(first)}."
+        time = Plot(
+            drawings.stacks(self.estimates, "time", "s", 1.0, None), says, [*_lines(first, "time"), f"  {bound(first)}"]
+        )
+        yield Section([time], "Time of a step", line=[Cell(heads["time"])])
+        picture = drawings.stacks(self.estimates, "memory", "GiB", 1 / GIB, limit)
+        yield Section(
+            [Plot(picture, MEMORY, _lines(first, "memory"))],
+            "Memory of the fullest device",
+            line=[Cell(heads["memory"])],
+        )
+        if pipeline := drawings.pipeline(self.timeline):
+            yield Section([Plot(pipeline, pipeline.says)], pipeline.title, On.PAGE)
+        if self.sweeps:
+            yield from drawings.throughput(self.sweeps)
+        units = Notes(["Seconds of a step; GiB of memory."], "soft")
+        yield Section([drawings.items(self.estimates), units], "Item by item", On.PAGE)
 
 
-def _table(rows: Sequence[Ranked]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    texts = [folded(row.layout, LAYOUT, before="+") for row in rows]
-    widest = max(len(line) for text in texts for line in text.splitlines())
-    table.add_column("layout", overflow="fold", min_width=min(LAYOUT, widest))
-    for name in ("GiB", "s/step", "tokens/s\na device", "MFU\n%"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", style="dim")
-    for row, text in zip(rows, texts, strict=True):
-        speed = f"{row.tokens_per_second_per_device:,.0f}", f"{row.mfu_pct:.1f}"
-        table.add_row(text, f"{row.reserved_gib:.1f}", row.step, *speed, row.says)
-    return table
+def _table(ranking: Sequence[Ranked], *, numbered: bool = False) -> Table:
+    columns = [
+        Column("", "n", on=On.PAGE),
+        Column("layout", "name", folds="+", most=LAYOUT),
+        Column("memory", on=On.PAGE),
+        Column("GiB", "n", "GiB of\na device"),
+        Column("s/step", "n", "s a step"),
+        Column("tokens/s\na device", "n"),
+        Column("MFU\n%", "n"),
+        Column("", tone="soft", on=On.TERMINAL),
+        Column("against the best", on=On.PAGE),
+    ]
+    rows = []
+    for number, row in enumerate(ranking, start=1):
+        memory, step = row.reserved_gib_interval, row.step_seconds_interval
+        cells = [
+            Cell(str(number) if numbered else ""), Cell(row.layout),
+            Cell(row.verdict, "" if row.verdict == "fits" else "bad"),
+            Cell(f"{row.reserved_gib:.1f}", detail="({:.1f} to {:.1f})".format(*memory)),
+            Cell(row.step, detail="({:.3g} to {:.3g})".format(*step)),
+            Cell(f"{row.tokens_per_second_per_device:,.0f}"), Cell(f"{row.mfu_pct:.1f}"), Cell(row.says),
+            Cell(row.behind),
+        ]  # fmt: skip
+        rows.append(Row(cells))
+    return Table(columns, rows, is_narrow=True)
 
 
 def seconds_text(seconds: float) -> str:
@@ -106,26 +143,23 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g}" if seconds < 999.5 else f"{seconds:,.0f}"
 
 
-def _itemised(estimate: Estimate) -> Iterator[str]:
-    """The first layout's time and memory, each item with its share as a bar."""
+def _heads(estimate: Estimate) -> dict[str, str]:
+    """Totals of the first layout's time and memory."""
     low, high = map(seconds_text, estimate.step_interval)
     least, most = (size / GIB for size in estimate.reserved_interval)
     of_rank = f", of pipeline rank {estimate.pp_rank}" * (estimate.layout.pp > 1)
     taken = f"{estimate.reserved / GIB:.1f} ({least:.1f} to {most:.1f})"
-    heads = {
+    return {
         "time": f"a step of {estimate.layout}: {seconds_text(estimate.step_seconds)} s ({low} to {high})",
         "memory": f"the fullest device: {taken} of {estimate.cluster.chip.memory_gib:g} GiB{of_rank}",
     }  # fmt: skip
-    for part, head in heads.items():
-        rows = [row for row in estimate.rows if row.part == part]
-        total = sum(row.amount for row in rows)
-        yield ""
-        yield head
-        for row in sorted(rows, key=lambda row: -row.amount):
-            if row.amount >= total / 1000:
-                yield _line(row, total)
-        if part == "time":
-            yield f"  {bound(estimate)}"
+
+
+def _lines(estimate: Estimate, part: str) -> list[str]:
+    """Items of time or memory, each with its share as a bar."""
+    rows = [row for row in estimate.rows if row.part == part]
+    total = sum(row.amount for row in rows)
+    return [_line(row, total) for row in sorted(rows, key=lambda row: -row.amount) if row.amount >= total / 1000]
 
 
 def bound(estimate: Estimate) -> str:

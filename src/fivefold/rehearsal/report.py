@@ -11,16 +11,23 @@ from fivefold.planner.estimate import Estimate
 from fivefold.rehearsal.expected import ExpectedStep, TimeRow
 from fivefold.rehearsal.request import Item, Phase, Seen
 from fivefold.rehearsal.stand_in import Lack
+from fivefold.report.figures import LANE, WIDTH, Box, Figure
+from fivefold.report.findings import Facts, Findings, Notes, On, Plot, Section, to_text
 from fivefold.report.table import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+BAR, LEFT, COLOURS = 20.0, 74.0, 6  # pixels of a bar, and of the names before it; colours of items
 TIGHT = 0.95  # of a device's memory: NCCL needs some as well
 SHOWN = 10  # rows of a table
 CURES = (
     "Less is needed with memory.recompute: full, a smaller train.micro_batch_size, a shorter data.seq_length, or more "
     "shards."
+)
+RUN = (
+    "The code that trains was run as these ranks of the cluster, on a machine without its devices: memory, kernels and "
+    "collectives are those of the run; nothing was computed, and nothing was sent."
 )
 NOTES = (
     "No kernel ran: nothing is said of values, and no time was measured.",
@@ -224,13 +231,34 @@ class Rehearsal:
         if (times := self.times()).rows:
             yield times
 
+    def findings(self) -> Findings:
+        """The tables and the sentences; on the page also what was run, and memory by phase."""
+        picture = memory(self)
+        drawn = [Section([Plot(picture, picture.says)], picture.title, On.PAGE)] if picture else []
+        return Findings(
+            command="fivefold rehearse", headline=self.verdict, ok=self.ok,
+            sections=[
+                Section([Notes([RUN, *self.speed]), Facts(self.facts)], on=On.PAGE),
+                *drawn,
+                *(Section([each.table], each.title) for each in self.tables()),
+                Section([Notes([self.verdict, *self.speed, *self.notes])], on=On.TERMINAL),
+                Section([Notes(self.notes, is_list=True)], "What is not in these figures", On.PAGE),
+            ],
+        )  # fmt: skip
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What was run, by name."""
+        memory = gib(self.cluster.chip.memory_bytes)
+        return {
+            "model": self.model, "layout": self.layout,
+            "cluster": f"{self.cluster.text}: {self.cluster.world:,} devices of {memory} GiB",
+            "ranks rehearsed": ", ".join(str(each.rank) for each in self.seen), "steps": str(self.steps),
+        }  # fmt: skip
+
     def show(self, console: "Console") -> None:
-        """Print the tables and the sentences."""
-        for table in self.tables():
-            table.show(console)
-            console.print()
-        for line in (self.verdict, *self.speed, *self.notes):
-            console.print(line, highlight=False, markup=False)
+        """Print for people."""
+        to_text(self.findings(), console)
 
     def to_json(self) -> str:
         """One JSON object: the phases as rows, and all results by rank."""
@@ -259,3 +287,46 @@ def gib(size: int | None) -> str:
 
 def _number(count: int | None) -> str:
     return "-" if count is None else str(count)
+
+
+# ---- memory by phase -------------------------------------------------------------------------------------------------
+
+
+def memory(rehearsal: Rehearsal) -> Figure | None:
+    """Draw a bar for every phase, as wide as the device's memory: its largest items, the rest of what is allocated, and
+    what is reserved beyond that. None if memory was not seen."""
+    rows = [(seen.rank, phase) for seen in rehearsal.seen for phase in seen.phases if phase.allocated is not None]
+    if not rows:
+        return None
+    scale = (WIDTH - LEFT) / max(rehearsal.cluster.chip.memory_bytes, *(phase.reserved or 0 for _, phase in rows))
+    words = _words(rehearsal)
+    boxes = [box for at, (_, phase) in enumerate(rows) for box in _bar(phase, at * LANE, scale, words)]
+    names = [(at * LANE + BAR / 2 + 4, f"{rank}: {phase.name}") for at, (rank, phase) in enumerate(rows)]
+    explained = [*((f"series-{colour}", what) for what, colour in words.items()), ("many", "everything else")]
+    explained.append(("band", "free; to its left, reserved and not allocated"))
+    says = f"A bar is {gib(rehearsal.cluster.chip.memory_bytes)} GiB wide. Hover over a part for its size."
+    return Figure("Memory of each phase at its peak", says, LANE * len(rows), names, boxes, explained)
+
+
+def _words(rehearsal: Rehearsal) -> dict[str, int]:
+    """Items with a colour of their own: the largest of all ranks' peaks, and their colours."""
+    found: dict[str, int] = {}
+    for seen in rehearsal.seen:
+        for item in largest(seen)[1]:
+            found[item.what] = max(found.get(item.what, 0), item.bytes)
+    largest_first = sorted(found, key=lambda what: -found[what])[:COLOURS]
+    return {what: colour for colour, what in enumerate(largest_first)}
+
+
+def _bar(phase: Phase, y: float, scale: float, words: dict[str, int]) -> Iterator[Box]:
+    yield Box(LEFT - 56, y, WIDTH - LEFT, BAR, "band", "free")
+    x, allocated = LEFT - 56, phase.allocated or 0
+    reserved = scale * (phase.reserved or 0)
+    yield Box(x, y, reserved, BAR, "grid", f"{phase.name}: {gib(phase.reserved)} GiB reserved")
+    yield Box(x, y, scale * allocated, BAR, "many", f"{phase.name}: {gib(allocated)} GiB allocated")
+    for item in phase.items:
+        if item.what in words:
+            width = scale * item.bytes
+            title = f"{item.what}, {item.where}: {item.count} tensors, {gib(item.bytes)} GiB"
+            yield Box(x, y, width, BAR, f"series-{words[item.what]}", title, f"{item.bytes / GIB:.1f}", 0.7)
+            x += width

@@ -1,5 +1,4 @@
-"""Pages for a browser, each in one HTML file.
+"""What commands found, for a terminal and for a browser: each page is one HTML file.
 
-`run.py` is the page of a run (`fivefold report`). The page of a proof is in `verification/`, with the same frame,
-drawing and maps.
+`findings.py` is the record that every report is made into, `render.py` its page; `run.py` is the page of a run.
 """

@@ -1,32 +1,49 @@
 """Rendering of templates: every page is one self-contained HTML file."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fivefold.core.files import put
 from fivefold.core.terminal import shown
 from fivefold.core.version import versions
+from fivefold.report import curves
+from fivefold.report.findings import Findings, On, Plot, parts_of
 from fivefold.report.slices import SliceMap
 
+SCRIPT = Path(curves.__file__).with_name("curves.js")
 
-def render(
-    template: str, package: str, maps: Iterable[SliceMap], filters: Mapping[str, Callable[..., str]], *,
-    script: Path | None = None, **values: Any,
-) -> str:  # fmt: skip
-    """Render `template` of `package` with `values`; control characters are written out as on a terminal. `maps`: the
-    slice maps on the page. `script`: the only script that the page's policy allows, by its hash."""
+
+def to_html(findings: Findings) -> str:
+    """Render as one HTML file."""
+    shown_here = [part for section in findings.shown_on(On.PAGE) for part in parts_of(section.parts)]
+    drawings = [part.drawing for part in shown_here if isinstance(part, Plot)]
+    has_curves = any(isinstance(drawing, curves.Drawing) for drawing in drawings)
+    return render(
+        "findings.html.j2", [each for each in drawings if isinstance(each, SliceMap)],
+        script=SCRIPT if has_curves else None, findings=findings, page=On.PAGE,
+    )  # fmt: skip
+
+
+def write_page(findings: Findings, path: str) -> None:
+    """Write one HTML file, and make its folder if it is missing."""
+    write(to_html(findings), Path(path), instead="name another file: --html FILE")
+
+
+def render(template: str, maps: Iterable[SliceMap], *, script: Path | None = None, **values: Any) -> str:
+    """Render `template` with `values`; control characters are written out as on a terminal. `maps`: the slice maps on
+    the page. `script`: the only script that the page's policy allows, by its hash."""
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("fivefold.report", ".")]),
+        loader=PackageLoader("fivefold.report", "."),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
-    environment.filters |= {"pixels": lambda value: f"{value:.1f}".removesuffix(".0"), **filters}
+    environment.filters["pixels"] = lambda value: f"{value:.1f}".removesuffix(".0")
     stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     text = script.read_text(encoding="utf-8") if script else ""

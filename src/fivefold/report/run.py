@@ -19,10 +19,9 @@ from fivefold.core.units import human, human_bytes
 from fivefold.report import curves, story
 from fivefold.report.figures import Figure, heat, timeline
 from fivefold.report.names import of_ranks
-from fivefold.report.render import render, write
-from fivefold.report.slices import slice_map
+from fivefold.report.render import SCRIPT, render, write
+from fivefold.report.slices import EXPLAINED, slice_map
 
-SCRIPT = Path(__file__).with_name("curves.js")
 SAMPLES = 12  # the last ones, shown
 Rows = Sequence[Mapping[str, Any]]
 Sent = tuple[tuple[str, str, int, str], ...]  # the collectives of a step: axis, kind, how many, their size in words
@@ -129,7 +128,7 @@ def _page(config: RunConfig, run: Path, rows: Rows, past: history.History, plann
     seen, marks, spans = rows[-1].get("train/tokens_seen", 0), story.marks(past, rows), story.spans(past, rows)
     damaged = [*map(str, needed(run / "metrics.jsonl").damaged), *map(str, samples.damaged), *past.damaged, *torn]
     return render(
-        "run.html.j2", "fivefold.report", [slices] if slices else [], {}, script=SCRIPT, run=config.run.name,
+        "run.html.j2", [slices] if slices else [], script=SCRIPT, explained=EXPLAINED, run=config.run.name,
         headline=_headline(config, rows), facts=_facts(config, run, rows, spread, past, spans), slices=slices,
         curves=curves.draw(curves.panels(rows), marks, averaged=len(rows) > curves.POINTS), marks=marks,
         spans=spans, planned=planned,

@@ -21,6 +21,11 @@ PER_LAYER = 40  # drawings
 
 Region = tuple[tuple[int, int], ...]
 Holders = dict[Region, tuple[int, ...]]  # region -> the ranks that hold it
+EXPLAINED = (
+    "Each parameter as a rectangle: its rows downwards, its columns across; side lengths are scaled by the square "
+    "root of a size. A slice has the colour and the number of the rank that holds it; where several hold the same, it "
+    "is striped. Hover over a slice for its indices."
+)
 
 
 @dataclass(frozen=True)

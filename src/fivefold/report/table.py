@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fivefold.core.files import put
-from fivefold.core.terminal import shown
+from fivefold.report.findings import Findings, Notes, Section, Table, to_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Row = TypeVar("Row")
 
-# Colours of cells that state a result.
-COLOURS = {"ok": "green", "help": "yellow", "missing": "red", "failed": "red"}
+# Tones of cells that state a result.
+TONES = {"ok": "good", "help": "warn", "missing": "bad", "failed": "bad"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +43,30 @@ class Report(Generic[Row]):
         values = {"title": self.title, "ok": self.ok, "rows": rows, **self.details}
         return json_format.dumps(values, indent=2, ensure_ascii=False)
 
+    @property
+    def table(self) -> Table:
+        """Its rows as a table."""
+        values = [tuple(getattr(row, name) for name in self.columns) for row in self.rows]
+        return Table.of_texts(self.columns, values, TONES)
+
+    def findings(self) -> Findings:
+        """The table under its title, and the closing sentence."""
+        parts = (self.table, *((Notes([self.closing]),) if self.closing else ()))
+        return Findings(command=self.title, headline="", ok=self.ok, sections=[Section(parts, self.title)])
+
     def show(self, console: "Console") -> None:
-        """Print a table for people."""
-        from rich.table import Table
-        from rich.text import Text
-
-        title = Text(shown(self.title))
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim")
-        for number, column in enumerate(self.columns):
-            table.add_column(column, overflow="fold", no_wrap=number == 0)
-        for row in self.rows:
-            cells: Mapping[str, Any] = asdict(row)  # type: ignore[call-overload]
-            table.add_row(*(Text(shown(str(cell)), style=COLOURS.get(str(cell), "")) for cell in cells.values()))
-        console.print(table)
-        if self.closing:
-            console.print(shown(self.closing), highlight=False, markup=False)
+        """Print for people."""
+        to_text(self.findings(), console)
 
 
-class Findings(Protocol):
+class Shown(Protocol):
     """Results of a command that can be shown in two formats."""
 
     def to_json(self) -> str: ...
     def show(self, console: "Console") -> None: ...
 
 
-def write(report: Findings, *, json: str | None) -> None:
+def write(report: Shown, *, json: str | None) -> None:
     """Show `report` on the terminal; `json` names a file to write as well, `-` prints JSON alone."""
     if json == "-":
         print(report.to_json())

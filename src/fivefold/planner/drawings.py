@@ -1,44 +1,24 @@
-"""The page of a plan: one self-contained HTML file. Its contents are chosen here; `page.html.j2` lays them out."""
+"""Drawings of a plan: bars of time and memory, the pipeline, throughput over devices and row lengths."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
 from fivefold.core.units import GIB, human
 from fivefold.planner.estimate import Estimate
-from fivefold.planner.report import CURES, PlanReport, bound
 from fivefold.planner.sweeps import Sweeps
 from fivefold.report.figures import BAR, LANE, WIDTH, Box, Figure, timeline
+from fivefold.report.findings import Cell, Column, On, Plot, Row, Section, Table
 from fivefold.report.plot import LEFT, Axes, Linear, label, nice, svg
 from fivefold.report.plot import WIDTH as PAGE
-from fivefold.report.render import render, write
 
 FILLS = tuple(f"rank-{number}" for number in range(8))
 
 
-def write_page(report: PlanReport, path: str, beside: Sweeps | None = None) -> None:
-    """Write `report` as one HTML file to `path`, and make its folder if it is missing. `beside`: throughput of other
-    clusters and row lengths."""
-    write(page(report, beside), Path(path), instead="name another file: --html FILE")
-
-
-def page(report: PlanReport, beside: Sweeps | None = None) -> str:
-    """The HTML of `report`."""
-    first = report.estimates[0]
-    limit = first.cluster.chip.memory_gib * GIB
-    return render(
-        "page.html.j2", "fivefold.planner", [], {}, report=report, would_fit=CURES.capitalize(), bound=bound(first),
-        time=_stacks(report.estimates, "time", "s", 1.0, None),
-        memory=_stacks(report.estimates, "memory", "GiB", 1 / GIB, limit),
-        pipeline=_pipeline(report.timeline), items=_table(report.estimates), sweeps=_sweeps(beside),
-    )  # fmt: skip
-
-
-def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, limit: float | None) -> Figure:
+def stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, limit: float | None) -> Figure:
     """Draw a bar for each layout, cut into its items, ordered by their largest amount in any layout. `limit`: where a
     device is full."""
     by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
@@ -70,34 +50,37 @@ def _stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, 
 # ---- other clusters and rows -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A sweep: its plot, and a row of the table for each point."""
-
-    title: str
-    text: str
-    svg: Markup
-    head: str
-    rows: Sequence[tuple[str, Estimate]]
-
-
-def _sweeps(beside: Sweeps | None) -> Iterator[Drawn]:
-    """Draw the sweeps that have more than one point."""
-    if beside is not None and len(found := beside.devices) > 1:
-        text = (
+def throughput(beside: Sweeps) -> Iterator[Section]:
+    """Draw the sweeps that have more than one point, each with a table of its points."""
+    if len(found := beside.devices) > 1:
+        says = (
             "The same batch on fewer and on more devices, each with its best layout; none where none fits. Dashed: as "
+            "many tokens a device as on the fewest."
         )
-        says, points = f"{text}many tokens a device as on the fewest.", [(f"{e.layout.world:,}", e) for e in found]
-        each = found[0].tokens_per_second_per_device
+        points = [(f"{e.layout.world:,}", e) for e in found]
+        least = found[0].tokens_per_second_per_device
         rates = [one.tokens_per_second_per_device * one.layout.world for one in found]
-        picture = _curves(points, "devices", "tokens/s of all", rates, [each * one.layout.world for one in found])
-        yield Drawn("Throughput over devices", says, picture, "devices", points)
-    if beside is not None and len(found := beside.lengths) > 1:
+        picture = _curves(points, "devices", "tokens/s of all", rates, [least * one.layout.world for one in found])
+        yield Section([Plot(picture, says), _points("devices", points)], "Throughput over devices", On.PAGE)
+    if len(found := beside.lengths) > 1:
         says = "Shorter and longer rows on this cluster, about as many tokens a step, each with its best layout."
         points = [(f"{one.workload.seq_length:,}", one) for one in found]
         rates = [one.tokens_per_second_per_device for one in found]
         picture = _curves(points, "tokens of a row", "tokens/s a device", rates)
-        yield Drawn("Throughput over sequence length", says, picture, "tokens", points)
+        yield Section([Plot(picture, says), _points("tokens", points)], "Throughput over sequence length", On.PAGE)
+
+
+def _points(name: str, points: Sequence[tuple[str, Estimate]]) -> Table:
+    heads = ("GiB of a device", "s a step", "tokens/s a device", "MFU, %")
+    columns = [Column(name, "n"), Column("best layout", "name"), *(Column(head, "n") for head in heads)]
+    rows = []
+    for point, best in points:
+        numbers = (
+            f"{best.reserved / GIB:.1f}", f"{best.step_seconds:.3g}", f"{best.tokens_per_second_per_device:,.0f}",
+            f"{100 * best.mfu:.1f}",
+        )  # fmt: skip
+        rows.append(Row([Cell(text) for text in (point, str(best.layout), *numbers)]))
+    return Table(columns, rows, look="")
 
 
 def _curves(
@@ -122,7 +105,7 @@ def _curves(
     return Markup(svg((left, right), 275, ()))
 
 
-def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:
+def pipeline(found: Mapping[str, Any] | None) -> Figure | None:
     """Draw the first layout's pipeline with a few of a step's micro batches; its bubble is larger than that of all."""
     if not found:
         return None
@@ -131,15 +114,20 @@ def _pipeline(found: Mapping[str, Any] | None) -> Figure | None:
     return figure if drawn == there else replace(figure, says=f"with {drawn} of the {there} micro batches of a step")
 
 
-def _table(estimates: Sequence[Estimate]) -> list[tuple[str, str, list[str]]]:
-    """(part, item, its amount under each layout), as texts."""
-    found = []
+# ---- item by item ----------------------------------------------------------------------------------------------------
+
+
+def items(estimates: Sequence[Estimate]) -> Table:
+    """Each item of time and memory, and its amount under each layout."""
+    rows = []
     for part in ("time", "memory"):
         by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
         for name in dict.fromkeys(name for items in by_item for name in items):
             amounts = [items.get(name, 0.0) for items in by_item]
-            found.append((part, name, [_seconds(each) if part == "time" else f"{each / GIB:.2f}" for each in amounts]))
-    return found
+            texts = [_seconds(amount) if part == "time" else f"{amount / GIB:.2f}" for amount in amounts]
+            rows.append(Row([Cell(text) for text in (part, name, *texts)]))
+    numbers = [Column(f"{number}", "n") for number in range(1, len(estimates) + 1)]
+    return Table([Column(""), Column("item", "name"), *numbers], rows, look="matrix")
 
 
 def _seconds(amount: float) -> str:
