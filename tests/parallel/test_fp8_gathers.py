@@ -16,7 +16,7 @@ from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.state import state_of
-from fivefold.training.step import accumulate
+from fivefold.training.step import accumulate, mean_loss
 from tests.parity import Case, batch_of, build, documents
 from tests.pool import run_ranks
 
@@ -66,6 +66,35 @@ def test_codes_and_scale_are_those_of_the_whole_weight_in_each_step(words: str) 
                 largest = torch.stack([each[name][2].abs().amax() for each in steps]).amax()
                 assert torch.equal(scale.flatten(), scale_of(largest, CAST, largest).flatten()), (name, step)
                 assert torch.equal(codes, cast_to_fp8(whole, CAST, scale).view(torch.uint8)), (name, step)
+
+
+def _after_an_update(layout: str) -> list[tuple[Tensor, Tensor]]:
+    """Scales of a weight in an evaluation, then in a plain forward, each after another change of all weights; and those
+    that follow from its values there."""
+    case = Case(layout, packing=False)
+    model, found = build(case), []
+    plan = state_of(model).plan
+    batch = batch_of(documents(case, 0), case.parsed, plan.placement.data_rank)
+    name = plan.feature(Fp8Plan).gathers[0]
+    linear = model.get_submodule(name.rpartition(".")[0])
+    seen = list[Tensor]()
+    linear.register_forward_pre_hook(lambda module, _: seen.append(module.weight.scale.clone()))
+    accumulate(model, batch)
+    ids = torch.from_numpy(batch[0].input_ids)
+    for call in (lambda: mean_loss(model, batch), lambda: model(input_ids=ids)):
+        with torch.no_grad():
+            for each in model.parameters():
+                local(each).mul_(3.0)
+            largest = linear.weight.full_tensor().bfloat16().abs().amax()
+            call()
+        found.append((seen[-1].flatten(), scale_of(largest, CAST, largest).flatten()))
+    return found
+
+
+@pytest.mark.full
+def test_an_evaluation_after_an_update_casts_by_the_scales_of_now() -> None:
+    for found in run_ranks(2, _after_an_update, "shard2+mb4+fp8"):
+        assert len(found) == 2 and all(torch.equal(scale, expected) for scale, expected in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
