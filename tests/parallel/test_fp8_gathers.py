@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fivefold as ff
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.matmul import cast_to_fp8, restored, scale_of
 from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
-from fivefold.training.step import accumulate, mean_loss
-from tests.parity import Case, batch_of, build, documents
+from fivefold.training.step import accumulate
+from tests.parity import Case, batch_of, build, documents, reference_model
 from tests.pool import run_ranks
 
 CAST = RECIPES["tensorwise"].output[1]
@@ -69,19 +71,19 @@ def test_codes_and_scale_are_those_of_the_whole_weight_in_each_step(words: str) 
 
 
 def _after_an_update(layout: str) -> list[tuple[Tensor, Tensor]]:
-    """Scales of a weight in an evaluation, then in a plain forward, each after another change of all weights; and those
-    that follow from its values there."""
-    case = Case(layout, packing=False)
-    model, found = build(case), []
-    plan = state_of(model).plan
-    batch = batch_of(documents(case, 0), case.parsed, plan.placement.data_rank)
-    name = plan.feature(Fp8Plan).gathers[0]
-    linear = model.get_submodule(name.rpartition(".")[0])
-    seen = list[Tensor]()
+    """Scales of a weight in calls without gradient, each after another change of all weights; and those that follow
+    from its values there."""
+    model = ff.parallelize(reference_model(Case("single"), torch.bfloat16), layout)
+    name = state_of(model).plan.feature(Fp8Plan).gathers[0]
+    linear, seen, found = model.get_submodule(name.rpartition(".")[0]), list[Tensor](), []
     linear.register_forward_pre_hook(lambda module, _: seen.append(module.weight.scale.clone()))
-    accumulate(model, batch)
-    ids = torch.from_numpy(batch[0].input_ids)
-    for call in (lambda: mean_loss(model, batch), lambda: model(input_ids=ids)):
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids}
+    calls = (
+        lambda: model(input_ids=ids), lambda: ff.evaluate(model, [batch]), lambda: ff.logits(model, batch),
+        lambda: model(input_ids=ids),
+    )  # fmt: skip
+    for call in calls:
         with torch.no_grad():
             for each in model.parameters():
                 local(each).mul_(3.0)
@@ -92,9 +94,11 @@ def _after_an_update(layout: str) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.full
-def test_an_evaluation_after_an_update_casts_by_the_scales_of_now() -> None:
-    for found in run_ranks(2, _after_an_update, "shard2+mb4+fp8"):
-        assert len(found) == 2 and all(torch.equal(scale, expected) for scale, expected in found)
+@pytest.mark.parametrize("layout", ["single+fp8", "shard2+fp8", "shard2+fp8_delayed"])
+def test_any_call_after_an_update_casts_by_the_scales_of_now(layout: str) -> None:
+    """One of a user's own too, which is the first."""
+    for found in run_ranks(Layout.parse(layout).world, _after_an_update, layout):
+        assert all(torch.equal(scale, expected) for scale, expected in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
