@@ -73,3 +73,15 @@ def test_full_recompute_keeps_no_input_of_an_mlp() -> None:
     assert given[0]() is None
     out.sum().backward()
     assert torch.equal(x.grad, 2.0 * (x.detach() > 0))  # type: ignore[arg-type]
+
+
+def test_an_mlp_may_be_given_its_input_by_name() -> None:
+    """Every piece enters it, by whatever name the layer calls it."""
+    x = torch.arange(22.0).view(1, 11, 2)
+    expected = torch.relu(2 * x - 9) + 1
+
+    def mlp(hidden_states: Tensor) -> Tensor:
+        return torch.relu(hidden_states - 9) + 1
+
+    assert torch.equal(_in_pieces(mlp, lambda part: 2 * part, 3, x), expected)
+    assert torch.equal(_in_pieces(mlp, lambda part: 2 * part, 3, hidden_states=x), expected)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
+from fivefold.core.lora import Lora
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.linear import Linears
@@ -27,6 +29,7 @@ from fivefold.parallel.fp8.recipes import KINDS, RECIPES, Recipe
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.linears.spec import Multiply
 from fivefold.parallel.lower import lower
 from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.state import state_of
@@ -291,6 +294,16 @@ def test_head_routers_and_latent_projections_stay_in_the_compute_dtype() -> None
     assert cast == {"q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     layers = {each.name.split(".")[2] for each in plan.feature(Fp8Plan).linears}
     assert layers == {"0", "1", "2"} and not lower(facts, Layout.parse("tp2"), 0).feature(Fp8Plan).linears
+
+
+def test_adapters_stay_in_the_compute_dtype() -> None:
+    """Beside linears that do not. Where gradients are put off, adapters have forwards of fivefold's too."""
+    facts = adapted(facts_of(reference_model(Case("single"))), Lora(rank=3))
+    plan = lower(facts, Layout.parse("pp2+zb+fp8"), 0)
+    placed = {each.path for each in edits(plan) if isinstance(each, Multiply)}
+    inside = {path for path in placed if path.endswith((".lora_A", ".lora_B"))}
+    assert inside and not any(map(plan.feature(Fp8Plan).covers, inside))
+    assert placed - inside and all(map(plan.feature(Fp8Plan).covers, placed - inside))
 
 
 def test_layers_at_the_ends_stay_in_the_compute_dtype() -> None:

@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fivefold as ff
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.matmul import cast_to_fp8, restored, scale_of
 from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fp8.weight import Fp8Weight
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.step import accumulate
-from tests.parity import Case, batch_of, build, documents
+from tests.parity import Case, batch_of, build, documents, reference_model
 from tests.pool import run_ranks
 
 CAST = RECIPES["tensorwise"].output[1]
@@ -66,6 +68,37 @@ def test_codes_and_scale_are_those_of_the_whole_weight_in_each_step(words: str) 
                 largest = torch.stack([each[name][2].abs().amax() for each in steps]).amax()
                 assert torch.equal(scale.flatten(), scale_of(largest, CAST, largest).flatten()), (name, step)
                 assert torch.equal(codes, cast_to_fp8(whole, CAST, scale).view(torch.uint8)), (name, step)
+
+
+def _after_an_update(layout: str) -> list[tuple[Tensor, Tensor]]:
+    """Scales of a weight in calls without gradient, each after another change of all weights; and those that follow
+    from its values there."""
+    model = ff.parallelize(reference_model(Case("single"), torch.bfloat16), layout)
+    name = state_of(model).plan.feature(Fp8Plan).gathers[0]
+    linear, seen, found = model.get_submodule(name.rpartition(".")[0]), list[Tensor](), []
+    linear.register_forward_pre_hook(lambda module, _: seen.append(module.weight.scale.clone()))
+    ids = torch.arange(24).view(2, 12)
+    batch = {"input_ids": ids, "labels": ids}
+    calls = (
+        lambda: model(input_ids=ids), lambda: ff.evaluate(model, [batch]), lambda: ff.logits(model, batch),
+        lambda: model(input_ids=ids),
+    )  # fmt: skip
+    for call in calls:
+        with torch.no_grad():
+            for each in model.parameters():
+                local(each).mul_(3.0)
+            largest = linear.weight.full_tensor().bfloat16().abs().amax()
+            call()
+        found.append((seen[-1].flatten(), scale_of(largest, CAST, largest).flatten()))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["single+fp8", "shard2+fp8", "shard2+fp8_delayed"])
+def test_any_call_after_an_update_casts_by_the_scales_of_now(layout: str) -> None:
+    """One of a user's own too, which is the first."""
+    for found in run_ranks(Layout.parse(layout).world, _after_an_update, layout):
+        assert all(torch.equal(scale, expected) for scale, expected in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

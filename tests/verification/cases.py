@@ -12,7 +12,8 @@ from fivefold.parallel.layout import Layout
 from tests.verification.faults.fault import Kind, Model
 
 LAYERS = "num_hidden_layers"
-OF_FOUR_LAYERS = {"gpt_oss": (("layer_types", ["sliding_attention", "full_attention"] * 2),)}
+KINDS = ["sliding_attention", "full_attention"] * 2
+OF_FOUR_LAYERS = {family: (("layer_types", KINDS),) for family in ("gemma3", "gpt_oss")}
 IN_FOUR_BITS = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 256))  # blocks of 64 numbers
 MARKS: dict[str, dict[str, Any]] = {
     "kv1": {"kv_heads": 1}, "kv4": {"kv_heads": 4}, "tied": {"tied": True}, "muon": {"optimizer": "muon"},

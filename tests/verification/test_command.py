@@ -14,9 +14,11 @@ from fivefold.cli import main
 from fivefold.config import OptimizerSection, load_config
 from fivefold.core.errors import UserError
 from fivefold.launch.world import World
+from fivefold.parallel.balance.runtime import BalanceOptions
 from fivefold.parallel.layout import Layout
 from fivefold.verification import VerifyRequest, ranks, resolve
 from fivefold.verification.proof_case import ProofCase
+from fivefold.verification.reduced_model import ModelFolder
 from tests.commands import fivefold
 
 
@@ -108,6 +110,19 @@ def test_the_help_names_its_options(capsys: pytest.CaptureFixture[str]) -> None:
         main(["verify", "--help"])
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--layouts", "--quick", "--thin", "--json", "--html", "--precision"))
+
+
+def test_an_objective_is_proved_in_fp8_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = VerifyRequest(
+        config=load_config(None, ["objective.name=dpo", "objective.beta=0.7"]).to_yaml(),
+        layouts={"tp2": "tp2+fp8"}, scratch=str(tmp_path),
+    )  # fmt: skip
+    monkeypatch.setattr(ranks, "make_folder", lambda *_, **__: ModelFolder(tmp_path, "X", 101, ()))
+    monkeypatch.setattr(ranks, "load_model_config", lambda folder: None)
+    monkeypatch.setattr(ranks, "balance_options", lambda *_: BalanceOptions())
+    case = ranks.make_subject(request, [Layout.parse("tp2+fp8")])
+    assert (case.objective, case.beta, case.whole_rows) == ("dpo", 0.7, True)
+    assert case.row_length % 2 == 0  # two answers fill a row
 
 
 def test_the_reference_has_the_threads_that_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,16 @@ def in_bf16(place: str, layout: str) -> dict[str, object]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("words", ["fp8", "fp8_rowwise", "fp8_delayed"])
+@pytest.mark.parametrize("objective", ["dpo", "distill"])
+def test_an_objective_whose_scales_span_a_row_is_no_false_alarm(objective: str, words: str, tmp_path: Path) -> None:
+    """One scale spans both answers of a row; and passes of an objective leave no history to the first step."""
+    outcome = prove("step", Model("llama", objective=objective), f"single+{words}", tmp_path, steps=2)
+    assert not outcome.is_killed, outcome.row or outcome.found.refused
+    assert "gradient of the objective" in {row.what for row in outcome.found.rows}
+
+
+@pytest.mark.full
 def test_routers_compute_in_fp32_on_both_sides_of_a_proof_in_bf16(tmp_path: Path) -> None:
     place = make_subject(Model("mixtral"), tmp_path, steps=2)
     prepare(ProofCase.load(place / "subject.json"), "bf16", place / "bf16.safetensors", "cpu")

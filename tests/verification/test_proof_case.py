@@ -1,9 +1,13 @@
 """The inputs of a proof hide nothing, and every layout deals out all of them."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from fivefold.config import OptimizerSection
 from fivefold.parallel.layout import Layout
+from fivefold.verification.preference_by_hand import log_probs
 from fivefold.verification.proof_case import ProofCase, lengths, micro_batches, row_numbers, rows_for
 
 
@@ -52,6 +56,26 @@ def test_every_layout_gets_every_row_once_in_two_micro_batches(tmp_path, layouts
             b.targets for rank in range(layout.data_ranks) for b in micro_batches(one.documents(0), layout, rank, 61)
         )
         assert total == one.targets(0)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_pair_fills_a_row_that_has_one_scale(tmp_path, objective: str) -> None:  # type: ignore[no-untyped-def]
+    """Its answers are as long, so that the reference computes both as one batch, and nothing is padding."""
+    one = replace(subject(tmp_path), row_length=64, whole_rows=True, objective=objective)
+    rows = [row for row in one.pairs() if row]
+    assert [[len(piece.tokens) for piece in row] for row in rows] == [[32, 32]] * len(rows) and len(rows) > 4
+    assert len({int(piece.trained.sum()) for row in rows for piece in row if piece.trained is not None}) > 3
+    assert len(one.compared_with()) == len(rows)
+    given = list[int]()
+
+    def logits_of(ids_BT: torch.Tensor) -> torch.Tensor:
+        given.append(ids_BT.numel())
+        return torch.nn.functional.one_hot(ids_BT, 101).double()
+
+    together = log_probs(one, logits_of, torch.float64)
+    assert given == [64] * len(rows)
+    alone = log_probs(replace(one, whole_rows=False, row_length=10_000), logits_of, torch.float64)
+    assert together[0].shape == (len(rows), 2) and len(alone[0]) > len(rows)
 
 
 def test_a_subject_goes_through_its_file(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -11,14 +11,18 @@ from fivefold.verification.proof_case import ProofCase
 
 
 def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: [T] -> [T, V] for
-    one sequence; each answer is one."""
+    """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: [B, T] ->
+    [B, T, V] for sequences; each answer is one. Both answers of a whole row are computed together, because fp8 scales
+    span a row."""
     sums, counts = [], []
-    for row in case.pairs():
-        for piece in row:
+    batches = (
+        [[*row] for row in case.pairs() if row] if case.whole_rows else [[it] for row in case.pairs() for it in row]
+    )
+    for batch in batches:
+        ids_BT = torch.stack([torch.from_numpy(piece.tokens.astype("int64")) for piece in batch])
+        found_BTV = logits_of(ids_BT)[:, :-1].to(dtype).log_softmax(-1)
+        for piece, ids, found in zip(batch, ids_BT, found_BTV, strict=True):
             assert piece.trained is not None
-            ids = torch.from_numpy(piece.tokens.astype("int64"))
-            found = logits_of(ids)[:-1].to(dtype).log_softmax(-1)
             of_targets = found.gather(-1, ids[1:, None].to(found.device))[:, 0]
             sums.append(of_targets[torch.from_numpy(piece.trained).to(found.device)].sum())
             counts.append(int(piece.trained.sum()))

@@ -119,12 +119,13 @@ class ProofCase:
 
     def pairs(self) -> Documents:
         """Pairs of answers in each row of a batch, for a preference objective. The second of every three rated ones is
-        undesirable."""
+        undesirable. In `whole_rows`, one pair of equally long answers fills a row: one batch of the reference."""
         rng, rows, number = np.random.default_rng([self.seed, 1_000_033]), list[list[Piece]](), 0
         for row in range(self.rows):
             pieces = list[Piece]()
-            for parts in _PAIRS[row % len(_PAIRS)]:
+            for parts in _PAIRS[row % len(_PAIRS)][: 1 if self.whole_rows else None]:
                 prompt, *answers = (max(1, int(part * self.row_length)) for part in parts)
+                answers = [self.row_length // 2 - prompt] * 2 if self.whole_rows else answers
                 if tokens_of(pieces) + 2 * prompt + sum(answers) > self.row_length:
                     continue
                 asked = rng.integers(0, self.vocabulary, prompt, dtype=np.uint32)

@@ -86,6 +86,8 @@ class Reference:
             self._distillation()
         elif self.case.objective != "sft":
             self._preference()
+        for linear in self.amax:
+            linear.now.clear()  # the objective's passes are no step
         optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
         losses, norms = [], []
         for step in range(self.case.steps):
@@ -107,8 +109,7 @@ class Reference:
         self.balance.is_on = False  # without router losses
         with exactly(self.precision):
             sums, counts = preference_by_hand.log_probs(
-                self.case, lambda ids: self.model(input_ids=ids[None].to(self.device)).logits[0],
-                master_dtype(self.precision),
+                self.case, lambda ids: self.model(input_ids=ids.to(self.device)).logits, master_dtype(self.precision)
             )  # fmt: skip
             loss, metrics = preference_by_hand.loss(self.case, sums, counts)
             loss.backward()  # type: ignore[no-untyped-call]
