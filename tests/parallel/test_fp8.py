@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fivefold.core.lora import Lora
+from fivefold.models.adapter_facts import adapted
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.linear import Linears
