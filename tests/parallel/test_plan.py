@@ -18,8 +18,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 from fivefold.core.errors import UserError
+from fivefold.core.lora import Lora
 from fivefold.core.schedule import TYPICAL, Slot
 from fivefold.models import discover, facts_store
+from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import cut_of, facts_of, facts_of_deep
@@ -281,6 +283,52 @@ def test_the_parts_of_all_ranks_are_the_model(layout: str) -> None:
     assert {plan.placement.data_rank for plan in of_ranks} == set(range(of_ranks[0].layout.data_ranks))
     firsts = sum(plan.placement.is_first_of_row for plan in of_ranks)
     assert firsts == of_ranks[0].layout.data_ranks
+
+
+@pytest.mark.parametrize("layout", ["shard2.ep2", "pp2.tp2", "dp2.shard2.ep2"])
+def test_a_routers_buffer_has_one_owner(layout: str) -> None:
+    """Which alone saves it; every rank of a stage has it whole."""
+    of_ranks = plans(layout, facts("deepseek_v3", num_key_value_heads=4))
+    placements = [plan.placement for plan in of_ranks]
+    assert placements[0].buffers
+    for name in placements[0].buffers:
+        assert sum(placement.is_owner(name) for placement in placements) == 1
+    assert sum(placement.is_first_of_stage for placement in placements) == of_ranks[0].layout.pp
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "expected"),
+    [("shard2", "mixtral", False), ("shard2.ep2", "mixtral", True), ("tp2", "llama", True), ("pp2", "llama", True),
+     ("dp2.shard2.cp2", "llama", False)],
+)  # fmt: skip
+def test_parts_that_fsdp_does_not_know(layout: str, family: str, expected: bool) -> None:
+    """A norm over a rank's mesh would miss them."""
+    assert all(plan.placement.parts_beyond_fsdp is expected for plan in plans(layout, facts(family)))
+
+
+def test_what_is_frozen_beside_an_adapter_rests_as_it_computes() -> None:
+    placement = lower(adapted(facts(), Lora(rank=3)), Layout.parse("shard2"), 0).placement
+    resting = {name for name in placement.shards if placement.rests_as_computed(name)}
+    assert resting == {name for name in placement.shards if "lora" not in name}
+    assert {placement.rests_in(name, 4) for name in resting} == {2}
+    assert {placement.rests_in(name, 4) for name in placement.shards.keys() - resting} == {4}
+
+
+@pytest.mark.parametrize(("layout", "expected"), [
+    ("pp2", [(True, False), (False, True)]), ("pp2+zbv", [(True, True), (False, False)]), ("single", [(True, True)]),
+])  # fmt: skip
+def test_the_ends_are_where_the_first_and_the_last_stage_are(layout: str, expected: list[tuple[bool, bool]]) -> None:
+    assert [plan.placement.has_ends for plan in plans(layout, facts(**SIZES))] == expected
+
+
+@pytest.mark.parametrize(("layout", "expected"), [
+    ("pp2+zbv", [({0, 3}, {0, 3}), ({1, 2}, {1, 2})]), ("pp2", [({0}, {1}), ({2}, {3})]),
+    ("pp2+interleaved+v2", [({0, 2}, {0, 2}), ({1, 3}, {1, 3})]),
+])  # fmt: skip
+def test_every_stage_has_a_first_layer_and_a_last(layout: str, expected: list[tuple[set[int], set[int]]]) -> None:
+    found = facts(**SIZES)
+    for plan, ends in zip(plans(layout, found), expected, strict=True):
+        assert plan.placement.stage_ends == tuple({found.anatomy.layers[at] for at in end} for end in ends)
 
 
 def test_what_one_rank_sends_another_receives() -> None:

@@ -345,6 +345,11 @@ def test_blocks_are_used_again_and_a_file_keeps_what_leaves_memory(tmp_path: Pat
             memory.take(rounded := host_memory._rounded(len(block))).fill_(77)
             assert rounded >= len(block)
         assert all(bool((block == number).all()) for number, block in list(enumerate(blocks))[1::2])
+        # What is left of a segment is not taken for a block that is a little larger.
+        tight = HostMemory(place, locks=False)
+        tight.reserve(size := 5_000_001)
+        tight.give_back(block := tight.take(size))
+        assert block.untyped_storage().nbytes() >= block.storage_offset() + host_memory._rounded(size)
 
 
 # ---- in a loop of one's own ------------------------------------------------------------------------------------------
