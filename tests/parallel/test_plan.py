@@ -14,14 +14,14 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from fivefold.core.lora import Lora
+from fivefold.models.adapter_facts import adapted
 from torch import nn
 from transformers import LlamaConfig
 
 from fivefold.core.errors import UserError
-from fivefold.core.lora import Lora
 from fivefold.core.schedule import TYPICAL, Slot
 from fivefold.models import discover, facts_store
-from fivefold.models.adapter_facts import adapted
 from fivefold.models.build import build_meta
 from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import cut_of, facts_of, facts_of_deep
