@@ -39,7 +39,7 @@ from fivefold.parallel.state import state_of
 from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.peak_memory import PeakMemory
-from fivefold.training.preference import Goal
+from fivefold.training.preference import ObjectiveSpec
 from fivefold.training.step import train_step
 from pages import put_between
 
@@ -97,13 +97,13 @@ def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
         lora = Lora(rank=RANK, alpha=ALPHA) if "lora" in task else None
         model = parallelize(build_meta(shape.hf_config()), layout, device=CPU, seed=SEED, adapter=lora)
         optimizer = build_optimizer(model, OPTIONS)
-        goal = Goal(Objective("dpo", beta=BETA), np.concatenate([before(step) for step in range(steps)]))
+        spec = ObjectiveSpec(Objective("dpo", beta=BETA), np.concatenate([before(step) for step in range(steps)]))
         rank = state_of(model).placement.data_rank
         clock.tick()
         for step in range(steps):
             done = train_step(
                 model, optimizer, [packed(shape, task, step, rank, ask["ranks"])], learning_rate=LEARNING_RATE,
-                max_grad_norm=OPTIONS.max_grad_norm, goal=goal if "dpo" in task else None,
+                max_grad_norm=OPTIONS.max_grad_norm, spec=spec if "dpo" in task else None,
             )  # fmt: skip
             clock.tick(done.loss)
     return {**clock.result(warmup=WARMUP), "peak_gib": memory.gib}

@@ -222,7 +222,7 @@ def test_a_rank_that_ends_after_all_have_come_is_waited_for_no_longer_than_one_t
     monkeypatch.setattr(world_module, "meet", lambda *_, **__: dist.HashStore())  # type: ignore[attr-defined]
     there = World(rank=0, size=2, local_size=2, rendezvous="tcp://127.0.0.1:1", is_local=True)
     with pytest.raises(RunFailed, match="rank 0 could not connect to the other ranks, which had all come: "):
-        world_module._open_group(there, 0.1)
+        world_module._open_group(there, 0.1, None)
     assert not dist.is_initialized()
 
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import adapted
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,6 +18,8 @@ from fivefold.core.errors import UserError
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
 from fivefold.ops.linear import Linears
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fp8.amax import AmaxHistory

@@ -14,8 +14,6 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from fivefold.core.lora import Lora
-from fivefold.models.adapter_facts import adapted
 from torch import nn
 from transformers import LlamaConfig
 
@@ -28,6 +26,8 @@ from fivefold.models.discover import cut_of, facts_of, facts_of_deep
 from fivefold.models.facts import ModelFacts
 from fivefold.models.facts_store import read_facts, write_facts
 from fivefold.models.hf_internals import unmodified_model
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import LiveParts
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import summed
