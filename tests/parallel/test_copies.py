@@ -522,7 +522,7 @@ def test_large_copies_are_left_to_fsdp() -> None:
     head = replace(facts.parameters["lm_head.weight"], is_trained=False)
     frozen = replace(facts, parameters={**facts.parameters, "lm_head.weight": head})
     for each in (facts, frozen, adapted(facts, Lora(rank=2))):
-        copied = {name: own for name, own in each.parameters.items() if own.is_trained}
+        copied = {name: own for name, own in each.parameters.items() if own.is_trained or not each.has_adapter}
         size = 2 * sum(own.size for own in copied.values())
         for most, expected in ((size, True), (size - 1, False)):
             with patch.object(fsdp_plan, "COPIED_BYTES", most):

@@ -351,16 +351,16 @@ class ModelFacts:
         return sum(parameter.size for parameter in self.parameters.values())
 
     @cached_property
-    def has_frozen(self) -> bool:
-        """True if the model is frozen, and others are trained beside its parameters."""
-        return any(not parameter.is_trained for parameter in self.parameters.values())
+    def has_adapter(self) -> bool:
+        """True if adapters are trained beside a frozen model. (A user may freeze parameters without one.)"""
+        return any(".lora_A." in name for name in self.parameters)
 
     @cached_property
     def branches(self) -> Mapping[str, tuple[str, ...]]:
         """Frozen linear -> the weights of its branch: of linears inside of it, trained, whose output is added to its
         own."""
         found = dict[str, tuple[str, ...]]()
-        for name, parameter in self.parameters.items() if self.has_frozen else ():
+        for name, parameter in self.parameters.items() if self.has_adapter else ():
             linear = name.rsplit(".", 2)[0]
             weight = self.parameters.get(f"{linear}.weight")
             if parameter.is_trained and weight and not weight.is_trained:

@@ -34,7 +34,7 @@ class Costs:
 
 def _beside_frozen(facts: ModelFacts) -> int:
     """Trained weights beside a frozen model that a token is multiplied with; of experts, the share of its top k."""
-    if not facts.has_frozen:
+    if not facts.has_adapter:
         return 0
     experts = {each.name: each for each in facts.experts}
     found = 0

@@ -82,7 +82,7 @@ class Placement:
     def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all tensors in a checkpoint, parameters and buffers of routers, in the model's order; beside a
         frozen model, of what is trained alone."""
-        if self.facts.has_frozen:
+        if self.facts.has_adapter:
             return {name: spec.shape for name, spec in self.shards.items() if self.facts.parameters[name].is_trained}
         return {name: spec.shape for name, spec in self.shards.items()} | dict(self.buffers)
 
@@ -184,8 +184,8 @@ class Placement:
         return self.layout.compute_bytes if self.rests_as_computed(name) else master_bytes
 
     def rests_as_computed(self, name: str) -> bool:
-        """True if a parameter is stored in its compute dtype: a frozen one."""
-        return not self.facts.parameters[name].is_trained
+        """True if a parameter is stored in its compute dtype: one that is frozen for an adapter."""
+        return self.facts.has_adapter and not self.facts.parameters[name].is_trained
 
     def by_rank(self, most: int = 64) -> dict[str, dict[str, Any]]:
         """Shape of every parameter, and its regions on each of the first `most` ranks: for a map."""

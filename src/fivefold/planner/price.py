@@ -148,7 +148,7 @@ class _Pricing:
         products, matmuls, attention, traffic, scores = self.forwards[layer]
         forward, weights = nothing(), nothing()
         forward[:3] = matmuls, attention, traffic
-        if not self.plan.facts.has_frozen:
+        if not self.plan.facts.has_adapter:
             weights[:3] = matmuls, 0.0, self._added(products)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic

@@ -45,7 +45,7 @@ class RestFrozen(Edit):
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Attach the adapters to the frozen model."""
-    if not plan.facts.has_frozen:
+    if not plan.facts.has_adapter:
         return
     yield Freeze("", "adapter", "its own parameters are frozen")
     parameters = plan.facts.parameters
@@ -59,13 +59,13 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
 
 def edits_of_embedding(plan: ParallelPlan) -> Iterator[Edit]:
     """Backward goes through the first layer as through the others."""
-    if plan.facts.has_frozen:
+    if plan.facts.has_adapter:
         yield SendGradient(plan.anatomy.embedding, "adapter", "it is sent a gradient, though it is frozen")
 
 
 def edits_at_rest(plan: ParallelPlan) -> Iterator[Edit]:
     """Frozen parameters have no master weights."""
-    if plan.facts.has_frozen:
+    if plan.facts.has_adapter:
         yield RestFrozen("", "adapter", "what is frozen rests in the type that it is computed with, or in four bits")
 
 
@@ -78,12 +78,12 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 def _of_recompute_and_fp8(plan: ParallelPlan) -> Iterator[Violation]:
     """Under tp, selective recompute saves no products of a row, which B would read. Adapters of experts exclude fp8."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
-    if plan.facts.has_frozen and keeps and plan.reduces_rows:
+    if plan.facts.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
     experts = [each.name for each in plan.facts.experts]
     beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
-    if plan.facts.has_frozen and beside and plan.layout.fp8 != "none":
+    if plan.facts.has_adapter and beside and plan.layout.fp8 != "none":
         what = "fp8 with adapter.target_parameters, beside experts, is not built"
         yield Violation(
             "fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/howto/adapters.md"

@@ -36,7 +36,7 @@ COPIED_BYTES = 2**30  # more memory than this is worth the time of FSDP's hooks
 def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
     """True if tensor ranks, or one process, that train in bf16 copy all their parameters at once. FSDP copies those of
     a unit when it is used. The copies must be small. Example: 500M parameters, 1 GB of copies."""
-    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained)
+    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
     is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
     return is_plain and numbers * layout.compute_bytes <= COPIED_BYTES
 
