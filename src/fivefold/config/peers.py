@@ -1,6 +1,6 @@
 """Names of run file keys in other trainers: Hugging Face `TrainingArguments`, TRL, axolotl, LLaMA-Factory, DeepSpeed,
-Megatron-LM, torchtitan, litgpt. The error for such a name gives the exact key to write. Each feature
-declares those of its keys.
+Megatron-LM, torchtitan, litgpt. The error for such a name gives the exact key to write. Each feature declares
+those of its keys.
 """
 
 import re

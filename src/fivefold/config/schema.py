@@ -29,7 +29,7 @@ from fivefold.config.key import Key, keys_of
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
-from fivefold.core.keys import LayoutKey
+from fivefold.core.keys import LayoutKey, moved
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
@@ -146,10 +146,7 @@ def _type(key: LayoutKey) -> Any:
 def with_layout_keys(section: str, base: type[BaseModel] = Section) -> Any:
     """`base` with the keys that features declare for a section of the run file, behind its own."""
     names = [name for name, key in KEYS.items() if key.section == section and key.name not in base.model_fields]
-    for name in names.copy():
-        if KEYS[name].file_after:
-            names.remove(name)
-            names.insert(names.index(KEYS[name].file_after) + 1, name)
+    names = moved(names, lambda name: KEYS[name].file_after)
     fields: dict[str, Any] = {KEYS[name].name: (_type(KEYS[name]), of_layout(name)) for name in names}
     return create_model(base.__name__, __base__=base, **fields)
 

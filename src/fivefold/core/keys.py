@@ -1,6 +1,6 @@
 """Parts of a `Layout`: how a feature declares its fields. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,16 @@ def key(default: Any, place: str, help: str, *, file_default: Any = None, **opti
     in_file = default if file_default is None else file_default
     declared = LayoutKey(help=help, section=section, name=name, default=default, file_default=in_file, **options)
     return field(default=default, metadata={"key": declared})
+
+
+def moved(names: Iterable[str], after: Callable[[str], str]) -> list[str]:
+    """The names, each that has an `after` moved behind that one: `a b c` with c after a are `a c b`."""
+    found = [*names]
+    for name in found.copy():
+        if first := after(name):
+            found.remove(name)
+            found.insert(found.index(first) + 1, name)
+    return found
 
 
 def bare(*values: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from math import lcm, prod
 from typing import Any, Literal, get_args
 
 from fivefold.core.errors import UserError
-from fivefold.core.keys import LayoutKey, LayoutPart, bare, key
+from fivefold.core.keys import LayoutKey, LayoutPart, bare, key, moved
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.state_dtypes import StateDtype
 from fivefold.core.units import many
@@ -44,8 +44,8 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 # Methods that a part may define; those of `Layout` collect them.
 OF_PARTS = (
-    *("check", "violations", "rank_violations", "step_violations", "model_violations", "chunk_multiple", "dtype_words"),
-)
+    "check", "violations", "rank_violations", "step_violations", "model_violations", "chunk_multiple", "dtype_words",
+)  # fmt: skip
 
 Compute = Literal["bf16", "fp32", "fp64"]
 COMPUTE = get_args(Compute)
@@ -281,11 +281,7 @@ _METHODS: dict[str, list[Callable[..., Any]]] = {
 def _ordered(keys: dict[str, LayoutKey]) -> dict[str, LayoutKey]:
     """Put degrees before options, and each key with an `after` behind it."""
     names = sorted(keys, key=lambda name: name not in DEGREES.values())
-    for name, declared in keys.items():
-        if declared.after:
-            names.remove(name)
-            names.insert(names.index(declared.after) + 1, name)
-    return {name: keys[name] for name in names}
+    return {name: keys[name] for name in moved(names, lambda name: keys[name].after)}
 
 
 # How each field is written, and its default.

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
-from markupsafe import Markup
-
 from fivefold.core.terminal import folded, shown
-from fivefold.report.curves import Drawing
-from fivefold.report.figures import Figure
-from fivefold.report.slices import SliceMap
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from rich.console import Console
     from rich.table import Table as Grid
     from rich.text import Text
+
+    from fivefold.report.curves import Drawing
+    from fivefold.report.figures import Figure
+    from fivefold.report.slices import SliceMap
 
 LEAST = 12  # columns of the terminal that a folded name gets
 # How the terminal shows a tone; the page has a CSS class for each.
@@ -128,7 +128,7 @@ class Plot:
     """A drawing for the page, as data or as SVG, and a text about it. `lines`: what stands for them on a terminal."""
 
     shape: ClassVar[str] = "plot"
-    drawing: Figure | Drawing | SliceMap | Markup
+    drawing: "Figure | Drawing | SliceMap | Markup"
     says: str = ""
     lines: Sequence[str] = ()
 
