@@ -17,7 +17,19 @@ from fivefold.ops.linear import PLAIN
 from fivefold.parallel.experts.runtime import by_expert
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
-from tests.parity import Case, assert_proved, build, on_rank, outcome, pieces, reference_model, refusal
+from fivefold.training.step import mean_loss
+from tests.parity import (
+    Case,
+    assert_proved,
+    batch_of,
+    build,
+    documents,
+    on_rank,
+    outcome,
+    pieces,
+    reference_model,
+    refusal,
+)
 from tests.pool import run_ranks
 
 ROWS = 8
@@ -173,6 +185,24 @@ ONE_EXPERT = (("num_local_experts", 1), ("num_experts_per_tok", 1))
 def test_refusals(case: Case, said: str) -> None:
     for error in run_ranks(2, refusal, case):
         assert error.startswith("UserError") and said in error, error
+
+
+def weighted_in() -> list[torch.dtype]:
+    """Types of the floating point tensors that experts are given in bf16, behind FSDP's own hook."""
+    model, seen = build(Case("shard2.ep2+mb2", "mixtral", rows=ROWS)), list[torch.dtype]()
+    state = state_of(model)
+    experts = model.get_submodule(state.plan.experts[0].name)
+    experts.register_forward_pre_hook(lambda _, args: seen.extend(x.dtype for x in args if x.is_floating_point()))
+    batch = batch_of(documents(Case("single", rows=ROWS), 0), Layout.parse("shard2.ep2+mb2"), state.placement.data_rank)
+    mean_loss(model, batch[:1])
+    return seen
+
+
+@pytest.mark.full
+def test_the_weights_of_picks_stay_in_the_routers_type() -> None:
+    """FSDP casts what enters a layer to bf16. What enters its experts is the router's, which computes in fp32."""
+    for seen in run_ranks(2, weighted_in):
+        assert seen == [torch.bfloat16, torch.float32]
 
 
 def test_ep_must_divide_the_ranks_that_it_is_taken_from() -> None:
