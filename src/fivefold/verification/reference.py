@@ -24,11 +24,11 @@ from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
 from fivefold.parallel.adapters import by_hand as adapter_by_hand
 from fivefold.parallel.balance.runtime import movable_biases
+from fivefold.parallel.fp8.by_hand import multiply_in_fp8
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.exact import exactly
-from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 

@@ -1,7 +1,7 @@
 """fp8 in the header of a run."""
 
 from fivefold.core.units import many
-from fivefold.parallel.fp8.census import fp8_part
+from fivefold.parallel.census import fp8_part
 from fivefold.parallel.fp8.kernels import emulated
 from fivefold.parallel.fp8.recipes import KERNELS, RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
