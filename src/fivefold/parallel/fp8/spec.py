@@ -30,17 +30,23 @@ class Fp8Linear:
 
 
 class Fp8Plan:
-    """Linears and experts of a rank that multiply in fp8, and what ranks agree on for them."""
+    """Linears and experts of a rank that multiply in fp8, and what ranks agree on for them. A `MatmulPlan`."""
+
+    key, kept_by, why = "fp8", "fp8_high_layers", "its products are those of eight bits"
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan, self._placement = plan, plan.placement
+
+    @property
+    def is_used(self) -> bool:
+        return self._plan.layout.fp8 != "none"
 
     def covers(self, module: str) -> bool:
         """True if the layer of a module multiplies in fp8: a layer that is not at an end, and no branch."""
         layers, high = self._plan.anatomy.layers, self._plan.layout.fp8_high_layers
         if module.rpartition(".")[0] in self._plan.facts.branches:
             return False
-        return self._plan.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+        return self.is_used and is_within(f"{module}.", layers[high : len(layers) - high])
 
     def unaligned(self, tokens: int) -> list[str]:
         """Describe what no fp8 kernel multiplies for its size; a micro batch has `tokens` tokens on this rank."""
@@ -96,18 +102,26 @@ class Fp8Plan:
     @property
     def amax_steps(self) -> int:
         """Number of steps whose largest values delayed scaling keeps; 0 for other recipes."""
-        return 0 if self._plan.layout.fp8 == "none" else RECIPES[self._plan.layout.fp8].history
+        return RECIPES[self._plan.layout.fp8].history if self.is_used else 0
 
     @property
     def amax_names(self) -> tuple[str, ...]:
         """Weights of the whole model whose linears have a history of largest values (delayed scaling)."""
         return self.gathers if self.amax_steps else ()
 
+    @property
+    def has_history(self) -> bool:
+        return bool(self.amax_names)
+
+    @cached_property
+    def sent(self) -> Mapping[str, int]:
+        return dict.fromkeys(self.gathers, 1)
+
     @cached_property
     def gathers(self) -> tuple[str, ...]:
         """Weights of the whole model that FSDP gathers in fp8, under recipes that cast whole weights once. Those that
         share an input are next to each other."""
-        if self._plan.layout.fp8 == "none" or not RECIPES[self._plan.layout.fp8].casts_once:
+        if not self.is_used or not RECIPES[self._plan.layout.fp8].casts_once:
             return ()
         names = [name for name, _ in self.matmuls(self._plan.anatomy.layers)]
         shared = {
@@ -147,7 +161,7 @@ def calls(step: Step) -> Iterator[Call]:
     """Collectives of ranks that split a dimension of a linear, on the largest values of its regions. Linears that share
     an input share them."""
     plan, shape = step.plan, step.shape
-    if plan.feature(Fp8Plan).amax_names and shape.has_amax:
+    if plan.feature(Fp8Plan).has_history and shape.has_history:
         return
     for group in plan.feature(Fp8Plan).inputs:
         first, outputs = group[0], [linear.outputs for linear in group]
@@ -167,7 +181,7 @@ def scale_bytes(step: Step) -> Iterator[int]:
     """Yield the bytes of all-reduces of largest values over the world: before the passes those of weights that are
     gathered in fp8, unless a history has them; after the passes those of linears with a history."""
     own = step.plan.feature(Fp8Plan)
-    if own.gathers and not (own.amax_names and step.shape.has_amax):
+    if own.gathers and not (own.has_history and step.shape.has_history):
         yield 8 * len(own.gathers)
-    if own.amax_names:
+    if own.has_history:
         yield 8 * len(KINDS) * len(own.amax_names)
