@@ -54,7 +54,7 @@ def gradients(model: Any, batch: Sequence[Inputs], *, rows: int) -> Tensor:
     state = state_of(model)
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
-    with state.scales.recording(), state.guard.library():
+    with state.scales.history.recording(), state.guard.library():
         state.scales.begin_passes()
         found = pipeline.run(model, state.pipeline, batch)
     tensor.sum_partial_gradients(state.partial_gradients, state.mesh)

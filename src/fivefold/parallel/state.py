@@ -16,11 +16,11 @@ from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.experts import runtime as expert
+from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.graphs.runtime import Compiled
 from fivefold.parallel.guard import Guard
 from fivefold.parallel.loss.runtime import EAGER, Kernels
-from fivefold.parallel.matmuls import MatmulScales
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.runtime import Offload
 from fivefold.parallel.pipeline import runtime as pipeline
@@ -46,7 +46,7 @@ class ParallelState:
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
     offload: Offload  # to host memory
-    scales: MatmulScales
+    scales: Fp8Scales  # of matmuls
     compiled: Compiled | None = None  # None if blocks are not compiled
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)

@@ -10,7 +10,6 @@ Example, a weight [8, 4] over dp_shard2: each rank casts its 4 rows by the scale
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class Fp8Format:
 
 class Fp8Scales:
     """Scales of one model: of the weights `plan.feature(Fp8Plan).gathers` of the whole model, which compute in `dtype`,
-    and the `history` of its linears. Without fp8 it does nothing. A `MatmulScales`."""
+    and the `history` of its linears. Without fp8 it does nothing."""
 
     def __init__(self, plan: ParallelPlan, device: torch.device, dtype: torch.dtype) -> None:
         fp8 = plan.feature(Fp8Plan)
@@ -77,6 +76,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin_passes(self) -> None:
+        """Compute the scales of the weights as they are now. All ranks of the world call this together."""
         if self._cast is None:
             return
         device = self.history.device
@@ -91,19 +91,11 @@ class Fp8Scales:
         for place, (_, format) in self._weights.items():
             format.scale = scales[place].reshape(1, 1)
 
-    def recording(self) -> AbstractContextManager[None]:
-        return self.history.recording()
-
-    def end_step(self) -> None:
-        self.history.end_step()
-
-    @property
-    def had_history(self) -> bool:
-        return not self.history.is_first
-
     def state(self) -> dict[str, Any]:
+        """Entries of a checkpoint's state; none without a history."""
         state = self.history.state()
         return {KEY: state} if state else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of any checkpoint."""
         self.history.load(state.get(KEY, {}))
