@@ -85,7 +85,7 @@ def make_subject(family: str, precision: str, layouts: list[str], seed: int, fol
         rows=rows_for([Layout.parse(text) for text in layouts]), row_length=61, steps=STEPS, seed=seed,
         optimizer=OptimizerSection(name=optimizer, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
     )  # fmt: skip
-    prepare(subject, precision, folder / "evidence.safetensors", "cpu")
+    prepare(subject, Layout(precision=precision), folder / "evidence.safetensors", "cpu")
     subject.save(folder / "subject.json")
 
 

@@ -46,6 +46,16 @@ REFUSE = {"guard.py"}  # a call of a model of which this rank has some layers
 DEGREES = {"tp", "cp", "pp", "ep", "etp"}
 FOLDS = {"tensor", "context", "pipeline", "experts", "balance", "partition", "cp_method", "staged"}
 
+# Files that name fp8 outside of its folder.
+NAME_FP8 = {
+    *(f"parallel/{name}.py" for name in ("apply", "calls", "layout", "lower", "memory", "state")),  # list all features
+    *("training/header.py", "verification/reference.py"),  # the same: lines of a header, what a reference does by hand
+    *("parallel/adapters/spec.py", "parallel/chunks/keys.py"),  # a rule of the reference's pages, in words
+    *("hardware/chip.py", "planner/compute.py"),  # rates and bytes by dtype
+    *("torch_internals.py", "models/hf_internals.py"),  # interfaces of torch and transformers
+    *("api.py", "cli/compare.py", "comparison/configurations.py"),  # an example for users
+}
+
 
 def _imports(folder: Path) -> Iterator[tuple[str, str]]:
     """(`file:line`, imported name) of every import statement, those inside functions included."""
@@ -143,6 +153,12 @@ def _needs(file: Path, modules: Collection[str]) -> set[str]:
             named = {f"{package}.{each.name}".lstrip(".") for each in node.names}
             found |= {each if each in modules else package for each in named}
     return found & {*modules}
+
+
+def test_fp8_is_named_in_its_folder() -> None:
+    files = [file for file in ROOT.rglob("*.py") if ROOT / "parallel" / "fp8" not in file.parents]
+    naming = {str(file.relative_to(ROOT)) for file in files if "fp8" in file.read_text(encoding="utf-8").lower()}
+    assert naming == NAME_FP8
 
 
 def test_no_module_imports_what_another_keeps_for_itself() -> None:

@@ -620,7 +620,7 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
     ("Chunked MLP", ChunkKeys.violations, (Case("shard2+fp8+mlp8"), Case("shard2+selective+mlp8"))),
     ("Chunked MLP and a model", chunks.violations, (Case("shard2+mlp2", "mixtral-8x7b"),)),
     ("Optimizer state in 8 bits", lower_module._of_states, (Case("tp32+8bit_states", "llama-2-7b"),)),
-    ("Adapters", adapters._of_recompute_and_fp8, (
+    ("Adapters", adapters._of_recompute_and_matmuls, (
         Case("tp2+selective", "llama-3.2-1b", adapter=Lora(rank=8)),
         Case("shard2+fp8", "mixtral-8x7b", adapter=Lora(rank=8, target_parameters=("down_proj",))),
     )),

@@ -1,5 +1,5 @@
 """Linears in fp8 compute under every layout what they compute in one process: ranks that share a tensor agree on its
-scales. One process computes what a reference does that rounds by a table (`verification/fp8_by_hand.py`)."""
+scales. One process computes what a reference does that rounds by a table (`parallel/fp8/by_hand.py`)."""
 
 import json
 from functools import lru_cache
@@ -22,6 +22,7 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.fp8 import by_hand as fp8_by_hand
 from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.delayed import Delayed
 from fivefold.parallel.fp8.matmul import DTYPES, Float8, cast_to_fp8, casts, restored, scale_of
@@ -35,7 +36,6 @@ from fivefold.parallel.planned_edits import edits
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.step import train_step
-from fivefold.verification import fp8_by_hand
 from tests.parallel.test_context_parity import compiled, uncompiled
 from tests.parity import (
     Case,
@@ -178,7 +178,7 @@ def _skipped() -> tuple[int, bool]:
     """The steps of the history, and whether a step whose loss is no number left it as it was."""
     case = Case("single+mb4+fp8_delayed", packing=False)
     model = build(case)
-    optimizer, amax = build_optimizer(model, case.options), state_of(model).amax
+    optimizer, amax = build_optimizer(model, case.options), state_of(model).scales.history
 
     def skipped(step: int) -> bool:
         batch = batch_of(documents(case, step), case.parsed, 0)

@@ -30,9 +30,9 @@ from fivefold.parallel.adapters.facts import adapted
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import LiveParts
 from fivefold.parallel.calls import calls
+from fivefold.parallel.census import census, own_part
 from fivefold.parallel.collectives import summed
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.fp8.census import census, fp8_part
 from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.layout import Layout
@@ -467,5 +467,5 @@ def test_what_computes_in_which_type_is_told_by_role() -> None:
     assert found["linears", "fp8 blockwise"].linears == len(plan.feature(Fp8Plan).linears)
     head = facts.parameters["lm_head.weight"].size
     assert sum(each.weights for each in found.values()) == head + sum(cost.active for cost in facts.layer_costs)
-    assert 0.9 < fp8_part(plan) < 0.95
-    assert fp8_part(lower(facts, Layout.parse("shard8.ep8"), 0)) == 0
+    assert 0.9 < own_part(plan) < 0.95
+    assert own_part(lower(facts, Layout.parse("shard8.ep8"), 0)) == 0

@@ -355,7 +355,7 @@ def amax_on_rank(case: Case) -> tuple[bool, bool]:
     """Whether the history of fp8 scales notes anything of a forward without gradient, and of a step."""
     model = build(case)
     batch = micro_batches(case, state_of(model).placement.data_rank)
-    amax = state_of(model).amax
+    amax = state_of(model).scales.history
     assert amax.names
     log_probs(model, batch)
     first = bool(amax._now.any()) or bool(len(amax.history))

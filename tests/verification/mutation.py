@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +44,6 @@ TIMEOUT = 900.0  # seconds of one proof: machines are shared
 
 def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAULT) -> Path:
     """The proof case of `model` and its reference in fp64, in `folder`; made once. `like`: in the types of a layout."""
-    fp8 = like.fp8
     place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{like.numerics}"
     place = place if model.objective == "sft" else place.with_name(f"{place.name}-{model.objective}")
     place = place.with_name(f"{place.name}-lora-{model.quantize}") if model.adapter else place
@@ -58,15 +57,15 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     plain.save_pretrained(place / "model")
     subject = ProofCase(
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
-        row_length=ROW if fp8 == "none" else ROW + 1, steps=steps, seed=SEED, new_tokens=2,
+        row_length=ROW + bool(like.matmul_words), steps=steps, seed=SEED, new_tokens=2,
         objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
         adapter=_lora(model) if model.adapter else None, loss_chunks=CHUNKS if model.is_chunked else None,
-        prompts=int(fp8 not in ("tensorwise", "delayed")), whole_rows=fp8 != "none", capacity_factor=model.capacity,
+        prompts=int(not like.has_tensor_scales), whole_rows=bool(like.matmul_words), capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
         ),
     )  # fmt: skip
-    prepare(subject, "fp64", place / EVIDENCE, "cpu", fp8=like, state_dtype=like.state_dtype)
+    prepare(subject, replace(like, precision="fp64"), place / EVIDENCE, "cpu")
     subject.save(place / "subject.json")
     return place
 

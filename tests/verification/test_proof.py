@@ -97,7 +97,7 @@ def test_an_objective_whose_scales_span_a_row_is_no_false_alarm(objective: str, 
 @pytest.mark.full
 def test_routers_compute_in_fp32_on_both_sides_of_a_proof_in_bf16(tmp_path: Path) -> None:
     place = make_subject(Model("mixtral"), tmp_path, steps=2)
-    prepare(ProofCase.load(place / "subject.json"), "bf16", place / "bf16.safetensors", "cpu")
+    prepare(ProofCase.load(place / "subject.json"), Layout(), place / "bf16.safetensors", "cpu")
     types = ReferenceTensors(place / "bf16.safetensors").about["dtypes"]
     assert (types["model.layers.0.mlp.gate"], types["model.layers.0.mlp"]) == ("torch.float32", "torch.bfloat16")
     found = LayoutResult.of(run_ranks(2, in_bf16, str(place), "shard2.ep2")[0])

@@ -27,7 +27,6 @@ from fivefold.parallel.sharding import numbers_each, regions_by_block
 from fivefold.parallel.state import fill, state_of
 
 Region = tuple[slice, ...]
-AMAX = "fp8_amax"  # key of a checkpoint's state: largest values of earlier steps, by linear
 
 
 def is_valid(folder: Path) -> bool:
@@ -197,7 +196,7 @@ def restore(
     checkpoint.verify(together=True)
     reshard(model)
     fill(model, weights, state_of(model).placement.stored_shapes)
-    state_of(model).amax.load(checkpoint.state.get(AMAX, {}))
+    state_of(model).scales.load(checkpoint.state)
     if optimizer is None:
         return
     sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]

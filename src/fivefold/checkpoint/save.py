@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import model_folder, shard
-from fivefold.checkpoint.load import AMAX, is_valid
+from fivefold.checkpoint.load import is_valid
 from fivefold.checkpoint.manifest import (
     DTYPES,
     NAME,
@@ -233,9 +233,8 @@ def _snapshot(
     staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
 ) -> _Snapshot:  # fmt: skip
     state = state_of(model)
-    amax = state.amax.state()
     return _Snapshot(
-        about=replace(about, state={**about.state, AMAX: amax}) if amax else about,
+        about=replace(about, state={**about.state, **state.scales.state()}),
         layout=str(state.plan.layout),
         names=tuple(state.placement.stored_shapes),
         slices=staged(list(collect(model, optimizer))),

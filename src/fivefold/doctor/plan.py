@@ -12,9 +12,9 @@ from fivefold.core.text import any_layer
 from fivefold.core.units import human, human_bytes, many
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.calls import calls
+from fivefold.parallel.census import census
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.fp8.census import census
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes

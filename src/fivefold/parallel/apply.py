@@ -33,9 +33,7 @@ from fivefold.parallel.context import runtime as context
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import runtime as expert
 from fivefold.parallel.fp8 import runtime as fp8
-from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.scales import Fp8Scales
-from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp import runtime as data
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.gathers import Gather, gather_parameters
@@ -131,7 +129,7 @@ class LiveParts:
         self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, offload_to: str,
         adapter: Lora | None,
     ) -> None:  # fmt: skip
-        layout, in_fp8 = plan.layout, plan.feature(Fp8Plan)
+        layout = plan.layout
         self._model, self._plan, self._mesh, self._device, self._adapter = model, plan, mesh, device, adapter
         self._dtype = data.COMPUTE_DTYPES[layout.precision]
         self._reduce_dtype = torch.float64 if layout.precision == "fp64" else data.COMPUTE_DTYPES[reduce]
@@ -139,11 +137,10 @@ class LiveParts:
         compiled: Callable[..., Any] = self.compiled.block if self.compiled else lambda name, forward: forward
         self.tensor = tensor.tensor_parallel(plan, mesh.groups.get("tp"))
         self.context = context.context_parallel(plan, mesh, compiled("attention over cp", offdiagonal.combine))
-        self.amax = AmaxHistory(in_fp8.amax_names, in_fp8.amax_steps, device)
+        self.scales = Fp8Scales(plan, device, self._dtype)
         store = WeightGradStore() if layout.schedule.splits_backward else None
-        self.linears = Linears(
-            store, fp8.products(model, mesh, self.amax), in_fp8.covers, are_outside=bool(in_fp8.amax_names)
-        )
+        products = fp8.products(model, mesh, self.scales.history)
+        self.linears = Linears(store, products, plan.matmuls.covers, are_outside=bool(self.scales.history.names))
         self.balance = balancing.balance_of(plan, self.tensor, self.context, device)
         kernels = RowKernels().compiled(self.compiled.block) if self.compiled else RowKernels()
         self.experts = expert.expert_parallel(
@@ -183,7 +180,9 @@ class LiveParts:
         """Allocate parameters and buffers where they are stored. Returns the gathers outside of FSDP's own, by name."""
         layout, memory = self._plan.layout, self.offload.memory
         rests = memory if layout.offload_parameters else None
-        gathers = gather_parameters(self._model, self._plan, self._device, self._dtype, rests)
+        formats = self.scales.formats(self._model)
+        gathers = gather_parameters(self._model, self._device, self._dtype, rests, formats)
+        self.scales.use(gathers, formats)
         _tie(self._model, self._plan.anatomy)
         at_home = {name: gather.shard for name, gather in gathers.items() if layout.offload_parameters}
         self.offload.states.rest({self._model.get_parameter(name): shard for name, shard in at_home.items()})
@@ -202,8 +201,7 @@ class LiveParts:
             self._reduce_dtype,
             self.balance,
             self.offload,
-            self.amax,
-            Fp8Scales(self._plan, gathers, self.amax, self._dtype),
+            self.scales,
             self.compiled,
             CompiledKernels(self.compiled.block) if self.compiled else EAGER,
             copies=self.copies,

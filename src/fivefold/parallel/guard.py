@@ -92,7 +92,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             put_in_order(model)
             check_parameters(model)
             check_inside(model)
-            model.fivefold.fp8_scales.begin_passes()  # weights may have changed since the last passes
+            model.fivefold.scales.begin_passes()  # weights may have changed since the last passes
         guard.is_called = True
         return None
 

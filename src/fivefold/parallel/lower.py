@@ -44,7 +44,9 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     # Frozen ones too: a user's own loop may train them later.
     own = {name: axis for name, axis in sums.items() if placement.holds(name)}
     in_copies = computes_in_copies(facts, layout)
-    plan = ParallelPlan(placement, partition, own, method, Recompute(layout.recompute), in_copies, compiled)
+    plan = ParallelPlan(
+        placement, partition, own, method, Recompute(layout.recompute), fp8.Fp8Plan, in_copies, compiled
+    )
     refuse([
         *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan)
     ])  # fmt: skip

@@ -54,8 +54,8 @@ def gradients(model: Any, batch: Sequence[Inputs], *, rows: int) -> Tensor:
     state = state_of(model)
     if not state.balance.is_begun:
         state.balance.begin_step(rows)
-    with state.amax.recording(), state.guard.library():
-        state.fp8_scales.begin_passes()
+    with state.scales.history.recording(), state.guard.library():
+        state.scales.begin_passes()
         found = pipeline.run(model, state.pipeline, batch)
     tensor.sum_partial_gradients(state.partial_gradients, state.mesh)
     return found
@@ -92,7 +92,7 @@ def _everywhere(model: Any, inputs: Inputs, shape: Sequence[int]) -> Tensor:
 def _forward_only(model: Any, inputs: Inputs) -> Tensor | None:
     state = state_of(model)
     with state.guard.library():
-        state.fp8_scales.begin_passes()
+        state.scales.begin_passes()
         return pipeline.forward_only(
             state.pipeline, inputs.input_ids, lambda stage, hidden: model.run_stage(inputs, stage, hidden)
         )
@@ -103,7 +103,7 @@ def logits(model: Any, ids_BT: Tensor, positions_BT: Tensor, *, logits_to_keep: 
     state = state_of(model)
     inputs = {"input_ids": ids_BT, "position_ids": positions_BT, **options}
     with state.guard.library():
-        state.fp8_scales.begin_passes()
+        state.scales.begin_passes()
         found = pipeline.forward_only(
             state.pipeline,
             ids_BT,

@@ -1,8 +1,8 @@
 """The plan of a layout: a value, made by `lower(facts, layout, rank)` before any device is touched. No torch.
 
-It holds what several features need. The decisions of one feature are a class of its own (`Fp8Plan`, `FsdpPlan`), made
-from the plan at first use. Calls, bytes and interventions are functions of a plan. `parallelize` realises a plan and
-decides nothing itself. A plan costs the same for a world of 16,384 ranks as for one of two.
+It holds what several features need. The decisions of one feature are a class of its own (`FsdpPlan`), made from the
+plan at first use. Calls, bytes and interventions are functions of a plan. `parallelize` realises a plan and decides
+nothing itself. A plan costs the same for a world of 16,384 ranks as for one of two.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +15,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import AttentionShape, Experts, ModelFacts, Partition
 from fivefold.parallel.collectives import StepShape, chunk_sizes
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.matmuls import MatmulPlan
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.ranks import Blocks, tokens_by_rank
 from fivefold.parallel.recompute.policy import Recompute
@@ -28,6 +29,7 @@ class ParallelPlan:
 
     `placement`: the place of each part of every parameter. `partition`: what tensor parallelism splits.
     `gradient_sums`: parameters whose gradients tp ranks hold in part -> the axis over which they are summed.
+    `matmul_plan`: the class of the feature that may give matmuls a precision of their own.
     """
 
     placement: Placement
@@ -35,16 +37,22 @@ class ParallelPlan:
     gradient_sums: Mapping[str, str]
     cp_method: CPMethod
     recompute: Recompute
+    matmul_plan: Callable[["ParallelPlan"], MatmulPlan]
     in_copies: bool = False  # see `computes_in_copies`
     compiled: bool = False  # layers are compiled
     _features: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def feature(self, kind: Callable[["ParallelPlan"], Decided]) -> Decided:
-        """Decisions of a feature for this plan, made once: `plan.feature(Fp8Plan).linears`."""
+        """Decisions of a feature for this plan, made once: `plan.feature(FsdpPlan).units`."""
         if kind not in self._features:
             self._features[kind] = kind(self)
         found: Decided = self._features[kind]
         return found
+
+    @property
+    def matmuls(self) -> MatmulPlan:
+        """Matmuls with a precision of their own."""
+        return self.feature(self.matmul_plan)
 
     @property
     def facts(self) -> ModelFacts:

@@ -16,7 +16,6 @@ from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.experts import runtime as expert
-from fivefold.parallel.fp8.amax import AmaxHistory
 from fivefold.parallel.fp8.scales import Fp8Scales
 from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.graphs.runtime import Compiled
@@ -47,8 +46,7 @@ class ParallelState:
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
     offload: Offload  # to host memory
-    amax: AmaxHistory  # of linears in fp8
-    fp8_scales: Fp8Scales  # of their weights
+    scales: Fp8Scales  # of matmuls
     compiled: Compiled | None = None  # None if blocks are not compiled
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)

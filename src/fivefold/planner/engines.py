@@ -90,7 +90,7 @@ class Engine:
     `host_of_ends`: host seconds of the model's ends. `gather_traffic`, `reduce_traffic`: bytes of memory traffic per
     byte that FSDP gathers or reduces.
     `sum_bytes`: traffic per weight and micro batch to accumulate its gradient.
-    `cast_bytes`: traffic per number that is cast for an fp8 matmul; 0 if norms and activations write fp8.
+    `cast_bytes`: traffic per number that is cast for a matmul of another dtype; 0 if norms and activations write it.
     `overlaps_data`: FSDP's collectives overlap compute. `overlaps_context`: so do those of cp that can.
     `overlaps_tensor`: the part of tp's that does, for at most as long as matmuls. `overlaps_sums`: the part of a step's
     last backward that hides sums of gradients over replicas.

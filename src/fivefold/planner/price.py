@@ -54,14 +54,15 @@ AXES = {"tp": "tp", "cp": "cp", "cp_ring": "cp", "cp_ulysses": "cp", "ep": "ep"}
 
 @dataclass(frozen=True)
 class _Pricing:
-    """Inputs of prices. `across`: the layout's pipeline leaves the node. `is_fp8`: the matmuls of layers are in fp8.
-    `forwards`: by layer, the results for its forward, which all modes of recompute share."""
+    """Inputs of prices. `matmul_dtype`: of the matmuls in layers, if not the layout's precision, in which attention and
+    the head stay. `across`: the layout's pipeline leaves the node. `forwards`: by layer, the results for its forward,
+    which all modes of recompute share."""
 
     plan: ParallelPlan
     shape: StepShape
     prices: "PriceList"
+    matmul_dtype: str = ""
     across: bool = False
-    is_fp8: bool = False
     forwards: dict[str, tuple[tuple[Product, ...], float, float, float, float]] = field(default_factory=dict)
 
     @property
@@ -89,11 +90,6 @@ class _Pricing:
     @property
     def dtype(self) -> str:
         return self.plan.layout.precision
-
-    @property
-    def matmul_dtype(self) -> str:
-        """Dtype of the matmuls in layers; attention and the head stay in the layout's precision."""
-        return "fp8" if self.is_fp8 else self.dtype
 
     @property
     def tokens(self) -> int:
@@ -152,7 +148,7 @@ class _Pricing:
             weights[:3] = matmuls, 0.0, self._added(products)
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
-        if self.is_fp8:
+        if self.matmul_dtype:
             cast = [each.rows * each.inputs + each.inputs * each.outputs for each in products]
             forward[2] += traffic_seconds(chip, engine.cast_bytes * sum(cast))
             backward[2] += traffic_seconds(chip, engine.cast_bytes * sum(each.rows * each.outputs for each in products))
@@ -183,7 +179,7 @@ class _Pricing:
     def _matmul_seconds(self, product: Product) -> float:
         """Forward seconds of a matmul in a layer."""
         part = self.engine.matmul * (self.engine.grouped if product.count > 1 else 1.0)
-        return matmul_seconds(self.chip, product, self.matmul_dtype) / part
+        return matmul_seconds(self.chip, product, self.matmul_dtype or self.dtype) / part
 
     def _added(self, products: Sequence[Product]) -> float:
         """Seconds to accumulate a micro batch's gradients of these matmuls' weights."""
@@ -365,8 +361,8 @@ class PriceList:
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
-    _found: dict[tuple[Layout, int, int, str, bool, bool, bool], Prices] = field(init=False, default_factory=dict)
-    _modes: dict[tuple[Layout, int, int, bool, bool, bool], tuple[_Pricing, Prices]] = field(
+    _found: dict[tuple[Layout, int, int, str, str, bool, bool], Prices] = field(init=False, default_factory=dict)
+    _modes: dict[tuple[Layout, int, int, str, bool, bool], tuple[_Pricing, Prices]] = field(
         init=False, default_factory=dict
     )
     _calls: dict[tuple[Layout, int, StepShape], tuple[Call, ...]] = field(init=False, default_factory=dict)
@@ -397,10 +393,10 @@ class PriceList:
         `budget.py` decides how a budget is spent. Raises `UserError` if the layout does not fit the model."""
         work = work_layout(layout)
         if self.engine.moments:  # collectives for scales, and refusals, are this runtime's
-            work = replace(work, fp8=layout.fp8)
+            work = work.multiplying_like(layout)
         across = self.engine.host_across > 0 and layout.pp > 1 and self.cluster.world > self.cluster.domain
         again = self._gathers_again(layout)
-        key = work, tokens, layout.micro_batch_size, layout.recompute, across, layout.fp8 != "none", again
+        key = work, tokens, layout.micro_batch_size, layout.recompute, layout.matmul_dtype, across, again
         if key not in self._found:
             self._found[key] = self._price(*key)
         return self._found[key]
@@ -414,8 +410,8 @@ class PriceList:
     def shards(self, layout: Layout) -> Shards:
         """The parameters of a rank under a layout."""
         key = shard_layout(layout)
-        if self.engine.moments:  # collectives in fp8 are this runtime's
-            key = replace(key, fp8=layout.fp8)
+        if self.engine.moments:  # collectives in the precision of matmuls are this runtime's
+            key = key.multiplying_like(layout)
         if key not in self._shards:
             self._shards[key] = self._shard(key)
         return self._shards[key]
@@ -477,16 +473,16 @@ class PriceList:
         return replace(self.plan(work_layout(layout)).placement.grid, layout=layout)
 
     def _price(
-        self, work: Layout, tokens: int, rows: int, recompute: str, across: bool, is_fp8: bool, again: bool
+        self, work: Layout, tokens: int, rows: int, recompute: str, dtype: str, across: bool, again: bool
     ) -> Prices:
         plan = self.plan(work)
         shape = replace(
             plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled,
             gathers_again=again,
         )  # fmt: skip
-        shared = work, tokens, rows, across, is_fp8, again
+        shared = work, tokens, rows, dtype, across, again
         like = self._modes.get(shared)  # another mode of recompute: same ends and forwards
-        pricing = _Pricing(plan, shape, self, across, is_fp8, like[0].forwards if like else {})
+        pricing = _Pricing(plan, shape, self, dtype, across, like[0].forwards if like else {})
         costs = zip(plan.anatomy.layers, self.short.layer_costs, strict=True)
         layers = tuple(pricing.layer(layer, cost) for layer, cost in costs)
         if like:

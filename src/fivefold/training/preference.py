@@ -6,7 +6,7 @@
 
 All of it happens in the loss of a micro batch (`Pairs`), since a micro batch has both answers of each of its pairs. So
 an objective costs one more forward pass of the head. Only KTO compares with a mean over the global batch; it adds a
-forward pass of the model. That pass leaves no trace in the step's state: fp8 scales, routers and capacities ignore it.
+forward pass of the model. That pass leaves no trace in the step's state: scales, routers and capacities ignore it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -69,7 +69,7 @@ def train_step(
             group["lr"] = learning_rate
         state.offload.states.update(optimizer)
         state.balance.move_biases(model, done.balance)
-        state.amax.end_step()
+        state.scales.history.end_step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance,
@@ -84,7 +84,7 @@ def accumulate(model: Any, batch: Sequence[MicroBatch], *, spec: ObjectiveSpec |
     for parameter, _ in earlier:
         parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
     done = _forward_backward(model, batch, spec=spec)
-    state_of(model).amax.end_step()
+    state_of(model).scales.history.end_step()
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     return all_reduce_sum(done.loss)
@@ -232,7 +232,7 @@ def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chun
     options = state.balance.options
     return replace(
         shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None,
-        has_amax=not state.amax.is_first,
+        has_history=not state.scales.history.is_first,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def resolve(path: Path | None, overrides: Sequence[str], texts: Sequence[str], p
         layout = config.layout
         if precision != "run" and Layout.parse(text).precision == Layout().precision:
             layout = replace(layout, precision=precision)
-        if layout.fp8 != "none":  # scales span a micro batch, but the reference computes row by row
+        if layout.matmul_words:  # scales span a micro batch, but the reference computes row by row
             layout = replace(layout, micro_batch_size=1)
         if layout.dp_shard == -1:
             raise UserError(f"layout {text}: how many ranks is shard-1?", fix="write a number: shard2", more=MORE)

@@ -12,8 +12,8 @@ from fivefold.verification.proof_case import ProofCase
 
 def log_probs(case: ProofCase, logits_of: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Summed log-probabilities of the answers and their numbers of tokens, [P, 2] each. `logits_of`: [B, T] ->
-    [B, T, V] for sequences; each answer is one. Both answers of a whole row are computed together, because fp8 scales
-    span a row."""
+    [B, T, V] for sequences; each answer is one. Both answers of a whole row are computed together, because
+    scales of matmuls span a row."""
     sums, counts = [], []
     batches = (
         [[*row] for row in case.pairs() if row] if case.whole_rows else [[it] for row in case.pairs() for it in row]

@@ -14,26 +14,21 @@ from fivefold.core.errors import UserError
 from fivefold.models.build import meta_of_folder
 from fivefold.models.discover import facts_of
 from fivefold.parallel.balance.runtime import movable_biases
-from fivefold.parallel.fp8.spec import Fp8Plan
-from fivefold.parallel.layout import Layout
+from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.lower import lower
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.verification.proof_case import ProofCase, tokens_of
 from fivefold.verification.reference import Reference, reassociated
 from fivefold.verification.reference_tensors import logit_distances, save_reference_tensors
 from fivefold.verification.results import FACTOR, SMALL, Distance, kind_of, relative, relative_number
 
-PLAIN = Layout()
 
-
-def prepare(
-    case: ProofCase, precision: str, path: Path, device: str, *, fp8: Layout = PLAIN, state_dtype: str = "fp32"
-) -> None:
-    """Write the evidence of `case` in `precision` to `path`: the reference, and the floors of its tolerances. Matmuls
-    follow the fp8 settings of the layout `fp8`; optimizer state is in `state_dtype`."""
-    inputs, routers = row_linears(case), watched_routers(case)
-    linears = fp8_linears(case, fp8)
-    run = partial(_run, case, precision, device, inputs, routers=routers, fp8=fp8.fp8, fp8_linears=linears,
-                  state_dtype=state_dtype)  # fmt: skip
+def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
+    """Write the evidence of `case`, in the types of `layout`, to `path`: the reference, and the floors of its
+    tolerances."""
+    precision, inputs, routers = layout.precision, row_linears(case), watched_routers(case)
+    plan = plan_of_one_rank(case, layout)
+    run = partial(_run, case, precision, device, inputs, routers=routers, plan=plan, state_dtype=layout.state_dtype)
     reference = run()
     with reassociated():
         other = run()
@@ -125,12 +120,10 @@ def row_linears(case: ProofCase) -> list[str]:
         return []
 
 
-def fp8_linears(case: ProofCase, layout: Layout) -> list[str]:
-    """The linears and the experts that multiply in fp8, according to a plan of one rank."""
-    one = Layout(fp8=layout.fp8, fp8_high_layers=layout.fp8_high_layers)
-    plan = lower(facts_of(meta_of_folder(case.folder)), one, 0)
-    linears = [each.name.rpartition(".")[0] for each in plan.feature(Fp8Plan).linears]
-    return linears + [each.name for each in plan.feature(Fp8Plan).expert_modules]
+def plan_of_one_rank(case: ProofCase, layout: Layout) -> ParallelPlan:
+    """The plan of a case in one process, in the types of `layout`."""
+    types = {name: getattr(layout, name) for name, key in KEYS.items() if key.section == "precision"}
+    return lower(facts_of(meta_of_folder(case.folder)), Layout(**types), 0)
 
 
 def watched_routers(case: ProofCase) -> list[str]:

@@ -191,11 +191,11 @@ class Proof:
         if self.case.objective == "sft":
             return
         options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no router losses
-        history = self.state.amax.state()
+        scales = self.state.scales.state()
         with exactly(self.layout.precision):
             (self._distillation if self.case.objective == "distill" else self._preference)()
         self.state.balance.options = options
-        self.state.amax.load(history)  # the first step begins without what these passes left for fp8 scales
+        self.state.scales.load(scales)  # the first step begins without what these passes left
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
         self.compare.pieces("objective", gradients, self._backwards())
         self._drop_gradients()

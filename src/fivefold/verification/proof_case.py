@@ -66,7 +66,7 @@ class ProofCase:
     z_loss: float = Z_LOSS
     # 0: no clipping; None: alternately half of a step's norm, so that clipping is active, and twice, so that it is not
     max_grad_norm: float | None = None
-    whole_rows: bool = False  # a row is one document: fp8 scales span the tokens of a row
+    whole_rows: bool = False  # a row is one document: scales of matmuls span the tokens of a row
     objective: str = "sft"  # from the run file; one on pairs of answers, or with a teacher, is proved in addition
     beta: float = 0.1
     gamma: float = 0.5
@@ -189,7 +189,7 @@ def rows_for(layouts: Sequence[Layout]) -> int:
 
 
 def row_length_for(layouts: Sequence[Layout], length: int) -> int:
-    """The smallest row length from `length` on that no layout pads: fp8 scales see padding."""
+    """The smallest row length from `length` on that no layout pads: scales of matmuls see padding."""
     while any(layout.padded(length) != length for layout in layouts):
         length = max(layout.padded(length) for layout in layouts)
     return length

@@ -28,7 +28,6 @@ from fivefold.models import hf_internals, kernels
 from fivefold.models.build import load_model_config
 from fivefold.parallel import plain
 from fivefold.parallel.adapters.settings import NF4_BLOCK
-from fivefold.parallel.fp8.recipes import RECIPES
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.training.model import balance_options
@@ -161,19 +160,19 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
     balance = balance_options(config, load_model_config(model.folder))
     length = asked.seq_length or min(ROW, config.data.seq_length)
-    recipes = [RECIPES[each.fp8] for each in layouts if each.fp8 != "none"]
+    whole_rows = any(layout.matmul_words for layout in layouts)
     return ProofCase(
         folder=model.folder, model_class=model.name, vocabulary=model.vocabulary, thin=asked.thin, cuts=model.cuts,
-        rows=rows_for(layouts), row_length=row_length_for(layouts, length) if recipes else length, steps=asked.steps,
+        rows=rows_for(layouts), row_length=row_length_for(layouts, length) if whole_rows else length, steps=asked.steps,
         seed=asked.seed, optimizer=type(config.optimizer)(**options | {"weight_decay": decay}),
         reduce=config.precision.reduce, loss_chunks=config.memory.chunks or CHUNKS,
         capacity_factor=balance.capacity_factor, bias_rate=max(balance.bias_rate, BIAS_RATE),
-        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=bool(recipes),
+        aux_loss=max(balance.load, AUX_LOSS), z_loss=max(balance.z, Z_LOSS), whole_rows=whole_rows,
         objective=config.objective.name, beta=config.objective.beta,
         gamma=config.objective.gamma, desirable_weight=config.objective.desirable_weight,
         undesirable_weight=config.objective.undesirable_weight, top_k=config.objective.top_k,
         temperature=config.objective.temperature, alpha=config.objective.alpha, adapter=config.adapter.lora,
-        prompts=0 if any(each.casts_once for each in recipes) else ProofCase.prompts,
+        prompts=0 if any(layout.has_tensor_scales for layout in layouts) else ProofCase.prompts,
     )  # fmt: skip
 
 
@@ -186,7 +185,7 @@ def _make_evidence(asked: VerifyRequest, layouts: Sequence[Layout], world: World
     for numerics, layout in {layout.numerics: layout for layout in layouts}.items():
         started = time.perf_counter()
         evidence = reference_file(asked, layout)
-        prepare(case, layout.precision, evidence, world.device, fp8=layout, state_dtype=layout.state_dtype)
+        prepare(case, layout, evidence, world.device)
         seconds = time.perf_counter() - started
         say(f"  reference    one process, plain transformers, {numerics}, {case.steps} steps   {seconds:.1f} s")
     torch.set_num_threads(threads)

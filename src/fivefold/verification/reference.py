@@ -24,11 +24,12 @@ from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
 from fivefold.parallel.adapters import by_hand as adapter_by_hand
 from fivefold.parallel.balance.runtime import movable_biases
+from fivefold.parallel.fp8 import by_hand as matmuls_by_hand
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.exact import exactly
-from fivefold.verification.fp8_by_hand import multiply_in_fp8
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
 
@@ -41,12 +42,12 @@ class Reference:
 
     def __init__(
         self, case: ProofCase, precision: str, device: str, *, noise: bool = False,
-        model: torch.nn.Module | None = None, routers: Sequence[str] = (), fp8: str = "none",
-        fp8_linears: Sequence[str] = (), state_dtype: str = "fp32",
+        model: torch.nn.Module | None = None, routers: Sequence[str] = (), plan: ParallelPlan | None = None,
+        state_dtype: str = "fp32",
     ) -> None:  # fmt: skip
         """`noise`: perturb the embedding by one ulp of `precision`. `model`: the unmodified model, which is copied;
-        None: load it from the folder of the case. `routers`: those with counted and balanced load. `fp8`: the recipe of
-        `fp8_linears`, experts among them. `state_dtype`: the type of the optimizer state."""
+        None: load it from the folder of the case. `routers`: those with counted and balanced load. `plan`: of one
+        rank, which says how matmuls are multiplied. `state_dtype`: the type of the optimizer state."""
         self.state_dtype = state_dtype
         self.case, self.precision, self.device = case, precision, device
         self.compute_dtype = COMPUTE_DTYPES[precision]
@@ -56,7 +57,7 @@ class Reference:
         if precision == "bf16":
             self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
-        self.amax = multiply_in_fp8(self.model, fp8, fp8_linears) if fp8 != "none" else []
+        self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
         self.loads = Loads(self.model, routers)
@@ -86,7 +87,7 @@ class Reference:
             self._distillation()
         elif self.case.objective != "sft":
             self._preference()
-        for linear in self.amax:
+        for linear in self.scales:
             linear.now.clear()  # the objective's passes are no step
         optimizers = torch_optimizers(self.master, self.case.optimizer, LEARNING_RATE)
         losses, norms = [], []
@@ -270,7 +271,7 @@ class Reference:
             for optimizer in optimizers:
                 optimizer.step()
         self._keep_state(optimizers, step + 1)
-        for linear in self.amax:
+        for linear in self.scales:
             linear.end_step()
         self.loads.move(self.master, self.case.bias_rate)
         if is_first:

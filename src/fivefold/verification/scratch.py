@@ -1,6 +1,7 @@
 """The scratch folder of a proof: its subject, the references and the results. No torch."""
 
 import json
+import re
 from pathlib import Path
 
 from fivefold.parallel.layout import Layout
@@ -29,10 +30,7 @@ def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyRe
 
 def reference_file(asked: VerifyRequest, layout: Layout) -> Path:
     """The file of the reference that computes in the types of `layout`; its metadata has the same name with `.json`."""
-    return (
-        asked.folder
-        / f"reference-{layout.precision}-{layout.fp8}-{layout.fp8_high_layers}-{layout.state_dtype}.safetensors"
-    )
+    return asked.folder / f"reference-{re.sub('[, ]+', '-', layout.numerics)}.safetensors"
 
 
 def write_found(asked: VerifyRequest, number: int, found: LayoutResult) -> None:

@@ -222,7 +222,7 @@ def weight_scale_of_the_first_step() -> Any:
     plain = fp8_scales.Fp8Scales.begin_passes
 
     def once(self: Any) -> None:
-        if any(gather.scale is None for gather in self._gathers.values()):
+        if any(format.scale is None for _, format in self._weights.values()):
             plain(self)
         elif self._cast is not None:
             fp8_scales.dist.all_reduce(torch.zeros(len(self._names), dtype=torch.float64), ReduceOp.MAX)

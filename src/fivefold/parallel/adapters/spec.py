@@ -71,11 +71,11 @@ def edits_at_rest(plan: ParallelPlan) -> Iterator[Edit]:
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
     """Yield what an adapter cannot be combined with."""
-    yield from _of_recompute_and_fp8(plan)
+    yield from _of_recompute_and_matmuls(plan)
     yield from _of_nf4(plan)
 
 
-def _of_recompute_and_fp8(plan: ParallelPlan) -> Iterator[Violation]:
+def _of_recompute_and_matmuls(plan: ParallelPlan) -> Iterator[Violation]:
     """Under tp, selective recompute saves no products of a row, which B would read. Adapters of experts exclude fp8."""
     keeps = plan.layout.recompute == "selective" or budget_bytes(plan.layout.recompute) is not None
     if plan.facts.has_adapter and keeps and plan.reduces_rows:
@@ -83,11 +83,11 @@ def _of_recompute_and_fp8(plan: ParallelPlan) -> Iterator[Violation]:
         yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
     experts = [each.name for each in plan.facts.experts]
     beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
-    if plan.facts.has_adapter and beside and plan.layout.fp8 != "none":
-        what = "fp8 with adapter.target_parameters, beside experts, is not built"
-        yield Violation(
-            "fp8", what, "leave precision.fp8 out, or adapter.target_parameters", more="docs/howto/adapters.md"
-        )
+    if plan.facts.has_adapter and beside and plan.matmuls.is_used:
+        key = plan.matmuls.key
+        what = f"{key} with adapter.target_parameters, beside experts, is not built"
+        fix = f"leave precision.{key} out, or adapter.target_parameters"
+        yield Violation(key, what, fix, more="docs/howto/adapters.md")
 
 
 def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
@@ -95,8 +95,8 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
     for name, spec in plan.placement.shards.items():
         if not plan.facts.parameters[name].packing:
             continue
-        if plan.layout.fp8 != "none" or plan.layout.offload_parameters:
-            key = "fp8" if plan.layout.fp8 != "none" else "offload_parameters"
+        if plan.matmuls.is_used or plan.layout.offload_parameters:
+            key = plan.matmuls.key if plan.matmuls.is_used else "offload_parameters"
             what = f"{key} with adapter.quantize: nf4 is not built"
             yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/howto/adapters.md")
             return

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 from fivefold.core.keys import key
 from fivefold.core.violation import Violation
-from fivefold.parallel.fp8.keys import Fp8Keys
 from fivefold.parallel.recompute.keys import RecomputeKeys
 
 _MORE = "docs/explain/memory.md"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkKeys(Fp8Keys, RecomputeKeys):
+class ChunkKeys(RecomputeKeys):
     """MLPs that run in pieces of the sequence."""
 
     mlp_chunks: int = key(
@@ -24,8 +23,8 @@ class ChunkKeys(Fp8Keys, RecomputeKeys):
         """`mlp_chunks` excludes fp8 (scales over all tokens) and recompute policies that save parts of an MLP."""
         if self.mlp_chunks == 1:
             return
-        if self.fp8 != "none":
-            what = f"mlp_chunks {self.mlp_chunks}: fp8 {self.fp8} has scales that span the tokens of a linear"
+        if self.matmul_words:
+            what = f"mlp_chunks {self.mlp_chunks}: {self.matmul_words} has scales that span the tokens of a linear"
             yield Violation("mlp_chunks", what, "set memory.mlp_chunks: 1", (1,), more=_MORE)
         if self.recompute not in ("none", "full"):
             what = f"mlp_chunks {self.mlp_chunks}: recompute {self.recompute} says what of an MLP is kept"

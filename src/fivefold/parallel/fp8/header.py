@@ -1,7 +1,7 @@
 """fp8 in the header of a run."""
 
 from fivefold.core.units import many
-from fivefold.parallel.fp8.census import fp8_part
+from fivefold.parallel.census import own_part
 from fivefold.parallel.fp8.kernels import emulated
 from fivefold.parallel.fp8.recipes import KERNELS, RECIPES
 from fivefold.parallel.fp8.spec import Fp8Plan
@@ -21,7 +21,7 @@ def lines(plan: ParallelPlan, seq_length: int, device: str) -> list[tuple[str, s
     cast = " and ".join(many(count, what) for count, what in counts if count) or "nothing"
     high = plan.layout.fp8_high_layers
     ends = f"the first and last {many(high, 'layer')}, head" if high else "head"
-    part = f"{100 * fp8_part(plan):.0f} % of the matmuls' FLOPs"
+    part = f"{100 * own_part(plan):.0f} % of the matmuls' FLOPs"
     rows = [("fp8", f"{recipe}: {cast} of this rank, {part}; {ends}, norms and attention in {plan.layout.precision}")]
     precision = plan.layout.precision
     if why := emulated(recipe, device, precision):

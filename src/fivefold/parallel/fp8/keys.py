@@ -1,7 +1,8 @@
 """Keys of fp8. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from fivefold.core.keys import LayoutPart, key
 from fivefold.core.violation import Violation
@@ -22,13 +23,32 @@ class Fp8Keys(LayoutPart):
         0, "precision.fp8_high_layers", "layers at each end that stay in precision.compute", least=0, prefix="hp"
     )
 
+    @property
+    def matmul_words(self) -> str:
+        """The precision of layers' matmuls, if it is not `precision.compute`: `fp8 rowwise`."""
+        return "" if self.fp8 == "none" else f"fp8 {self.fp8}"
+
+    @property
+    def matmul_dtype(self) -> str:
+        """Dtype of the matmuls of layers, as chips name their rates; empty for the compute dtype."""
+        return "" if self.fp8 == "none" else "fp8"
+
+    @property
+    def has_tensor_scales(self) -> bool:
+        """True if matmuls have one scale for a whole tensor, so that a token's result depends on all others."""
+        return self.fp8 != "none" and RECIPES[self.fp8].casts_once
+
+    def multiplying_like(self, other: Self) -> Self:
+        """The same layout with the matmuls of another, in every layer."""
+        return replace(self, fp8=other.fp8)
+
     def chunk_multiple(self) -> int:
         """If a recipe has a scale for each block of tokens, chunks are whole blocks."""
         return 1 if self.fp8 == "none" else RECIPES[self.fp8].block
 
     def dtype_words(self) -> str:
         """The recipe, and the layers without it."""
-        recipe = "" if self.fp8 == "none" else f" with fp8 {self.fp8}"
+        recipe = f" with {self.matmul_words}" if self.matmul_words else ""
         return recipe + (f" but for {self.fp8_high_layers} layers at each end" if self.fp8_high_layers else "")
 
     def violations(self) -> Iterator[Violation]:

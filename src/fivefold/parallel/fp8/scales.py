@@ -1,52 +1,101 @@
-"""Scales of the weights that FSDP gathers in fp8, which halves the bytes of bf16. Each weight is cast where it is
-stored, not at every use.
+"""Scales of fp8 that a live model keeps: those of the weights that FSDP gathers in fp8, and the history of delayed
+scaling.
 
-A weight has one scale, which follows from its largest value on all ranks: FSDP's shards of it, and tp's parts. Ranks
-agree on the largest values of all weights of the model at once, over the world, when passes begin. (Delayed scaling
-takes them from its history, and only notes the values of now.)
+Gathering in fp8 halves the bytes of bf16. Each weight is cast where it is stored, not at every use. It has one scale,
+which follows from its largest value on all ranks: FSDP's shards of it, and tp's parts. Ranks agree on the largest
+values of all weights of the model at once, over the world, when passes begin. (Delayed scaling takes them from its
+history, and only notes the values of now.)
 
 Example, a weight [8, 4] over dp_shard2: each rank casts its 4 rows by the scale of all 8, and gathers 32 bytes, not 64.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from fivefold.models import hf_internals
 from fivefold.parallel.fp8.amax import AmaxHistory
-from fivefold.parallel.fp8.matmul import scale_of
-from fivefold.parallel.fp8.recipes import RECIPES
+from fivefold.parallel.fp8.matmul import DTYPES, cast_to_fp8, scale_of
+from fivefold.parallel.fp8.recipes import RECIPES, Cast
 from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.fp8.weight import Fp8Weight
 from fivefold.parallel.fsdp.gathers import Gather
 from fivefold.parallel.plan import ParallelPlan
 
+KEY = "fp8_amax"  # of a checkpoint's state: largest values of earlier steps, by linear
+
+
+class Fp8Format:
+    """fp8 numbers of a weight and their scale, as FSDP sends them (`WireFormat`): bytes, because not every backend
+    sends fp8."""
+
+    def __init__(self, cast: Cast) -> None:
+        self._cast = cast
+        self.scale: Tensor | None = None  # [1, 1], of the current passes
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.scale is not None, "passes have begun"
+        return cast_to_fp8(values, self._cast, self.scale).view(torch.uint8), self.scale
+
+    def decode(self, gathered: Tensor, scale: Tensor, dtype: torch.dtype) -> Fp8Weight:
+        return Fp8Weight(gathered.view(DTYPES[self._cast.form]), scale, dtype)
+
+    def rescale(self, parameter: Fp8Weight, scale: Tensor) -> None:
+        parameter.scale = scale
+
 
 class Fp8Scales:
-    """Scales of the weights `plan.feature(Fp8Plan).gathers` of the whole model. Without any it does nothing."""
+    """Scales of one model: of the weights `plan.feature(Fp8Plan).gathers` of the whole model, which compute in `dtype`,
+    and the `history` of its linears. Without fp8 it does nothing."""
 
-    def __init__(
-        self, plan: ParallelPlan, gathers: Mapping[str, Gather], amax: AmaxHistory, dtype: torch.dtype
-    ) -> None:
-        """`gathers`: of the parameters on this rank. `dtype`: of compute."""
-        self._names, self._amax, self._dtype = plan.feature(Fp8Plan).gathers, amax, dtype
-        here = ((place, gathers.get(name)) for place, name in enumerate(self._names))
-        self._gathers = {place: each for place, each in here if each is not None and each.in_fp8}
+    def __init__(self, plan: ParallelPlan, device: torch.device, dtype: torch.dtype) -> None:
+        fp8 = plan.feature(Fp8Plan)
+        self.history = AmaxHistory(fp8.amax_names, fp8.amax_steps, device)
+        self._names, self._dtype = fp8.gathers, dtype
         self._cast = RECIPES[plan.layout.fp8].output[1] if self._names else None
-        self._rows = torch.tensor([*self._gathers], dtype=torch.int64, device=amax.device)
+        self._weights: dict[int, tuple[Gather, Fp8Format]] = {}  # of this rank, by their places in the names
+        self._rows = torch.tensor([], dtype=torch.int64, device=device)
+
+    def formats(self, model: nn.Module) -> dict[str, Fp8Format]:
+        """Formats of the weights that this rank sends in fp8, by name. A linear of another class multiplies by itself,
+        in the compute dtype."""
+        if self._cast is None:
+            return {}
+        modules = dict(model.named_modules())
+        here = ((name, modules.get(name.rpartition(".")[0])) for name in self._names)
+        return {name: Fp8Format(self._cast) for name, linear in here if linear and hf_internals.is_plain_linear(linear)}
+
+    def use(self, gathers: Mapping[str, Gather], formats: Mapping[str, Fp8Format]) -> None:
+        """Cast the weights of `formats` by these scales; `gathers` has their shards."""
+        places = ((place, name) for place, name in enumerate(self._names) if name in formats and name in gathers)
+        self._weights = {place: (gathers[name], formats[name]) for place, name in places}
+        self._rows = self._rows.new_tensor([*self._weights])
 
     @torch.no_grad()
     def begin_passes(self) -> None:
         """Compute the scales of the weights as they are now. All ranks of the world call this together."""
         if self._cast is None:
             return
-        device = self._amax.device
+        device = self.history.device
         largest = torch.zeros(len(self._names), dtype=torch.float64, device=device)
-        if self._gathers:
-            own = torch.stack([each.largest() for each in self._gathers.values()])
+        if self._weights:
+            own = torch.stack([gather.largest() for gather, _ in self._weights.values()])
             largest[self._rows] = own.to(self._dtype).double()
-        known = self._amax.of_weights(largest)
+        known = self.history.of_weights(largest)
         if known is None:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         scales = scale_of(largest if known is None else known, self._cast, largest.to(self._dtype))
-        for place, gather in self._gathers.items():
-            gather.scale = scales[place].reshape(1, 1)
+        for place, (_, format) in self._weights.items():
+            format.scale = scales[place].reshape(1, 1)
+
+    def state(self) -> dict[str, Any]:
+        """Entries of a checkpoint's state; none without a history."""
+        state = self.history.state()
+        return {KEY: state} if state else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of any checkpoint."""
+        self.history.load(state.get(KEY, {}))

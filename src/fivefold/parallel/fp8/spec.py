@@ -1,7 +1,6 @@
 """Linears and experts of a plan that multiply in fp8. No torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from fivefold.core.units import many
@@ -9,7 +8,8 @@ from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Experts, Matmul
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.fp8.recipes import KERNELS, KINDS, RECIPES, SPLIT_OVER, Dim, agreements
+from fivefold.parallel.fp8.recipes import KERNELS, KINDS, RECIPES, SPLIT_OVER, agreements
+from fivefold.parallel.matmuls import MatmulLinear
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.spec import RecomputePlan
 from fivefold.parallel.step import Step
@@ -18,29 +18,24 @@ from fivefold.parallel.step import Step
 _SPLIT_OVER = {"column": SPLIT_OVER["column"], "row": SPLIT_OVER["row"], "replicated": SPLIT_OVER["dense"]}
 
 
-@dataclass(frozen=True)
-class Fp8Linear:
-    """A linear that multiplies in fp8: its weight's name, its gathered size on this rank, and the axes that split its
-    dimensions."""
-
-    name: str
-    inputs: int
-    outputs: int
-    axes: Mapping[Dim, str]
-
-
 class Fp8Plan:
-    """Linears and experts of a rank that multiply in fp8, and what ranks agree on for them."""
+    """Linears and experts of a rank that multiply in fp8, and what ranks agree on for them. A `MatmulPlan`."""
+
+    key, kept_by, why = "fp8", "fp8_high_layers", "its products are those of eight bits"
 
     def __init__(self, plan: ParallelPlan) -> None:
         self._plan, self._placement = plan, plan.placement
+
+    @property
+    def is_used(self) -> bool:
+        return self._plan.layout.fp8 != "none"
 
     def covers(self, module: str) -> bool:
         """True if the layer of a module multiplies in fp8: a layer that is not at an end, and no branch."""
         layers, high = self._plan.anatomy.layers, self._plan.layout.fp8_high_layers
         if module.rpartition(".")[0] in self._plan.facts.branches:
             return False
-        return self._plan.layout.fp8 != "none" and is_within(f"{module}.", layers[high : len(layers) - high])
+        return self.is_used and is_within(f"{module}.", layers[high : len(layers) - high])
 
     def unaligned(self, tokens: int) -> list[str]:
         """Describe what no fp8 kernel multiplies for its size; a micro batch has `tokens` tokens on this rank."""
@@ -62,7 +57,7 @@ class Fp8Plan:
         return tuple(each for each in self._plan.experts if self.covers(each.name))
 
     @cached_property
-    def linears(self) -> tuple[Fp8Linear, ...]:
+    def linears(self) -> tuple[MatmulLinear, ...]:
         """Linears of this rank's layers that multiply in fp8, without the experts.
 
         The head, routers and latent projections stay in the compute dtype. (A latent projection gets the
@@ -73,17 +68,20 @@ class Fp8Plan:
             shape, kind = self._placement.gathered_shape(name), self._plan.facts.partition.roles[name].kind
             is_transposed = self._placement.shards[name].shape != (matmul.outputs, matmul.inputs)
             outputs, inputs = reversed(shape) if is_transposed else shape
-            found.append(Fp8Linear(name, inputs, outputs, _SPLIT_OVER[kind]))
+            found.append(MatmulLinear(name, inputs, outputs, _SPLIT_OVER[kind]))
         return tuple(found)
 
     @cached_property
-    def inputs(self) -> tuple[tuple[Fp8Linear, ...], ...]:
+    def inputs(self) -> tuple[tuple[MatmulLinear, ...], ...]:
         """`linears` by their input, which is cast once: q, k and v; gate and up; each other one by itself."""
-        own = {linear.name.removesuffix(".weight"): linear for linear in self.linears}
-        shared = {names[0]: names for block in self._plan.facts.partition.tp_blocks for names in block.shared}
-        later = {name for names in shared.values() for name in names[1:]}
-        groups = (shared.get(name, (name,)) for name in own if name not in later)
-        return tuple(tuple(own[name] for name in group) for group in groups)
+        linears = {linear.name: linear for linear in self.linears}
+        return tuple(tuple(linears[name] for name in group) for group in self._by_input(linears))
+
+    def _by_input(self, weights: Iterable[str]) -> Iterator[Sequence[str]]:
+        blocks = self._plan.facts.partition.tp_blocks
+        groups = [[f"{name}.weight" for name in names] for block in blocks for names in block.shared]
+        shared, later = {group[0]: group for group in groups}, {name for group in groups for name in group[1:]}
+        return (shared.get(name, [name]) for name in weights if name not in later)
 
     def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
         """Yield the weights of `layers` that multiply in fp8, without the experts, by name."""
@@ -96,7 +94,7 @@ class Fp8Plan:
     @property
     def amax_steps(self) -> int:
         """Number of steps whose largest values delayed scaling keeps; 0 for other recipes."""
-        return 0 if self._plan.layout.fp8 == "none" else RECIPES[self._plan.layout.fp8].history
+        return RECIPES[self._plan.layout.fp8].history if self.is_used else 0
 
     @property
     def amax_names(self) -> tuple[str, ...]:
@@ -104,19 +102,17 @@ class Fp8Plan:
         return self.gathers if self.amax_steps else ()
 
     @cached_property
+    def sent(self) -> Mapping[str, int]:
+        return dict.fromkeys(self.gathers, 1)
+
+    @cached_property
     def gathers(self) -> tuple[str, ...]:
         """Weights of the whole model that FSDP gathers in fp8, under recipes that cast whole weights once. Those that
         share an input are next to each other."""
-        if self._plan.layout.fp8 == "none" or not RECIPES[self._plan.layout.fp8].casts_once:
+        if not self.is_used or not RECIPES[self._plan.layout.fp8].casts_once:
             return ()
         names = [name for name, _ in self.matmuls(self._plan.anatomy.layers)]
-        shared = {
-            f"{each[0]}.weight": [f"{one}.weight" for one in each]
-            for block in self._plan.facts.partition.tp_blocks
-            for each in block.shared
-        }
-        later = {name for each in shared.values() for name in each[1:]}
-        return tuple(name for first in names if first not in later for name in shared.get(first, [first]))
+        return tuple(name for group in self._by_input(names) for name in group)
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
@@ -147,7 +143,7 @@ def calls(step: Step) -> Iterator[Call]:
     """Collectives of ranks that split a dimension of a linear, on the largest values of its regions. Linears that share
     an input share them."""
     plan, shape = step.plan, step.shape
-    if plan.feature(Fp8Plan).amax_names and shape.has_amax:
+    if plan.feature(Fp8Plan).amax_names and shape.has_history:
         return
     for group in plan.feature(Fp8Plan).inputs:
         first, outputs = group[0], [linear.outputs for linear in group]
@@ -167,7 +163,7 @@ def scale_bytes(step: Step) -> Iterator[int]:
     """Yield the bytes of all-reduces of largest values over the world: before the passes those of weights that are
     gathered in fp8, unless a history has them; after the passes those of linears with a history."""
     own = step.plan.feature(Fp8Plan)
-    if own.gathers and not (own.amax_names and step.shape.has_amax):
+    if own.gathers and not (own.amax_names and step.shape.has_history):
         yield 8 * len(own.gathers)
     if own.amax_names:
         yield 8 * len(KINDS) * len(own.amax_names)

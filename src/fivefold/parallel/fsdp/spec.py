@@ -9,7 +9,6 @@ from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.pipeline.spec import PipelinePlan
@@ -61,7 +60,7 @@ class FsdpPlan:
         layout = self._plan.layout
         is_shared = layout.world > layout.tp or self._placement.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self._plan.in_copies
-        moves = layout.offload_parameters or bool(self._plan.feature(Fp8Plan).gathers)
+        moves = layout.offload_parameters or bool(self._plan.matmuls.sent)
         is_packed = any(each.packing for each in self._plan.facts.parameters.values())
         return is_shared or not as_they_rest or moves or is_packed
 
@@ -117,8 +116,8 @@ class FsdpPlan:
         return sum(sizes.values()), sum(sizes[name] for name in sizes.keys() - unit.frozen)
 
     def gathered_bytes(self, unit: Unit) -> int:
-        """Bytes that a unit gathers, with padding: numbers of the compute dtype, of fp8 or of NF4. Without FSDP, bytes
-        of its copies."""
+        """Bytes that a unit gathers, with padding: numbers of the types in which they are sent. Without FSDP, bytes of
+        its copies."""
         if not self.is_used:
             own = set(unit.parameters).intersection(self.copied)
             return sum(prod(self._placement.gathered_shape(name)) for name in own) * self._plan.layout.compute_bytes
@@ -128,11 +127,7 @@ class FsdpPlan:
 
     def _sent_in(self, name: str) -> float:
         """Bytes per number of a parameter that FSDP gathers."""
-        return 1 if name in self._in_fp8 else self._placement.rests_in(name, self._plan.layout.compute_bytes)
-
-    @cached_property
-    def _in_fp8(self) -> frozenset[str]:
-        return frozenset(self._plan.feature(Fp8Plan).gathers)
+        return self._plan.matmuls.sent.get(name) or self._placement.rests_in(name, self._plan.layout.compute_bytes)
 
     def largest(self, unit: Unit) -> int:
         """Numbers of the largest parameter that a unit gathers."""

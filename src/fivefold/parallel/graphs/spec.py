@@ -20,9 +20,9 @@ class GraphPlan:
 
     def is_one_graph(self, layer: str) -> bool:
         """True if a compiled layer is one graph. Attention that communicates, experts, MLPs in pieces, and deferred
-        weight gradients run outside of graphs; fp8 agrees on scales outside of its kernels."""
+        weight gradients run outside of graphs; ranks agree on scales of matmuls outside of their kernels."""
         layout, grid = self._plan.layout, self._plan.placement.grid
-        parts = layout.schedule.splits_backward or layout.fp8 != "none" or grid.size("cp") > 1
+        parts = layout.schedule.splits_backward or self._plan.matmuls.is_used or grid.size("cp") > 1
         outside = (*(each.name for each in self._plan.facts.experts), *self._plan.feature(ChunkPlan).mlps)
         return not (parts or any(is_within(name, [layer]) for name in outside))
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from fivefold.models.anatomy import is_within
 from fivefold.parallel.edits import Edit
-from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.plan import ParallelPlan
 
 Role = Literal["column", "row", "dense", "latent"]  # see `ops/linear.py`
@@ -63,8 +62,8 @@ class LinearPlan:
         parameters, weight = self._plan.facts.parameters, f"{module}.weight"
         if role == "row":
             yield "tp", "partial sums are added up, then the bias"
-        if weight in self._in_fp8:
-            yield "fp8", "its products are those of eight bits"
+        if weight in self._in_own_precision:
+            yield self._plan.matmuls.key, self._plan.matmuls.why
         if self._plan.layout.schedule.splits_backward:
             yield "pp", "gradients of its weight are put off"
         if module in self._plan.facts.branches:
@@ -73,17 +72,19 @@ class LinearPlan:
             yield "adapter", "its weight rests in four bits"
 
     @cached_property
-    def _in_fp8(self) -> frozenset[str]:
-        return frozenset(linear.name for linear in self._plan.feature(Fp8Plan).linears)
+    def _in_own_precision(self) -> frozenset[str]:
+        return frozenset(linear.name for linear in self._plan.matmuls.linears)
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
-    """Replace the forwards of linears that need it; linears that share an input in fp8 multiply together."""
+    """Replace the forwards of linears that need it. Linears with a precision of their own multiply together if they
+    share an input."""
     linears = plan.feature(LinearPlan)
     for module, role in linears.roles.items():
         if reasons := dict(linears.reasons(module, role)):
             yield Multiply(module, ", ".join(reasons), "; ".join(reasons.values()), role)
-    for group in plan.feature(Fp8Plan).inputs:
+    for group in plan.matmuls.inputs:
         modules = tuple(linear.name.removesuffix(".weight") for linear in group)
         if len(modules) > 1:
-            yield MultiplyTogether(modules[0], "fp8", f"multiplies for {' and '.join(modules[1:])} too", modules)
+            why = f"multiplies for {' and '.join(modules[1:])} too"
+            yield MultiplyTogether(modules[0], plan.matmuls.key, why, modules)

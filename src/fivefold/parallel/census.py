@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import Matmul
-from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
 class Computed:
     """The linears of one role, of the whole model. `weights`: those used per token; a matmul takes 6 FLOPs for each of
-    them, forward and backward. `why`: the reason if the dtype is not the layout's `fp8`."""
+    them, forward and backward. `why`: the reason if it is not the precision that the layout gives matmuls."""
 
     what: str
     dtype: str
@@ -22,25 +21,26 @@ class Computed:
 
 
 def census(plan: ParallelPlan) -> tuple[Computed, ...]:
-    """Matmuls with weights, those in fp8 first."""
+    """Matmuls with weights, those with a precision of their own first."""
     found: dict[tuple[str, str, str], Computed] = {}
     for what, dtype, why, matmul in _matmuls(plan):
         before = found.get((what, dtype, why), Computed(what, dtype, 0, 0, why))
         found[what, dtype, why] = replace(before, linears=before.linears + 1, weights=before.weights + matmul.weights)
-    return tuple(sorted(found.values(), key=lambda each: not each.dtype.startswith("fp8")))
+    return tuple(sorted(found.values(), key=lambda each: each.dtype != plan.layout.matmul_words))
 
 
-def fp8_part(plan: ParallelPlan) -> float:
-    """Share of the FLOPs of matmuls with weights that is in fp8."""
+def own_part(plan: ParallelPlan) -> float:
+    """Share of the FLOPs of matmuls with weights that has a precision of its own."""
     found = census(plan)
-    return sum(each.weights for each in found if each.dtype.startswith("fp8")) / sum(each.weights for each in found)
+    own = sum(each.weights for each in found if each.dtype == plan.layout.matmul_words)
+    return own / sum(each.weights for each in found)
 
 
 def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
-    layout, facts = plan.layout, plan.facts
-    fp8, high = f"fp8 {layout.fp8}", layout.precision
+    own, facts = plan.matmuls, plan.facts
+    words, high = plan.layout.matmul_words, plan.layout.precision
     routers = [each.router for each in facts.experts]
-    in_fp8 = {name for name, _ in plan.feature(Fp8Plan).matmuls(facts.anatomy.layers)}
+    covered = {name for name, _ in own.matmuls(facts.anatomy.layers)}
     for layer, cost in zip(facts.anatomy.layers, facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             name = f"{layer}.{matmul.name}"
@@ -48,14 +48,14 @@ def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
             if is_within(name, routers):
                 router = next(each for each in routers if is_within(name, [each]))
                 yield "routers", "fp32" if router in plan.fp32_routers else high, "", matmul
-            elif layout.fp8 != "none" and not plan.feature(Fp8Plan).covers(layer):
-                yield "first and last layers", high, "precision.fp8_high_layers", matmul
+            elif own.is_used and not own.covers(layer):
+                yield "first and last layers", high, f"precision.{own.kept_by}", matmul
             elif kind == "experts":
-                yield "experts", fp8 if plan.feature(Fp8Plan).covers(name) else high, "", matmul
+                yield "experts", words if own.covers(name) else high, "", matmul
             elif kind == "latent":
-                yield "latent projections", high, "ranks have parts of their gradients" * (layout.fp8 != "none"), matmul
+                yield "latent projections", high, "ranks have parts of their gradients" * own.is_used, matmul
             else:
-                yield "linears", fp8 if name in in_fp8 else high, "", matmul
+                yield "linears", words if name in covered else high, "", matmul
     yield (
         "head",
         high,

@@ -8,7 +8,7 @@ Legend: M, N free dimensions, K the contracted one; I inputs and O outputs of a 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from fivefold.models import hf_internals
 from fivefold.parallel.fp8.recipes import RECIPES, Cast, Format, Pair, Recipe, by_row
+from fivefold.parallel.fp8.spec import Fp8Plan
+from fivefold.parallel.plan import ParallelPlan
 
 _FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -122,12 +124,16 @@ def linear(
     return out if bias is None else out + bias
 
 
-def multiply_in_fp8(model: nn.Module, name: str, linears: Sequence[str]) -> list[Amax]:
-    """Make these linears and experts of `model` multiply by the recipe `name`; their classes stay. Returns the state of
-    delayed scaling; call `end_step` of each after every update of the weights."""
-    recipe, kept = RECIPES[name], list[Amax]()
-    for each in linears:
-        module: Any = model.get_submodule(each)
+def put(model: nn.Module, plan: ParallelPlan) -> list[Amax]:
+    """Make the linears and experts of `model` that `plan` has in fp8 multiply by its recipe; their classes stay.
+    Returns the state of delayed scaling; call `end_step` of each after every update of the weights."""
+    fp8 = plan.feature(Fp8Plan)
+    if not fp8.is_used:
+        return []
+    recipe, kept = RECIPES[plan.layout.fp8], list[Amax]()
+    linears = [linear.name.rpartition(".")[0] for linear in fp8.linears]
+    for name in (*linears, *(experts.name for experts in fp8.expert_modules)):
+        module: Any = model.get_submodule(name)
         if hf_internals.is_experts(module):
             module.forward = partial(_inside, partial(linear, recipe=by_row(recipe)), module.forward)
         else:
