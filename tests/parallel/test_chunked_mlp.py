@@ -12,9 +12,10 @@ from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel.chunks.runtime import _in_pieces
 from fivefold.parallel.collectives import differing
+from fivefold.parallel.graphs.spec import working_numbers
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import layer_bytes, working_numbers
+from fivefold.parallel.memory import layer_bytes
 from tests.parity import Case, gradient_error, on_rank, outcome, reference, reference_model
 from tests.pool import run_ranks
 

@@ -8,23 +8,16 @@ import pytest
 
 from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.context.spec import attention_numbers
+from fivefold.parallel.fp8.memory import cast_numbers
+from fivefold.parallel.fsdp.memory import Units, resting_bytes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import (
-    FIRST,
-    MOMENTS,
-    PART_BYTES,
-    UPDATE,
-    Passing,
-    Units,
-    attention_numbers,
-    cast_numbers,
-    dear_numbers,
-    layer_bytes,
-    resting_bytes,
-    step_bytes,
-    under_way,
-)
+from fivefold.parallel.memory import layer_bytes, step_bytes
+from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
+from fivefold.parallel.offload.spec import PART_BYTES
+from fivefold.parallel.pipeline.memory import Passing, under_way
+from fivefold.parallel.recompute.memory import dear_numbers
 
 
 def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:

@@ -8,7 +8,7 @@ import pytest
 from fivefold.core.schedule import Kind
 from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import under_way
+from fivefold.parallel.pipeline.memory import under_way
 from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
 
 PIPELINES = [

@@ -7,17 +7,14 @@ import pytest
 from benchmarks.planned_memory import Planned, cells, plan
 
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.balance.spec import buffer_bytes
+from fivefold.parallel.context.spec import exchanged_numbers
+from fivefold.parallel.graphs.spec import working_numbers
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.loss.spec import logit_bytes
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import (
-    buffer_bytes,
-    exchanged_numbers,
-    layer_bytes,
-    logit_bytes,
-    step_bytes,
-    under_way,
-    working_numbers,
-)
+from fivefold.parallel.memory import layer_bytes, step_bytes
+from fivefold.parallel.pipeline.memory import under_way
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import Recompute
 

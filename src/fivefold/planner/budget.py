@@ -11,7 +11,7 @@ import numpy as np
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import mode_choices
+from fivefold.parallel.recompute.budget import mode_choices
 from fivefold.parallel.recompute.policy import MODES, Recompute, fit_recompute_budget
 from fivefold.planner.parts import Numbers, Prices, Shards, Stages
 from fivefold.planner.price import PriceList

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fivefold.core.schedule import Kind, SchedulePlan, Slot
 from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import under_way
+from fivefold.parallel.pipeline.memory import under_way
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]

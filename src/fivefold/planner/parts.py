@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
-from fivefold.parallel.memory import edge_bytes
+from fivefold.parallel.pipeline.memory import edge_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import RankGrid
 

@@ -13,10 +13,13 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
-from fivefold.parallel import memory
+from fivefold.parallel.balance.spec import buffer_bytes
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.fsdp import memory as fsdp
+from fivefold.parallel.fsdp.memory import Units
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import Passing, Units, buffer_bytes
+from fivefold.parallel.offload.spec import in_update
+from fivefold.parallel.pipeline.memory import Passing
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import InFlight
@@ -111,10 +114,10 @@ def resting_bytes(
     }
     if away or state_dtype != "fp32":
         largest = largest_shard(units) * shape.master_bytes
-        state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
+        state = in_update(state, largest, shape, away=away, state_dtype=state_dtype)
     if price_list.engine.moments:
         sizes = _units(shards, content)
-        moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
+        moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(state, sizes, zero, shape, root_waits=waits)
         if not price_list.cluster.chip.is_host:
             return moments
         in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)

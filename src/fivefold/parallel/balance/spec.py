@@ -1,7 +1,8 @@
 """Collectives of the balance of experts. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from fivefold.models.facts import Experts
 from fivefold.parallel.collectives import Call, StepShape
@@ -52,3 +53,11 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Watch routers."""
     for each in plan.facts.experts if plan.watches_routers else ():
         yield WatchRouter(each.router, "balance", "what experts get is counted, and held even", each)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the routers' buffers, in fp32; `buffers`: their shapes."""
+    return 4 * sum(map(prod, buffers.values()))

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import ModelFacts, TPBlock
+from fivefold.models.facts import LayerCost, ModelFacts, TPBlock
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
@@ -94,3 +94,17 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     for mlp in plan.feature(ChunkPlan).mlps:
         pieces = plan.layout.mlp_chunks
         yield InPieces(mlp, "chunks", f"runs {pieces} pieces of the sequence in turn", pieces)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def chunked_numbers(plan: ParallelPlan, cost: LayerCost, *, compiled: bool) -> float:
+    """Elements per token that an MLP in pieces does not save: the outputs of its first linears, and the activation's
+    results from these; compiled, the latter only as the input of its last linear."""
+    own = [each for each in cost.matmuls if each.name.removesuffix(".weight") in plan.feature(ChunkPlan).linears]
+    if not own:
+        return 0.0
+    *columns, row = own
+    made = sum(each.outputs for each in columns)
+    return float(made + row.inputs if compiled else 2 * made)

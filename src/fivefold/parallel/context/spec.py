@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.core.model_limits import ModelLimits
-from fivefold.models.facts import ModelFacts
-from fivefold.parallel.collectives import Call
+from fivefold.models.facts import LayerCost, ModelFacts
+from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, ring_hops
@@ -86,3 +86,29 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     yield WholeRows(anatomy.head, "cp", "logits of whole rows leave it")
     for module in plan.facts.attends:
         yield Exchange(module, "cp", "attention exchanges keys and values, or heads")
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def exchanged_numbers(plan: ParallelPlan, cost: LayerCost) -> float:
+    """Elements per token that Ulysses saves in addition: keys and values once more, and the output of attention before
+    it goes back to the ranks of its tokens."""
+    if plan.cp_method.ulysses == 1:
+        return 0.0
+    heads = sum(each.query * each.value_size + each.kv * (each.key_size + each.value_size) for each in cost.attention)
+    return heads / plan.layout.tp
+
+
+def attention_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
+    """Elements per token that the backward of attention has at once if keys and values come from other ranks. These are
+    its own gradients in fp32; the received keys and values, of one rank in a ring or of all, with their gradients in
+    fp32; and those gradients in transit, sent and received. In a ring the next ones are arriving."""
+    ring = plan.cp_method.ring
+    if ring == 1:
+        return 0.0
+    wide = max(4, shape.compute_bytes) / shape.compute_bytes
+    queries = sum(each.query * each.key_size for each in cost.attention)
+    keys = sum(each.kv * (each.key_size + each.value_size) for each in cost.attention)
+    come = ring * (3 + wide) if plan.cp_method.gathers else 4 + wide
+    return ((queries + keys) * wide + keys * come) / plan.layout.tp

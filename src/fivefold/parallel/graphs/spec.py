@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import TPInput
-from fivefold.parallel.chunks.spec import ChunkPlan
+from fivefold.models.facts import LayerCost, TPInput
+from fivefold.parallel.chunks.spec import ChunkPlan, chunked_numbers
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.context.spec import attention_numbers
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 
@@ -66,3 +67,30 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
             yield Outside(block.row, "compile", "runs outside of graphs: a second forward stops before it")
     for layer in plan.placement.layers if plan.compiled else ():
         yield Compile(layer, "compile", "one graph" if graphs.is_one_graph(layer) else "several graphs")
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
+    """Elements per token that the backward of a layer has at once besides saved ones: gradients of the widest tensor
+    and of its inputs, and of the hidden states; for experts, of all their rows. An MLP in pieces has that of a piece,
+    and everything that its forward recomputes.
+
+    A compiled layer in one graph has the gradients of gate, up and their product at once, and that of its output. If
+    its graph ends at attention over cp, it frees the product before gate and up have gradients."""
+    matmuls = [
+        each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.feature(ChunkPlan).linears
+    ]
+    widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
+    experts = max((each.times for each in matmuls), default=1)
+    made, hidden = 2 * widest, 2 * shape.hidden
+    if shape.compiled and experts == 1 and plan.layout.fp8 == "none":
+        ends_inside = plan.placement.grid.size("cp") > 1 or bool(plan.feature(ChunkPlan).linears)
+        made, hidden = widest * (1 if ends_inside else 3), shape.hidden
+    whole = max(made / plan.layout.tp, attention_numbers(plan, cost, shape))
+    if not (inside := chunked_numbers(plan, cost, compiled=False)):
+        return whole + hidden
+    widest = max(max(each.inputs, each.outputs) for each in set(cost.matmuls) - set(matmuls))
+    piece = (inside + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
+    return max(whole + hidden, piece + 3 * shape.hidden)
