@@ -1,37 +1,47 @@
 """Memory that a step needs on a rank, by kind, from the plan alone. No torch.
 
-Memory peaks at one of a few moments (`MOMENTS`), which differ in what is there besides parameters and optimizer state.
-The sums of each moment are defined once, here; the planner uses them with its own prices. Rehearsals of the real step
-on the real caching allocator are the reference (docs/evidence/planned_memory.md). Not included: buffers of collectives
-between ranks, work space of kernels and what the allocator keeps.
+Memory peaks at one of a few moments (`moments.py`), which differ in what is there besides parameters and optimizer
+state. Each feature adds its bytes in its own folder; the planner uses the same functions with its own prices.
+Rehearsals of the real step on the real caching allocator are the reference (docs/evidence/planned_memory.md). Not
+included: buffers of collectives between ranks, work space of kernels and what the allocator keeps.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.state_dtypes import restored_bytes
 from fivefold.models.facts import LayerCost
 from fivefold.parallel.balance.spec import buffer_bytes
-from fivefold.parallel.chunks.spec import chunked_numbers
+from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.context.spec import exchanged_numbers
-from fivefold.parallel.fp8.memory import cast_numbers
-from fivefold.parallel.fsdp.memory import resting_bytes, units_of
-from fivefold.parallel.fsdp.spec import FsdpPlan
-from fivefold.parallel.graphs.spec import working_numbers
-from fivefold.parallel.loss.spec import logit_bytes
+from fivefold.parallel.context import spec as context
+from fivefold.parallel.fp8 import memory as fp8
+from fivefold.parallel.fsdp.memory import rank_bytes
+from fivefold.parallel.graphs import spec as graphs
+from fivefold.parallel.loss.spec import logit_bytes, waiting_bytes
 from fivefold.parallel.moments import MOMENTS
-from fivefold.parallel.offload.spec import in_update
-from fivefold.parallel.pipeline.memory import Passing, edge_bytes, under_way
-from fivefold.parallel.pipeline.spec import PipelinePlan
+from fivefold.parallel.offload import spec as offload
+from fivefold.parallel.offload.spec import host_bytes, in_update
+from fivefold.parallel.pipeline.memory import layers_in_flight, passing, saved_bytes
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.recompute.memory import dear_numbers
-from fivefold.parallel.tensor.memory import gathers_all_again
+from fivefold.parallel.recompute import memory as recompute
+from fivefold.parallel.step import LayerBytes, LayerNumbers, LayerStep
+from fivefold.parallel.tensor import memory as tensor
 
-STATES = ("parameters", "optimizer state")  # can be kept in host memory
 BETWEEN_STEPS = ("parameters", "gradients", "optimizer state")  # kinds that torch can tell apart in a running process
 REST = "all other tensors"
+
+# What features add to the elements of a layer, and what then becomes of its bytes, each in this order.
+NUMBERS = (
+    tensor.layer_numbers,  # before the others, which change what the modules of a rank save
+    graphs.layer_numbers,
+    chunks.layer_numbers,
+    fp8.layer_numbers,
+    context.layer_numbers,
+)
+KEPT = (recompute.kept_bytes, offload.kept_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,119 +76,65 @@ class StepBytes:
 
 def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
     """Compute the bytes of one optimizer step."""
-    own = [name for name in plan.placement.shards if plan.placement.holds(name)]
-    held = {name: plan.placement.held_bytes(name, plan.placement.rests_in(name, shape.master_bytes)) for name in own}
-    trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
-    optimizer, matrices = OPTIMIZERS[shape.optimizer], set(plan.placement.block_matrices)
-    state = {
-        "parameters": sum(held.values()),
-        "gradients": sum(trained.values()),
-        "optimizer state": sum(
-            plan.placement.state_bytes(name, shape.master_bytes)
-            for kind in optimizer.state
-            for name in trained
-            if optimizer.keeps(kind, is_matrix=name in matrices)
-        ),
-        "router buffers": buffer_bytes(plan.placement.buffers),
-    }
-    saved, passing, away = _passing(plan, shape)
-    resting, moving = _resting(plan, shape, state), passing.at()
+    state, costs = _state(plan, shape), dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
+    layers = {layer: layer_bytes(plan, layer, costs[layer], shape) for layer in plan.placement.layers}
+    in_flight = passing(plan, shape, layers, loss=logit_bytes(plan, shape), waiting=waiting_bytes(plan, shape))
+    counts = layers_in_flight(plan, shape.micro_batches)
+    moved = sum(counts[layer] * of_layer.host for layer, of_layer in layers.items())
+    resting, moving = rank_bytes(plan, shape, _with_update(plan, shape, state)), in_flight.at()
     return StepBytes(
         parameters=state["parameters"],
         gradients=state["gradients"],
         optimizer=state["optimizer state"],
-        host={
-            **{what: state[what] * (what in plan.layout.rests_in_host) for what in STATES},
-            "saved activations": away,
-        },
-        saved=saved,
-        logits=passing.loss,
+        host={**host_bytes(plan, state), "saved activations": moved},
+        saved=saved_bytes(plan, shape, layers),
+        logits=in_flight.loss,
         buffers=state["router buffers"],
         moments={moment: {**resting[moment], **moving[moment]} for moment in MOMENTS},
     )
 
 
-def _resting(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    is_shared = len(plan.feature(FsdpPlan).users(plan.feature(FsdpPlan).units[-1])) > 1
-    placement = plan.placement
+def _state(plan: ParallelPlan, shape: StepShape) -> dict[str, int]:
+    """Kind -> bytes that last from step to step, and those of gradients."""
+    placement, optimizer, matrices = plan.placement, OPTIMIZERS[shape.optimizer], set(plan.placement.block_matrices)
+    names = [name for name in placement.shards if placement.holds(name)]
+    held = {name: placement.held_bytes(name, placement.rests_in(name, shape.master_bytes)) for name in names}
+    trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}
+    return {
+        "parameters": sum(held.values()),
+        "gradients": sum(trained.values()),
+        "optimizer state": sum(
+            placement.state_bytes(name, shape.master_bytes)
+            for kind in optimizer.state
+            for name in trained
+            if optimizer.keeps(kind, is_matrix=name in matrices)
+        ),
+        "router buffers": buffer_bytes(placement.buffers),
+    }
+
+
+def _with_update(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, int]:
+    """Add the memory of an update to `state`, without the kinds that rest in host memory."""
+    placement, layout = plan.placement, plan.layout
     held = (placement.held_bytes(name, shape.master_bytes) for name in placement.shards if placement.holds(name))
     largest = max(held, default=0)
-    layout = plan.layout
-    state = in_update(state, largest, shape, away=layout.rests_in_host, state_dtype=layout.state_dtype)
-    return resting_bytes(state, units_of(plan), layout.zero, shape, root_waits=is_shared)
-
-
-def _passing(plan: ParallelPlan, shape: StepShape) -> tuple[dict[str, int], Passing, int]:
-    """Bytes by layer that its micro batches in flight keep for backward; all bytes in flight; and those in host memory:
-    of all but the last layer of a stage. With full recompute a layer keeps only its input."""
-    layers = [last - first for first, last in plan.placement.stages.splits]
-    orders = plan.feature(PipelinePlan).schedule(shape.micro_batches).orders
-    counts = under_way(orders[plan.placement.coords.pp], layers)
-    costs = dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
-    kept, saved, stages, working = dict[str, int](), dict[str, int](), dict[int, int](), [0]
-    away, fetched, moves = 0, 0, plan.layout.offload_activations
-    for stage in plan.placement.own_stages:
-        own = plan.placement.stages.layers[slice(*plan.placement.stages.splits[stage])]
-        for layer in own:
-            of_layer = layer_bytes(plan, layer, costs[layer], shape)
-            kept[layer], more = of_layer.kept, of_layer.working
-            if moves and layer != own[-1]:
-                away += counts.most[stage] * kept[layer]
-                fetched, kept[layer] = max(fetched, kept[layer]), 0
-            saved[layer] = counts.most[stage] * kept[layer]
-            working.append(more)
-        edges = edge_bytes(plan, shape)
-        between = edges[0] * (stage > 0) + edges[1] * (stage < plan.placement.stages.count - 1)
-        saved[own[0]] += counts.most[stage] * between
-        stages[stage] = sum(kept[layer] for layer in own) + between
-
-    def added(numbers: Mapping[int, int]) -> int:
-        of_heads = edge_bytes(plan, shape)[2] * max(0, numbers.get(plan.placement.stages.count - 1, 0) - 1)
-        return sum(size * numbers[stage] for stage, size in stages.items()) + of_heads
-
-    found = Passing(
-        saved=added(counts.most),
-        at_loss=added(counts.at_loss),
-        later=added(counts.later),
-        later_at_loss=added(counts.later_at_loss),
-        layer=max(kept.values(), default=0),
-        stage=max(stages.values(), default=0),
-        working=max(working),
-        loss=logit_bytes(plan, shape),
-        fetched=fetched,
-    )
-    return saved, found, away
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """Bytes of a layer in one micro batch: `saved` by forward, `kept` of these until backward, and the `working` memory
-    of its backward besides."""
-
-    saved: int
-    kept: int
-    working: int
+    restored = restored_bytes(layout.state_dtype, largest // shape.master_bytes)
+    return in_update(state, largest, restored, away=layout.rests_in_host)
 
 
 def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShape) -> LayerBytes:
-    """Bytes of `layer`, with its `cost`. A recomputed layer keeps its input, and with selective recompute its expensive
-    results; the rest of what it saves exists while its backward runs."""
-    tp, splits, token = plan.layout.tp, plan.splits_sequence, shape.rows * shape.tokens * shape.compute_bytes
-    made = cost.kept(shape.compute_bytes, compiled=shape.compiled)
-    gathered = 0
-    if gathers_all_again(plan, layer, shape):
-        # This rank's part is recomputed from what the norm before it saves; gathered, it exists in backward.
-        made, gathered = replace(made, entered=0.0), shape.hidden
-    numbers = made.on_rank(tp, sequence_parallel=splits, expert_tp=plan.layout.expert_tp)
-    if inside := chunked_numbers(plan, cost, compiled=shape.compiled):
-        numbers -= inside / tp + shape.hidden * (1 - 1 / (tp if splits else 1))  # its pieces save their input
-    numbers += cast_numbers(plan, layer, shape)
-    saved = round((numbers + exchanged_numbers(plan, cost)) * token)
-    entered = shape.hidden_bytes // (tp if splits else 1)
-    working, dear = round((working_numbers(plan, cost, shape) + gathered) * token), 0
-    if not shape.recompute.wraps(layer):
-        return LayerBytes(saved, saved, working)
-    if shape.recompute.keeps(layer):
-        dear = round(dear_numbers(plan, layer, cost, shape) * token)
-    again = saved - dear - entered * shape.compiled  # a compiled norm reads the input itself, and saves no cast of it
-    return LayerBytes(saved, entered + dear, working + max(0, again))
+    """Compute the bytes of `layer`, with its `cost`."""
+    step = LayerStep(plan, layer, cost, shape)
+    numbers = layer_numbers(step)
+    found = LayerBytes(kept=step.bytes_of(numbers.saved), working=step.bytes_of(numbers.working))
+    for change in KEPT:
+        found = change(step, numbers, found)
+    return found
+
+
+def layer_numbers(step: LayerStep) -> LayerNumbers:
+    """Add up the elements per token of a layer, over all features."""
+    numbers = LayerNumbers()
+    for add in NUMBERS:
+        numbers = add(step, numbers)
+    return numbers

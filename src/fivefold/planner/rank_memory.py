@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.state_dtypes import restored_bytes
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
@@ -114,7 +115,8 @@ def resting_bytes(
     }
     if away or state_dtype != "fp32":
         largest = largest_shard(units) * shape.master_bytes
-        state = in_update(state, largest, shape, away=away, state_dtype=state_dtype)
+        restored = restored_bytes(state_dtype, largest // shape.master_bytes)
+        state = in_update(state, largest, restored, away=away)
     if price_list.engine.moments:
         sizes = _units(shards, content)
         moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(state, sizes, zero, shape, root_waits=waits)

@@ -1,4 +1,4 @@
-"""Collectives of the balance of experts. No torch."""
+"""Balance of experts: collectives, edits of modules, and bytes of routers. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ def router_numbers(experts: Experts) -> int:
 
 def _slots(plan: ParallelPlan, shape: StepShape) -> int:
     """Number of blocks of a row on the rank that has most."""
-    cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
-    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
+    cp = plan.layout.cp
+    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, plan.sequence_ranks)))
 
 
 @dataclass(frozen=True)

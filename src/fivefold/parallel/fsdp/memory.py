@@ -29,24 +29,44 @@ class Units:
     by_fsdp: bool = True
 
 
-def units_of(plan: ParallelPlan) -> Units:
+def rank_bytes(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """`resting_bytes` of the rank of a plan."""
+    fsdp = plan.feature(FsdpPlan)
+    root_waits = len(fsdp.users(fsdp.units[-1])) > 1
+    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=root_waits)
+
+
+def _units(plan: ParallelPlan) -> Units:
     fsdp, layers = plan.feature(FsdpPlan), plan.placement.layers
     sizes = {unit.name: (fsdp.gathered_bytes(unit), fsdp.padded_sizes(unit)[1]) for unit in fsdp.units}
-    of_layers = [(_sum(size for name, size in sizes.items() if _is_of(name, each)), sizes[each]) for each in layers]
-    layer, own = max(of_layers, default=((0, 0), (0, 0)))
-    root, embedding = sizes[""], sizes.get(plan.anatomy.embedding, (0, 0))
-    matrix = max((fsdp.largest(unit) for unit in fsdp.units if is_within(f"{unit.name}.", layers)), default=0)
-    grid = plan.placement.grid
-    sent = (unit for unit in fsdp.units if unit.name in layers and grid.fsdp_shards(unit.over) > 1)
-    ahead = max((sizes[unit.name][0] for unit in sent), default=0)
-    return Units(layer, own, embedding, root, _sum(sizes.values()), matrix, ahead, fsdp.is_used)
+    of_layers = [
+        (_sum(size for name, size in sizes.items() if name == layer or is_within(name, [layer])), sizes[layer])
+        for layer in layers
+    ]
+    largest, own = max(of_layers, default=((0, 0), (0, 0)))
+    sent = (unit for unit in fsdp.units if unit.name in layers and plan.placement.grid.fsdp_shards(unit.over) > 1)
+    return Units(
+        layer=largest,
+        own=own,
+        embedding=sizes.get(plan.anatomy.embedding, (0, 0)),
+        root=sizes[""],
+        total=_sum(sizes.values()),
+        matrix=max((fsdp.largest(unit) for unit in fsdp.units if is_within(f"{unit.name}.", layers)), default=0),
+        ahead=max((sizes[unit.name][0] for unit in sent), default=0),
+        by_fsdp=fsdp.is_used,
+    )
+
+
+def _sum(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    pairs = tuple(sizes)
+    return sum(gathered for gathered, _ in pairs), sum(reduced for _, reduced in pairs)
 
 
 def resting_bytes(
     state: Mapping[str, int], units: Units, zero: int, shape: StepShape, *, root_waits: bool
 ) -> dict[str, dict[str, int]]:
-    """Moment -> kind -> bytes that do not depend on the tokens of a micro batch. `state`: all parameters, gradients,
-    optimizer state and buffers of routers.
+    """Compute moment -> kind -> bytes that do not depend on the tokens of a micro batch. `state`: all parameters,
+    gradients, optimizer state and buffers of routers; `state[UPDATE]` is what the update needs besides.
 
     Gradients exist from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and in
     backward the next one without its experts (a layer that a rank has whole is copied in its turn). The embedding is
@@ -54,9 +74,8 @@ def resting_bytes(
 
     Gradients wait for their reduction in the compute dtype, and are then copied into one buffer in the dtype of the
     reduction. While a layer's activations exist, only its last matrix has a gradient, and the buffer of the experts
-    before it is free again. ZeRO-1 keeps the sum of all micro batches. In the update nothing of a pass is left;
-    `state[UPDATE]` is what `in_update` adds. `root_waits`: two stages of the rank add to the model's own unit; between
-    them only its sum is kept.
+    before it is free again. ZeRO-1 keeps the sum of all micro batches. In the update nothing of a pass is left.
+    `root_waits`: two stages of the rank add to the model's own unit; between them only its sum is kept.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total
     zero = zero if units.by_fsdp else WITHOUT_FSDP
@@ -68,25 +87,16 @@ def resting_bytes(
     last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
     numbers = (at_loss, in_backward, in_backward, root[0] + at_end, 0, at_loss, in_backward, in_backward)
     waiting = (0, at_begin, a_layer_later, last, 0, 0, at_begin, a_layer_later)
-    found, more = {}, state.get(UPDATE, 0)
+    moments, more = {}, state.get(UPDATE, 0)
     state = {kind: size for kind, size in state.items() if kind != UPDATE}
     for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
         is_there, is_update = moment not in FIRST, moment == UPDATE
         summed = (total[1] if zero == 1 else root[1] * root_waits) * shape.reduce_bytes * (is_there and not is_update)
-        found[moment] = {
+        moments[moment] = {
             **state,
             "gradients": state["gradients"] if is_there and (zero > 1 or is_update) else 0,
             "optimizer state": state.get("optimizer state", 0) + more * is_update,
             "gathered parameters": total[0] if zero < 3 else gathered,
             "unreduced gradients": unreduced + summed,
         }
-    return found
-
-
-def _sum(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    pairs = tuple(sizes)
-    return sum(gathered for gathered, _ in pairs), sum(reduced for _, reduced in pairs)
-
-
-def _is_of(unit: str, layer: str) -> bool:
-    return unit == layer or is_within(unit, [layer])
+    return moments

@@ -1,16 +1,16 @@
 """Graphs of `torch.compile` in the layers of a plan. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import LayerCost, TPInput
-from fivefold.parallel.chunks.spec import ChunkPlan, chunked_numbers
+from fivefold.models.facts import TPInput
+from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.context.spec import attention_numbers
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.step import LayerNumbers, LayerStep
 
 
 class GraphPlan:
@@ -72,25 +72,18 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
 # ---- bytes ---------------------------------------------------------------------------------------------------------
 
 
-def working_numbers(plan: ParallelPlan, cost: LayerCost, shape: StepShape) -> float:
-    """Elements per token that the backward of a layer has at once besides saved ones: gradients of the widest tensor
-    and of its inputs, and of the hidden states; for experts, of all their rows. An MLP in pieces has that of a piece,
-    and everything that its forward recomputes.
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Add the gradients that the backward of a layer has at once: of its widest tensor and of its inputs, and of the
+    hidden states; for experts, of all their rows. MLPs in pieces do not count.
 
     A compiled layer in one graph has the gradients of gate, up and their product at once, and that of its output. If
-    its graph ends at attention over cp, it frees the product before gate and up have gradients."""
-    matmuls = [
-        each for each in cost.matmuls if each.name.removesuffix(".weight") not in plan.feature(ChunkPlan).linears
-    ]
-    widest = max((max(each.inputs, each.outputs) * each.times for each in matmuls), default=0)
-    experts = max((each.times for each in matmuls), default=1)
-    made, hidden = 2 * widest, 2 * shape.hidden
-    if shape.compiled and experts == 1 and plan.layout.fp8 == "none":
-        ends_inside = plan.placement.grid.size("cp") > 1 or bool(plan.feature(ChunkPlan).linears)
-        made, hidden = widest * (1 if ends_inside else 3), shape.hidden
-    whole = max(made / plan.layout.tp, attention_numbers(plan, cost, shape))
-    if not (inside := chunked_numbers(plan, cost, compiled=False)):
-        return whole + hidden
-    widest = max(max(each.inputs, each.outputs) for each in set(cost.matmuls) - set(matmuls))
-    piece = (inside + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
-    return max(whole + hidden, piece + 3 * shape.hidden)
+    its graph ends at attention over cp, it frees the product before gate and up have gradients.
+    """
+    plan, shape, chunks = step.plan, step.shape, step.plan.feature(ChunkPlan)
+    matmuls = [matmul for matmul in step.cost.matmuls if not chunks.has(matmul)]
+    widest = max((max(matmul.inputs, matmul.outputs) * matmul.times for matmul in matmuls), default=0)
+    at_once, hidden = 2, 2 * shape.hidden
+    if shape.compiled and plan.layout.fp8 == "none" and all(matmul.times == 1 for matmul in matmuls):
+        ends_inside = plan.placement.grid.size("cp") > 1 or bool(chunks.linears)
+        at_once, hidden = 1 if ends_inside else 3, shape.hidden
+    return replace(numbers, gradients=widest * at_once / plan.layout.tp, hidden=hidden)

@@ -1,4 +1,4 @@
-"""Collectives of the loss over a split vocabulary. No torch."""
+"""Collectives and bytes of the loss over a split vocabulary. No torch."""
 
 from collections.abc import Iterator
 
@@ -27,8 +27,8 @@ def calls(step: Step) -> Iterator[Call]:
 
 
 def logit_bytes(plan: ParallelPlan, shape: StepShape) -> int:
-    """Bytes of the loss of a chunk with its gradients: while the cross entropy has its softmax in fp32 (fp64), or while
-    the gradient of the head is computed, whichever is more.
+    """Bytes of the loss of a chunk with its gradients; 0 if another rank has it. This is the larger of two moments: the
+    cross entropy has its softmax in fp32 (fp64), or the gradient of the head is computed.
 
     With several chunks the head's gradient is summed in fp32. Compiled, no softmax is saved, and a gradient takes the
     memory of its logits. Hidden states exist as the output of the last layer; as saved by the norm before the head (in
@@ -37,22 +37,23 @@ def logit_bytes(plan: ParallelPlan, shape: StepShape) -> int:
     if not plan.placement.has_ends[1]:
         return 0
     compute, precise, several = shape.compute_bytes, max(4, shape.compute_bytes), len(shape.loss_chunks) > 1
-    logits, weight = max(shape.loss_chunks) * plan.vocabulary, head_numbers(plan, shape)
+    logits, weight = max(shape.loss_chunks) * plan.vocabulary, _head_numbers(plan, shape)
     in_place = shape.compiled or precise == compute
     softmax = logits * (compute if in_place else 2 * compute + precise)
     before = weight * precise if several else 0
-    in_loss = before + softmax
     both = 1 if in_place else 2
-    in_head = before + weight * compute + both * logits * compute
-    tp, splits = plan.layout.tp, plan.splits_sequence
+    of_head = weight * compute + both * logits * compute
     of_norm = 3 + precise // compute
-    return (
-        max(in_loss, in_head)
-        + shape.hidden_bytes * of_norm // (tp if splits else 1)
-        + shape.hidden_bytes * (1 + splits)
-    )
+    hidden = shape.hidden_bytes * of_norm // plan.sequence_ranks + shape.hidden_bytes * (1 + plan.splits_sequence)
+    return before + max(softmax, of_head) + hidden
 
 
-def head_numbers(plan: ParallelPlan, shape: StepShape) -> int:
+def waiting_bytes(plan: ParallelPlan, shape: StepShape) -> int:
+    """Bytes that the last stage keeps for each micro batch that has its loss and waits for its backward: the gradients
+    of the head and of its input. The first such micro batch is counted by `logit_bytes`."""
+    return _head_numbers(plan, shape) * shape.compute_bytes + shape.hidden_bytes
+
+
+def _head_numbers(plan: ParallelPlan, shape: StepShape) -> int:
     """Elements in the gradient of the head; 0 if it is frozen."""
     return plan.vocabulary * shape.hidden * plan.facts.parameters[plan.head_weight].is_trained

@@ -5,21 +5,22 @@ from dataclasses import dataclass
 
 from fivefold.core.schedule import Slot
 from fivefold.parallel.collectives import StepShape
-from fivefold.parallel.loss.spec import head_numbers
 from fivefold.parallel.moments import MOMENTS, Bytes
+from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.step import LayerBytes
 
 
 @dataclass(frozen=True)
 class Passing:
     """Bytes of micro batches in flight.
 
-    `saved`: what forward passes leave for backward. `at_loss`: the same, when the last stage has run forward. `later`,
+    `saved`: left by forward passes for backward. `at_loss`: the same, when the last stage has run forward. `later`,
     `later_at_loss`: the same, once there are gradients; 0 if no backward, or no loss, comes after the first one.
-    `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`: what
-    the backward of a layer needs besides, with everything that is recomputed. `loss`: one chunk of the loss with its
-    gradients; 0 if another rank has it. `fetched`: what arrives from host memory while the layer after it runs
-    backward.
+    `layer`, `stage`: the largest layer's part of `saved`, and the largest stage's, in one micro batch. `working`:
+    needed by the backward of a layer besides, with everything that is recomputed. `loss`: one chunk of the loss with
+    its gradients; 0 if another rank has it. `fetched`: bytes that arrive from host memory while the layer after them
+    runs backward.
     """
 
     saved: Bytes
@@ -36,25 +37,68 @@ class Passing:
         """Bytes by moment and kind."""
         nothing, later, has_loss = 0 * self.saved, self.later - self.layer, self.later_at_loss > 0
         comes = self.fetched
-        kept = (
+        saved = (
             self.later_at_loss, self.later + comes, (later + 2 * comes) * (later > 0), self.saved - self.stage, nothing,
             self.at_loss, self.saved + comes, self.saved - self.layer + 2 * comes,
         )  # fmt: skip
         working = (nothing, self.working, self.working, nothing, nothing, nothing, self.working, self.working)
         loss = (self.loss * has_loss, nothing, nothing, nothing, nothing, self.loss, nothing, nothing)
         return {
-            moment: {"saved activations": own, "working memory": more, "loss": logits}
-            for moment, own, more, logits in zip(MOMENTS, kept, working, loss, strict=True)
+            moment: {"saved activations": kept, "working memory": more, "loss": logits}
+            for moment, kept, more, logits in zip(MOMENTS, saved, working, loss, strict=True)
         }
 
 
-def edge_bytes(plan: ParallelPlan, shape: StepShape) -> tuple[int, int, int]:
-    """Bytes that a stage of a pipeline holds for a micro batch besides those of layers: the input, unless a compiled or
-    recomputed layer saves it itself, and the output. In the last stage, for each micro batch after the first of those
-    that have their loss: the gradients of the head and of its input."""
-    size = shape.hidden_bytes // (plan.layout.tp if plan.splits_sequence else 1)
+def passing(
+    plan: ParallelPlan, shape: StepShape, layers: Mapping[str, LayerBytes], *, loss: int, waiting: int
+) -> Passing:
+    """Add up micro batches in flight. `layers`: those of this rank. `loss`: one chunk of the loss. `waiting`: kept by
+    the last stage for each micro batch after the first one that has its loss."""
+    counts, last = rank_in_flight(plan, shape.micro_batches), plan.placement.stages.count - 1
+    stages = {
+        stage: sum(layers[layer].kept for layer in plan.placement.stages.layers_of_stage(stage))
+        + _between(plan, shape, stage)
+        for stage in plan.placement.own_stages
+    }
+
+    def added(numbers: Mapping[int, int]) -> int:
+        of_heads = waiting * max(0, numbers.get(last, 0) - 1)
+        return sum(size * numbers[stage] for stage, size in stages.items()) + of_heads
+
+    return Passing(
+        saved=added(counts.most),
+        at_loss=added(counts.at_loss),
+        later=added(counts.later),
+        later_at_loss=added(counts.later_at_loss),
+        layer=max((layer.kept for layer in layers.values()), default=0),
+        stage=max(stages.values(), default=0),
+        working=max((layer.working for layer in layers.values()), default=0),
+        loss=loss,
+        fetched=max((layer.host for layer in layers.values()), default=0),
+    )
+
+
+def saved_bytes(plan: ParallelPlan, shape: StepShape, layers: Mapping[str, LayerBytes]) -> dict[str, int]:
+    """Layer -> bytes on the device that its micro batches in flight keep for backward. The first layer of a stage has
+    the stage's input and output besides."""
+    counts, stages = rank_in_flight(plan, shape.micro_batches).most, plan.placement.stages
+    saved = {layer: count * layers[layer].kept for layer, count in layers_in_flight(plan, shape.micro_batches).items()}
+    for stage in plan.placement.own_stages:
+        saved[stages.layers_of_stage(stage)[0]] += counts[stage] * _between(plan, shape, stage)
+    return saved
+
+
+def _between(plan: ParallelPlan, shape: StepShape, stage: int) -> int:
+    """Bytes that a stage holds for a micro batch besides those of its layers: its input and its output."""
+    entered, left = edge_bytes(plan, shape)
+    return entered * (stage > 0) + left * (stage < plan.placement.stages.count - 1)
+
+
+def edge_bytes(plan: ParallelPlan, shape: StepShape) -> tuple[int, int]:
+    """Bytes of the input of a stage, unless a compiled or recomputed layer saves it itself, and of its output."""
+    size = shape.hidden_bytes // plan.sequence_ranks
     keeps = shape.compiled or any(shape.recompute.wraps(layer) for layer in plan.placement.layers)
-    return 0 if keeps else size, size, head_numbers(plan, shape) * shape.compute_bytes + shape.hidden_bytes
+    return 0 if keeps else size, size
 
 
 @dataclass(frozen=True)
@@ -67,6 +111,18 @@ class UnderWay:
     at_loss: Mapping[int, int]
     later: Mapping[int, int]
     later_at_loss: Mapping[int, int]
+
+
+def layers_in_flight(plan: ParallelPlan, micro_batches: int) -> dict[str, int]:
+    """Layer of this rank -> its micro batches in flight, when the rank has the most."""
+    counts, stages = rank_in_flight(plan, micro_batches).most, plan.placement.stages
+    return {layer: counts[stage] for stage in plan.placement.own_stages for layer in stages.layers_of_stage(stage)}
+
+
+def rank_in_flight(plan: ParallelPlan, micro_batches: int) -> UnderWay:
+    """Count micro batches in flight on this rank."""
+    layers = [last - first for first, last in plan.placement.stages.splits]
+    return under_way(plan.feature(PipelinePlan).schedule(micro_batches).orders[plan.placement.coords.pp], layers)
 
 
 def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
