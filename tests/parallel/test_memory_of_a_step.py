@@ -16,7 +16,7 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
 from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.offload.spec import PART_BYTES
-from fivefold.parallel.pipeline.memory import Passing, under_way
+from fivefold.parallel.pipeline.memory import InFlightBytes, in_flight
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.memory import expensive_numbers
 from fivefold.parallel.step import LayerStep
@@ -34,7 +34,7 @@ def _expensive(plan: ParallelPlan, shape: StepShape) -> float:
 
 def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:
     order = [Slot(0, "F", 0), Slot(0, "F", 1), Slot(0, "I", 0), Slot(0, "F", 2), Slot(0, "W", 0), Slot(0, "B", 1)]
-    assert under_way(order, [4]).most[0] == 3
+    assert in_flight(order, [4]).most[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_gradients_come_with_the_first_backward() -> None:
     gpipe, few, many = (
         Layout.parse(text).schedule_plan(count).orders for text, count in (("pp2+gpipe", 4), ("pp2", 2), ("pp2", 4))
     )
-    last = under_way(gpipe[1], (1, 1))
+    last = in_flight(gpipe[1], (1, 1))
     assert (last.most, last.at_loss, last.later, last.later_at_loss) == ({1: 4}, {1: 4}, {1: 3}, {1: 0})
-    assert [(each.most[0], each.later[0]) for each in (under_way(few[0], (1, 1)), under_way(many[0], (1, 1)))] == [
+    assert [(each.most[0], each.later[0]) for each in (in_flight(few[0], (1, 1)), in_flight(many[0], (1, 1)))] == [
         (2, 1), (2, 2),
     ]  # fmt: skip
 
 
 def test_what_comes_from_host_memory_is_there_beside_its_layer() -> None:
     """The layer whose backward runs, and from the next one on also the one that comes: 10 each."""
-    moments = Passing(
+    moments = InFlightBytes(
         saved=100, at_loss=90, later=80, later_at_loss=70, layer=10, stage=40, working=5, loss=3, fetched=10
     ).at()
     assert [moments[each]["saved activations"] for each in MOMENTS] == [70, 90, 90, 60, 0, 90, 110, 110]

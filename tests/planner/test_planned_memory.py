@@ -13,7 +13,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.spec import logit_bytes
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
-from fivefold.parallel.pipeline.memory import under_way
+from fivefold.parallel.pipeline.memory import in_flight
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import Recompute
 from fivefold.parallel.step import LayerNumbers, LayerStep
@@ -160,9 +160,9 @@ def test_micro_batches_in_flight_are_those_of_one_moment() -> None:
         now[slot.stage] += 1 if slot.kind == "F" else -1
         most = max(most, sum(now.values()))
         of_each = {stage: max(of_each[stage], now[stage]) for stage in now}
-    found = under_way(order, (1, 1, 1, 1)).most
+    found = in_flight(order, (1, 1, 1, 1)).most
     assert sum(found.values()) == most < sum(of_each.values())
-    assert under_way(order, (3, 1, 1, 1)).most[0] == of_each[0]
+    assert in_flight(order, (3, 1, 1, 1)).most[0] == of_each[0]
 
 
 @pytest.mark.parametrize(("micro_batches", "moment"), [(1, "the first loss"), (2, "the loss")])

@@ -24,7 +24,7 @@ from fivefold.parallel.loss.spec import logit_bytes, waiting_bytes
 from fivefold.parallel.moments import MOMENTS
 from fivefold.parallel.offload import spec as offload
 from fivefold.parallel.offload.spec import host_bytes, in_update
-from fivefold.parallel.pipeline.memory import layers_in_flight, passing, saved_bytes
+from fivefold.parallel.pipeline.memory import in_flight_bytes, layers_in_flight, saved_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute import memory as recompute
 from fivefold.parallel.step import LayerBytes, LayerNumbers, LayerStep
@@ -78,7 +78,7 @@ def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
     """Compute the bytes of one optimizer step."""
     state, costs = _state(plan, shape), dict(zip(plan.anatomy.layers, plan.facts.layer_costs, strict=True))
     layers = {layer: layer_bytes(plan, layer, costs[layer], shape) for layer in plan.placement.layers}
-    in_flight = passing(plan, shape, layers, loss=logit_bytes(plan, shape), waiting=waiting_bytes(plan, shape))
+    in_flight = in_flight_bytes(plan, shape, layers, loss=logit_bytes(plan, shape), waiting=waiting_bytes(plan, shape))
     counts = layers_in_flight(plan, shape.micro_batches)
     moved = sum(counts[layer] * of_layer.host for layer, of_layer in layers.items())
     resting, moving = rank_bytes(plan, shape, _with_update(plan, shape, state)), in_flight.at()

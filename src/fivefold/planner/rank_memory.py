@@ -1,7 +1,7 @@
 """Bytes of a pipeline rank, by moment of a step and by item: those of micro batches in flight, and those at rest. No
 torch.
 
-Moments are those of `parallel/memory.py`. On a CPU, FSDP's collectives during a backward are additional moments.
+Moments are those of `parallel/moments.py`. On a CPU, FSDP's collectives during a backward are additional moments.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,10 +20,10 @@ from fivefold.parallel.fsdp import memory as fsdp
 from fivefold.parallel.fsdp.memory import Units
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.spec import in_update
-from fivefold.parallel.pipeline.memory import Passing
+from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import InFlight
+from fivefold.planner.flow import StagesInFlight
 from fivefold.planner.parts import NO_UNIT, Content, Numbers, Shards, Stages, UnitPrice
 from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Work
@@ -45,9 +45,9 @@ EXCHANGES = {
 }  # fmt: skip
 
 
-def passing(
-    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
-) -> Passing:  # fmt: skip
+def in_flight_bytes(
+    engine: Engine, work: Work, stages: Stages, of: StagesInFlight, logits: Numbers | float, *, offloads: bool = False
+) -> InFlightBytes:  # fmt: skip
     """Bytes of micro batches in flight, for each pipeline rank. `logits`: of the loss. `offloads`: of activations."""
     each = work.kept @ stages.layers.T
     if offloads:
@@ -61,7 +61,7 @@ def passing(
         found: Numbers = (each * numbers) @ stages.ranks.T
         return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
 
-    return Passing(
+    return InFlightBytes(
         saved=added(of.most),
         at_loss=added(of.at_loss),
         later=added(of.later),
@@ -88,7 +88,7 @@ def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None
     return found
 
 
-def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
+def moving_bytes(engine: Engine, chip: Chip, of: InFlightBytes) -> dict[str, dict[str, Numbers]]:
     """Moment -> item -> bytes of each pipeline rank; for another trainer, all moments at once."""
     if engine.moments:
         found = of.at()

@@ -12,7 +12,7 @@ from fivefold.parallel.step import LayerBytes
 
 
 @dataclass(frozen=True)
-class Passing:
+class InFlightBytes:
     """Bytes of micro batches in flight.
 
     `saved`: left by forward passes for backward. `at_loss`: the same, when the last stage has run forward. `later`,
@@ -49,9 +49,9 @@ class Passing:
         }
 
 
-def passing(
+def in_flight_bytes(
     plan: ParallelPlan, shape: StepShape, layers: Mapping[str, LayerBytes], *, loss: int, waiting: int
-) -> Passing:
+) -> InFlightBytes:
     """Add up micro batches in flight. `layers`: those of this rank. `loss`: one chunk of the loss. `waiting`: kept by
     the last stage for each micro batch after the first one that has its loss."""
     counts, last = rank_in_flight(plan, shape.micro_batches), plan.placement.stages.count - 1
@@ -65,7 +65,7 @@ def passing(
         of_heads = waiting * max(0, numbers.get(last, 0) - 1)
         return sum(size * numbers[stage] for stage, size in stages.items()) + of_heads
 
-    return Passing(
+    return InFlightBytes(
         saved=added(counts.most),
         at_loss=added(counts.at_loss),
         later=added(counts.later),
@@ -102,7 +102,7 @@ def edge_bytes(plan: ParallelPlan, shape: StepShape) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class InFlight:
     """Stage of a rank -> its micro batches between their forward and their backward, when the rank has the most.
     `at_loss`: at the moments after a forward of the last stage, if this rank has it. `later`, `later_at_loss`: once a
     backward has left gradients; 0 if no such moment comes."""
@@ -119,13 +119,13 @@ def layers_in_flight(plan: ParallelPlan, micro_batches: int) -> dict[str, int]:
     return {layer: counts[stage] for stage in plan.placement.own_stages for layer in stages.layers_of_stage(stage)}
 
 
-def rank_in_flight(plan: ParallelPlan, micro_batches: int) -> UnderWay:
+def rank_in_flight(plan: ParallelPlan, micro_batches: int) -> InFlight:
     """Count micro batches in flight on this rank."""
     layers = [last - first for first, last in plan.placement.stages.splits]
-    return under_way(plan.feature(PipelinePlan).schedule(micro_batches).orders[plan.placement.coords.pp], layers)
+    return in_flight(plan.feature(PipelinePlan).schedule(micro_batches).orders[plan.placement.coords.pp], layers)
 
 
-def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
+def in_flight(order: Sequence[Slot], layers: Sequence[int]) -> InFlight:
     """Count micro batches in flight on a rank with slots in `order`. `layers`: of each stage of the pipeline.
 
     With separate slots for weight gradients, the inputs of linears and the gradients of their outputs wait for them:
@@ -145,7 +145,7 @@ def under_way(order: Sequence[Slot], layers: Sequence[int]) -> UnderWay:
         if slot.kind in "BW":
             count -= layers[slot.stage]
             is_later = True
-    return UnderWay(*(_counted(order, at, stages) for at in places))
+    return InFlight(*(_counted(order, at, stages) for at in places))
 
 
 def _counted(order: Sequence[Slot], at: int, stages: Iterable[int]) -> dict[int, int]:
