@@ -18,7 +18,7 @@ from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.context import spec as context
 from fivefold.parallel.fp8 import memory as fp8
-from fivefold.parallel.fsdp.memory import rank_bytes
+from fivefold.parallel.fsdp.memory import rank_resting_bytes
 from fivefold.parallel.graphs import spec as graphs
 from fivefold.parallel.loss.spec import logit_bytes, waiting_bytes
 from fivefold.parallel.moments import MOMENTS
@@ -81,7 +81,7 @@ def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
     in_flight = in_flight_bytes(plan, shape, layers, loss=logit_bytes(plan, shape), waiting=waiting_bytes(plan, shape))
     counts = layers_in_flight(plan, shape.micro_batches)
     moved = sum(counts[layer] * of_layer.host for layer, of_layer in layers.items())
-    resting, moving = rank_bytes(plan, shape, _with_update(plan, shape, state)), in_flight.at()
+    resting, moving = rank_resting_bytes(plan, shape, _with_update(plan, shape, state)), in_flight.at()
     return StepBytes(
         parameters=state["parameters"],
         gradients=state["gradients"],

@@ -1,4 +1,4 @@
-"""Context parallelism: edits of modules, and collectives between ranks. No torch."""
+"""Context parallelism: edits of modules, collectives between ranks, and bytes of a layer. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

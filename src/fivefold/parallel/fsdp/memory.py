@@ -29,7 +29,7 @@ class Units:
     by_fsdp: bool = True
 
 
-def rank_bytes(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
+def rank_resting_bytes(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """`resting_bytes` of the rank of a plan."""
     fsdp = plan.feature(FsdpPlan)
     root_waits = len(fsdp.users(fsdp.units[-1])) > 1
