@@ -46,9 +46,9 @@ KEPT = (recompute.kept_bytes, offload.kept_bytes)
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, what forward passes leave for backward. `host`: by
-    kind, what lies in host memory. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers.
-    `moments`: moment -> kind in words -> bytes."""
+    """Bytes of this rank. `optimizer`: its state. `saved`: by layer, left by forward passes for backward. `host`: by
+    kind, in host memory. `logits`: of one chunk of the loss, with its gradients. `buffers`: of routers. `moments`:
+    moment -> kind in words -> bytes."""
 
     parameters: int
     gradients: int
@@ -126,10 +126,10 @@ def layer_bytes(plan: ParallelPlan, layer: str, cost: LayerCost, shape: StepShap
     """Compute the bytes of `layer`, with its `cost`."""
     step = LayerStep(plan, layer, cost, shape)
     numbers = layer_numbers(step)
-    found = LayerBytes(kept=step.bytes_of(numbers.saved), working=step.bytes_of(numbers.working))
+    of_layer = LayerBytes(kept=step.bytes_of(numbers.saved), working=step.bytes_of(numbers.working))
     for change in KEPT:
-        found = change(step, numbers, found)
-    return found
+        of_layer = change(step, numbers, of_layer)
+    return of_layer
 
 
 def layer_numbers(step: LayerStep) -> LayerNumbers:
