@@ -173,7 +173,7 @@ def test_the_torch_free_rooms_never_name_torch(subtests: pytest.Subtests) -> Non
 
 
 def test_what_features_decide_names_no_torch() -> None:
-    specs = {str(file.relative_to(ROOT)) for file in ROOT.glob("parallel/*/spec.py")}
+    specs = {str(file.relative_to(ROOT)) for name in ("spec", "memory") for file in ROOT.glob(f"parallel/*/{name}.py")}
     assert len(specs) > 10
     imported = _imports(ROOT / "parallel")
     heavy = {place.partition(":")[0] for place, name in imported if name.split(".")[0] in ("torch", "transformers")}

@@ -14,7 +14,8 @@ from fivefold.parallel.chunks.runtime import _in_pieces
 from fivefold.parallel.collectives import differing
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import layer_bytes, working_numbers
+from fivefold.parallel.memory import layer_bytes, layer_numbers
+from fivefold.parallel.step import LayerStep
 from tests.parity import Case, gradient_error, on_rank, outcome, reference, reference_model
 from tests.pool import run_ranks
 
@@ -47,7 +48,8 @@ def test_a_piece_of_an_mlp_is_planned() -> None:
     token = 65536 * shape.compute_bytes
     saved = [layer_bytes(plan, plan.placement.layers[0], cost, shape).kept // token for plan in (whole, pieces)]
     assert saved[0] - saved[1] == 4 * 14336 // 2 + 4096 // 2
-    assert working_numbers(pieces, cost, shape) == (4 + 2) * 14336 / 2 / 8 + 3 * 4096
+    step = LayerStep(pieces, pieces.placement.layers[0], cost, shape)
+    assert layer_numbers(step).working == (4 + 2) * 14336 / 2 / 8 + 3 * 4096
 
 
 @pytest.mark.parametrize(

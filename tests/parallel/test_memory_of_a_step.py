@@ -8,28 +8,33 @@ import pytest
 
 from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.fp8.memory import cast_numbers
+from fivefold.parallel.fsdp.memory import Units, resting_bytes
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import (
-    FIRST,
-    MOMENTS,
-    PART_BYTES,
-    UPDATE,
-    Passing,
-    Units,
-    attention_numbers,
-    cast_numbers,
-    dear_numbers,
-    layer_bytes,
-    resting_bytes,
-    step_bytes,
-    under_way,
-)
+from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
+from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
+from fivefold.parallel.offload.spec import PART_BYTES
+from fivefold.parallel.pipeline.memory import InFlightBytes, in_flight
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.recompute.memory import expensive_numbers
+from fivefold.parallel.step import LayerStep
+
+
+def _first_layer(plan: ParallelPlan, shape: StepShape) -> LayerStep:
+    return LayerStep(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape)
+
+
+def _expensive(plan: ParallelPlan, shape: StepShape) -> float:
+    """Elements per token that selective recompute saves of the first layer."""
+    step = _first_layer(plan, shape)
+    return expensive_numbers(step, layer_numbers(step).exchanged)
 
 
 def test_inputs_of_linears_wait_for_the_gradients_of_weights() -> None:
     order = [Slot(0, "F", 0), Slot(0, "F", 1), Slot(0, "I", 0), Slot(0, "F", 2), Slot(0, "W", 0), Slot(0, "B", 1)]
-    assert under_way(order, [4]).most[0] == 3
+    assert in_flight(order, [4]).most[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -60,16 +65,16 @@ def test_gradients_come_with_the_first_backward() -> None:
     gpipe, few, many = (
         Layout.parse(text).schedule_plan(count).orders for text, count in (("pp2+gpipe", 4), ("pp2", 2), ("pp2", 4))
     )
-    last = under_way(gpipe[1], (1, 1))
+    last = in_flight(gpipe[1], (1, 1))
     assert (last.most, last.at_loss, last.later, last.later_at_loss) == ({1: 4}, {1: 4}, {1: 3}, {1: 0})
-    assert [(each.most[0], each.later[0]) for each in (under_way(few[0], (1, 1)), under_way(many[0], (1, 1)))] == [
+    assert [(each.most[0], each.later[0]) for each in (in_flight(few[0], (1, 1)), in_flight(many[0], (1, 1)))] == [
         (2, 1), (2, 2),
     ]  # fmt: skip
 
 
 def test_what_comes_from_host_memory_is_there_beside_its_layer() -> None:
     """The layer whose backward runs, and from the next one on also the one that comes: 10 each."""
-    moments = Passing(
+    moments = InFlightBytes(
         saved=100, at_loss=90, later=80, later_at_loss=70, layer=10, stage=40, working=5, loss=3, fetched=10
     ).at()
     assert [moments[each]["saved activations"] for each in MOMENTS] == [70, 90, 90, 60, 0, 90, 110, 110]
@@ -80,10 +85,8 @@ def test_both_levers_of_offload_leave_one_layer_and_three_parts() -> None:
     are parameters, with a third lever."""
     plan = lower(facts_of_config("llama-3.1-8b"), Layout.parse("single+offload+offload_optimizer"), 0)
     shape = plan.step_shape(1, 1000, 1)
-    found, kept = (
-        step_bytes(plan, shape),
-        layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape).kept,
-    )
+    found = step_bytes(plan, shape)
+    kept = layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape).host
     state = 2 * found.parameters
     assert found.host == {"parameters": 0, "optimizer state": state, "saved activations": 31 * kept}
     assert found.optimizer == state
@@ -111,7 +114,7 @@ def test_what_is_dear_in_a_layer(model: str, layout: str, column: int, others: f
     plan = lower(facts_of_config(model), Layout.parse(f"{layout}+selective"), 0)
     columns = 4096 + 2 * 1024 + 32 * (128 + 2) + 2 * 14336
     shape = plan.step_shape(1, 1000, 1)
-    assert dear_numbers(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape) == columns / column + others
+    assert _expensive(plan, shape) == columns / column + others
 
 
 @pytest.mark.parametrize(("layout", "more"), [("single+fp8_rowwise", 2048), ("tp2+fp8_rowwise", 0)])
@@ -121,7 +124,7 @@ def test_a_linear_in_fp8_keeps_what_the_last_one_gives(layout: str, more: int) -
     for text in (layout, layout.partition("+")[0]):
         plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(f"{text}+selective"), 0)
         shape = plan.step_shape(1, 1000, 1)
-        found.append(dear_numbers(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape))
+        found.append(_expensive(plan, shape))
     assert found[0] - found[1] == more
 
 
@@ -131,7 +134,7 @@ def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() ->
     for layout in ("shard2+selective", "shard2.ep2+selective"):
         plan = lower(facts_of_config("mixtral-8x7b"), Layout.parse(layout), 0)
         shape = plan.step_shape(1, 1000, 1)
-        found.append(dear_numbers(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape))
+        found.append(_expensive(plan, shape))
     assert found[1] - found[0] == (3 - 1) * 2 * 4096
 
 
@@ -153,7 +156,7 @@ def test_rows_of_experts_are_kept_before_between_and_behind_what_sends_them() ->
 def test_what_fp8_keeps_of_a_layer(layout: str, compiled: bool, more: float) -> None:
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
     shape = replace(plan.step_shape(1, 1000, 1), compiled=compiled)
-    assert cast_numbers(plan, plan.placement.layers[0], shape) == more
+    assert cast_numbers(_first_layer(plan, shape)) == more
 
 
 def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:
@@ -163,5 +166,5 @@ def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:
     for method in ("allgather", "ring"):
         plan = lower(facts, Layout.parse(f"cp16+{method}"), 0)
         shape = plan.step_shape(1, 131072, 1)
-        found.append(attention_numbers(plan, facts.layer_costs[0], shape) * shape.tokens * shape.compute_bytes / 2**30)
+        found.append(layer_numbers(_first_layer(plan, shape)).gradients * shape.tokens * shape.compute_bytes / 2**30)
     assert found[0] - found[1] == pytest.approx(11.5, abs=0.1)

@@ -37,7 +37,8 @@ from fivefold.parallel.fp8.spec import Fp8Plan
 from fivefold.parallel.graphs.spec import Outside
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import FIRST, MOMENTS, UPDATE, step_bytes
+from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.planned_edits import edits

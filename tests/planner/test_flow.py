@@ -8,8 +8,8 @@ import pytest
 from fivefold.core.schedule import Kind
 from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import under_way
-from fivefold.planner.flow import Durations, gathers, in_flight, rounds_beyond, span
+from fivefold.parallel.pipeline.memory import in_flight
+from fivefold.planner.flow import Durations, gathers, rounds_beyond, span, stages_in_flight
 
 PIPELINES = [
     "pp2", "pp3", "pp7", "pp4+gpipe", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2",
@@ -57,13 +57,13 @@ def test_many_micro_batches_are_counted_like_a_few(subtests: pytest.Subtests) ->
         with subtests.test(msg=text):
             for zero, (layout, count) in product((1, 2, 3), legal(text)):
                 layers = (2,) * layout.stages
-                plan, held = layout.schedule_plan(count), in_flight(layout, count, layers)
+                plan, held = layout.schedule_plan(count), stages_in_flight(layout, count, layers)
                 own = gathers(layout, count, zero)
                 for rank, order in enumerate(plan.orders):
                     stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
                     users = {str(stage): frozenset((stage,)) for stage in stages}
                     times = of_slots(order, users, count, stages, zero)
-                    of = under_way(order, layers)
+                    of = in_flight(order, layers)
                     for stage, each in ((stage, times[str(stage)]) for stage in of.most):
                         at = zero, count, stage
                         waits = held.most[stage], held.at_loss[stage], held.later[stage], held.later_at_loss[stage]

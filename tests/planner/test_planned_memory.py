@@ -7,19 +7,16 @@ import pytest
 from benchmarks.planned_memory import Planned, cells, plan
 
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.balance.spec import buffer_bytes
+from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.loss.spec import logit_bytes
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import (
-    buffer_bytes,
-    exchanged_numbers,
-    layer_bytes,
-    logit_bytes,
-    step_bytes,
-    under_way,
-    working_numbers,
-)
+from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
+from fivefold.parallel.pipeline.memory import in_flight
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.policy import Recompute
+from fivefold.parallel.step import LayerNumbers, LayerStep
 
 CELLS = [cell for cell in cells() if cell.allocated is not None]
 
@@ -67,6 +64,11 @@ def llama(layout: str, rank: int = 0) -> ParallelPlan:
     return lower(facts_of_config("llama-3.1-8b"), Layout.parse(layout), rank)
 
 
+def _numbers(plan: ParallelPlan, shape: StepShape) -> LayerNumbers:
+    """Elements of the first layer."""
+    return layer_numbers(LayerStep(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape))
+
+
 def test_what_a_layer_keeps() -> None:
     """Eager: q and what attention gives, k and v; gate, up, their product and silu(gate); of each of two norms its
     input in fp32, that scaled and weighted, and one root; of each head one sum in fp32. Compiled: the inputs of both
@@ -111,13 +113,13 @@ def test_what_the_backward_of_a_compiled_layer_has_besides(layout: str, at_once:
     plan = llama(layout)
     cost = plan.facts.layer_costs[0]
     shape = replace(plan.step_shape(1, 8192, 2), compiled=True)
-    assert working_numbers(plan, cost, shape) == at_once * 14336 + 4096
+    assert _numbers(plan, shape).working == at_once * 14336 + 4096
     token = shape.rows * shape.tokens * shape.compute_bytes
     once, again = (
         layer_bytes(plan, plan.placement.layers[0], cost, replace(shape, recompute=Recompute(mode)))
         for mode in ("none", "full")
     )
-    assert (again.kept, again.working) == (4096 * token, once.working + once.saved - 4096 * token)
+    assert (again.kept, again.working) == (4096 * token, once.working + once.kept - 4096 * token)
 
 
 @pytest.mark.parametrize(("layout", "split"), [("shard8", 1), ("shard4.tp2", 2)])
@@ -127,20 +129,21 @@ def test_what_the_backward_of_a_layer_has_besides(layout: str, split: int) -> No
     plan = llama(layout)
     shape, (cost,) = plan.step_shape(1, 8192, 2), facts_of_config("llama-3.1-8b").costs
     numbers = 2 * 14336 // split + 2 * 4096
-    assert working_numbers(plan, cost, shape) == numbers
+    assert _numbers(plan, shape).working == numbers
     once, again = (
         layer_bytes(plan, plan.placement.layers[0], cost, replace(shape, recompute=Recompute(mode)))
         for mode in ("none", "full")
     )
-    assert (once.working, once.kept) == (numbers * 8192 * 2, once.saved)
-    assert (again.working, again.kept) == (once.working + once.saved, 8192 * 4096 * 2 // split)
+    assert once.working == numbers * 8192 * 2
+    assert (again.working, again.kept) == (once.working + once.kept, 8192 * 4096 * 2 // split)
 
 
 def test_ulysses_keeps_what_it_exchanges() -> None:
     """Of 32 heads what attention gives, and keys and values of 8, of 128 numbers each; a ring keeps none of it."""
-    (cost,) = facts_of_config("llama-3.1-8b").costs
-    assert exchanged_numbers(llama("shard2.tp2.cp2+ulysses"), cost) == (32 + 8 * 2) * 128 / 2
-    assert exchanged_numbers(llama("shard2.tp2.cp2+ring"), cost) == 0
+    ulysses, ring = (llama(f"shard2.tp2.cp2+{method}") for method in ("ulysses", "ring"))
+    found = [_numbers(plan, plan.step_shape(1, 8192, 2)) for plan in (ulysses, ring)]
+    assert found[0].exchanged == found[0].saved - found[1].saved == (32 + 8 * 2) * 128 / 2
+    assert found[1].exchanged == 0
 
 
 def test_routers_keep_their_buffers_in_fp32() -> None:
@@ -157,9 +160,9 @@ def test_micro_batches_in_flight_are_those_of_one_moment() -> None:
         now[slot.stage] += 1 if slot.kind == "F" else -1
         most = max(most, sum(now.values()))
         of_each = {stage: max(of_each[stage], now[stage]) for stage in now}
-    found = under_way(order, (1, 1, 1, 1)).most
+    found = in_flight(order, (1, 1, 1, 1)).most
     assert sum(found.values()) == most < sum(of_each.values())
-    assert under_way(order, (3, 1, 1, 1)).most[0] == of_each[0]
+    assert in_flight(order, (3, 1, 1, 1)).most[0] == of_each[0]
 
 
 @pytest.mark.parametrize(("micro_batches", "moment"), [(1, "the first loss"), (2, "the loss")])

@@ -37,6 +37,11 @@ def kept_in(dtype: str, shape: Sequence[int], dims: int) -> StateDtype:
     return cast(StateDtype, dtype)
 
 
+def restored_bytes(dtype: str, numbers: int) -> int:
+    """Bytes that an update converts at a time, if the largest parameter has so many numbers."""
+    return RESTORED[dtype] * min(AT_ONCE, numbers)
+
+
 def state_bytes(numbers: int, kept: StateDtype, width: int, master_bytes: int) -> int:
     """Bytes of so many numbers of one kind of state, with their scales. `master_bytes`: of a weight, and of a scale.
     `width`: numbers in a row of the whole parameter."""

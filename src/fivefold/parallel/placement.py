@@ -94,7 +94,7 @@ class Placement:
     @cached_property
     def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
         """First layers of the stages of this rank, and last ones."""
-        own = [self.stages.layers[slice(*self.stages.splits[stage])] for stage in self.own_stages]
+        own = [self.stages.layers_of_stage(stage) for stage in self.own_stages]
         return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
 
     @cached_property

@@ -111,6 +111,11 @@ class ParallelPlan:
         return self.layout.tp > 1 and self.layout.sequence_parallel
 
     @property
+    def sequence_ranks(self) -> int:
+        """Number of tp ranks that share the tokens of activations between the pairs of linears."""
+        return self.layout.tp if self.splits_sequence else 1
+
+    @property
     def reduces_rows(self) -> bool:
         """True if the last linear of a pair ends with a collective over tp."""
         return self.layout.tp > 1

@@ -35,7 +35,11 @@ class StagePlan:
 
     def layers_of(self, rank: int) -> tuple[str, ...]:
         """The layers of a pipeline rank."""
-        return tuple(layer for stage in self.stages_of(rank) for layer in self.layers[slice(*self.splits[stage])])
+        return tuple(layer for stage in self.stages_of(rank) for layer in self.layers_of_stage(stage))
+
+    def layers_of_stage(self, stage: int) -> tuple[str, ...]:
+        """The layers of one stage."""
+        return self.layers[slice(*self.splits[stage])]
 
     def holders(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that hold a parameter; a tied embedding may have two."""

@@ -1,9 +1,10 @@
-"""A step of a plan, from which features derive what they send. No torch."""
+"""A step of a plan, and a layer in it, from which features derive what they send and what they keep. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from fivefold.models.facts import LayerCost
 from fivefold.parallel.collectives import Call, Phase, StepShape
 from fivefold.parallel.plan import ParallelPlan
 
@@ -42,3 +43,49 @@ class Step:
         yield self.call(axis, kind, size, "forward", layer, overlaps=overlaps)
         if again := self.shape.forwards(site, is_last=is_last, is_kept=is_kept) - 1:
             yield self.call(axis, kind, size, "backward", layer, times=again, overlaps=overlaps)
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """A layer of a plan in one micro batch. `cost`: of the layer."""
+
+    plan: ParallelPlan
+    name: str
+    cost: LayerCost
+    shape: StepShape
+
+    def bytes_of(self, numbers: float) -> int:
+        """Bytes of `numbers` elements per token."""
+        return round(numbers * (self.shape.rows * self.shape.tokens * self.shape.compute_bytes))
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """Elements per token of a layer on one rank, to which each feature adds its own.
+
+    `saved`: left by forward for backward. `exchanged`: the part of them that is sent or received around attention.
+    Backward has the others besides. `gradients`: of the widest tensors. `hidden`: of hidden states. `gathered`: inputs
+    that are gathered again. `piece`: all of an MLP that runs in pieces, if these are the most.
+    """
+
+    saved: float = 0.0
+    exchanged: float = 0.0
+    gradients: float = 0.0
+    hidden: float = 0.0
+    gathered: float = 0.0
+    piece: float = 0.0
+
+    @property
+    def working(self) -> float:
+        """Elements per token that backward has at once, besides saved ones."""
+        return max(self.gradients + self.hidden, self.piece) + self.gathered
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of a layer in one micro batch. `kept`: on the device, from forward to backward. `host`: likewise, in host
+    memory. `working`: needed by its backward besides."""
+
+    kept: int
+    working: int
+    host: int = 0

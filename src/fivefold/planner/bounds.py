@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from fivefold.core.schedule import Kind
 from fivefold.parallel.layout import Layout
 from fivefold.planner.edges import Edges, edges_of, transfer_seconds
-from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, span
+from fivefold.planner.flow import Gathers, StagesInFlight, gathers, span, stages_in_flight
 from fivefold.planner.parts import Content, Numbers, Shards, Stages
 from fivefold.planner.rank_memory import (
     WAITING,
+    in_flight_bytes,
     matmul_bytes,
     moving_bytes,
-    passing,
     resting_bytes,
     root_waits,
     runtime_bytes,
@@ -160,11 +160,13 @@ class Bounding:
             self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
         return self._edges[key]
 
-    def in_flight(self, rows: Rows) -> InFlight:
+    def in_flight(self, rows: Rows) -> StagesInFlight:
         """[layout, stage]: micro batches in flight."""
         alike, layers = distinct(rows.micro_batches), self.space.prices.stages(rows.pipeline).sizes
-        found = [in_flight(rows.pipeline, count, layers) for (count,) in alike.values]
-        return InFlight(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(InFlight)))
+        found = [stages_in_flight(rows.pipeline, count, layers) for (count,) in alike.values]
+        return StagesInFlight(
+            *(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(StagesInFlight))
+        )
 
     def gathers(self, rows: Rows) -> Gathers:
         """[layout, stage]: gathers and reductions of FSDP."""
@@ -213,8 +215,8 @@ class Bounding:
         Layouts with equal micro batches share them."""
         alike, engine = distinct(rows.work, rows.micro_batches), self.space.prices.engine
         own = rows.at(alike.first)
-        under_way = passing(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
-        moments = moving_bytes(engine, self.space.prices.cluster.chip, under_way)
+        in_flight = in_flight_bytes(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
+        moments = moving_bytes(engine, self.space.prices.cluster.chip, in_flight)
         by_rank = np.stack([sum(items.values()) for items in moments.values()], axis=-1)
         ranks = [[each == content for each in stages.contents] for content in stages.distinct]
         found: Numbers = np.stack([by_rank[:, own].max(axis=1) for own in ranks], axis=1)[alike.of]

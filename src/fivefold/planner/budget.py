@@ -2,7 +2,7 @@
 
 Prices are per kind of layer. Under a budget, layers of one kind may have different recompute modes. So each kind is
 priced under every mode, and each pair counts as a kind. The plan itself decides the mode of a layer
-(`parallel/recompute/policy.py`), from the bytes and the work that it knows (`parallel/memory.py`).
+(`parallel/recompute/policy.py`), from the bytes and the work of each mode (`parallel/recompute/budget.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import numpy as np
 
 from fivefold.core.errors import UserError
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import mode_choices
+from fivefold.parallel.recompute.budget import mode_choices
 from fivefold.parallel.recompute.policy import MODES, Recompute, fit_recompute_budget
 from fivefold.planner.parts import Numbers, Prices, Shards, Stages
 from fivefold.planner.price import PriceList

@@ -85,7 +85,7 @@ def sum_calls(of_rank: Iterable[tuple[Shard, int]]) -> Iterator[Call]:
 
 def transfer_call(prices: Prices) -> Call:
     """Send of hidden states from one pipeline rank to the next."""
-    size = prices.shape.hidden_bytes // (prices.plan.layout.tp if prices.plan.splits_sequence else 1)
+    size = prices.shape.hidden_bytes // prices.plan.sequence_ranks
     return Call(axis="pp", kind="send", bytes=size, phase="forward")
 
 

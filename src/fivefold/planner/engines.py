@@ -57,7 +57,7 @@ class Engine:
     """The traits of a trainer.
 
     Memory.
-    `moments`: its memory peaks at one of the moments of `parallel/memory.py`; else all of them are taken to coincide.
+    `moments`: its memory peaks at one of the moments of `parallel/moments.py`; else all of them are taken to coincide.
     `compiled`: layers are compiled, so fused kernels save what the traced layer's fused form does (`LayerCost.fused`).
     `shards`: what data ranks shard: the parameters with all their state (FSDP), or the optimizer's state (ZeRO-1).
     `over`: the ranks they are sharded over: those of dp_shard, or all data ranks (Megatron's distributed optimizer).

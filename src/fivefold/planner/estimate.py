@@ -32,7 +32,7 @@ from fivefold.planner.compute import host_seconds, traffic_seconds
 from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.edges import Edges, edges_of, sum_calls, tied_call, transfer_call, transfer_seconds
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import Gathers, InFlight, gathers, in_flight, schedule_plan, span
+from fivefold.planner.flow import Gathers, StagesInFlight, gathers, schedule_plan, span, stages_in_flight
 from fivefold.planner.parts import ITEMS, Content, Numbers, Prices, Seconds, Shard, Shards, Stages, UnitPrice, nothing
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import (
@@ -40,11 +40,11 @@ from fivefold.planner.rank_memory import (
     OUTSIDE,
     SAVED,
     WAITING,
+    in_flight_bytes,
     largest_shard,
     matmul_bytes,
     moved_bytes,
     moving_bytes,
-    passing,
     resting_bytes,
     root_waits,
     runtime_bytes,
@@ -218,8 +218,8 @@ class Step:
         return self.parts.stages
 
     @cached_property
-    def in_flight(self) -> InFlight:
-        return in_flight(self.pipeline, self.micro_batches, self.price_list.stages(self.pipeline).sizes)
+    def in_flight(self) -> StagesInFlight:
+        return stages_in_flight(self.pipeline, self.micro_batches, self.price_list.stages(self.pipeline).sizes)
 
     @cached_property
     def gathers(self) -> Gathers:
@@ -430,11 +430,11 @@ class Step:
             self.price_list, self.shards, content, self.layout.zero, waits=waits,
             away=self.layout.rests_in_host, state_dtype=self.layout.state_dtype,
         )  # fmt: skip
-        under_way = passing(
+        in_flight = in_flight_bytes(
             self.engine, self.work, self.stages, self.in_flight, self.prices.logits,
             offloads=self.layout.offload_activations,
         )  # fmt: skip
-        moving = moving_bytes(self.engine, chip, under_way)
+        moving = moving_bytes(self.engine, chip, in_flight)
         own = {moment: {item: float(size[rank]) for item, size in items.items()} for moment, items in moving.items()}
         moments = ({**resting[moment], **own[moment]} for moment in resting)
         found = max(moments, key=lambda items: sum(items.values()))

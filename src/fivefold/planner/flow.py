@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fivefold.core.schedule import Kind, SchedulePlan, Slot
 from fivefold.parallel.fsdp.unshards import of_slots
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import under_way
+from fivefold.parallel.pipeline.memory import in_flight
 
 Integers = NDArray[np.int64]
 Numbers = NDArray[np.float64]
@@ -47,8 +47,8 @@ def rounds_beyond(pipeline: Layout, micro_batches: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class InFlight:
-    """Micro batches of each stage that wait for their backward, as `UnderWay` counts them. `left`: slots of weight
+class StagesInFlight:
+    """Micro batches of each stage that wait for their backward, as `InFlight` counts them. `left`: slots of weight
     gradients that its rank runs after its last other slot."""
 
     most: Numbers
@@ -59,20 +59,20 @@ class InFlight:
 
 
 @lru_cache(maxsize=16384)
-def in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> InFlight:
+def stages_in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ...]) -> StagesInFlight:
     """Count the micro batches in flight of a pipeline. `layers`: of each stage."""
     of_round, beyond = rounds_beyond(pipeline, micro_batches)
     if beyond:
-        return in_flight(pipeline, micro_batches - beyond * of_round, layers)
+        return stages_in_flight(pipeline, micro_batches - beyond * of_round, layers)
     most, at_loss, later, later_at_loss, left = np.zeros((5, pipeline.stages))
     for order in schedule_plan(pipeline, micro_batches).orders:
-        of = under_way(order, layers)
-        for stage in of.most:
-            most[stage], at_loss[stage] = of.most[stage], of.at_loss[stage]
-            later[stage], later_at_loss[stage] = of.later[stage], of.later_at_loss[stage]
+        counts = in_flight(order, layers)
+        for stage in counts.most:
+            most[stage], at_loss[stage] = counts.most[stage], counts.at_loss[stage]
+            later[stage], later_at_loss[stage] = counts.later[stage], counts.later_at_loss[stage]
         for slot in takewhile(lambda slot: slot.kind == "W", reversed(order)):
             left[slot.stage] += 1
-    return InFlight(most, at_loss, later, later_at_loss, left)
+    return StagesInFlight(most, at_loss, later, later_at_loss, left)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
-from fivefold.parallel.memory import edge_bytes
+from fivefold.parallel.loss.spec import waiting_bytes
+from fivefold.parallel.pipeline.memory import edge_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import RankGrid
 
@@ -87,7 +88,7 @@ class Prices:
     @property
     def edges(self) -> tuple[int, int, int]:
         """Bytes of a stage's input and output that a pipeline holds, and of the head's gradients."""
-        return edge_bytes(self.plan, self.shape)
+        return (*edge_bytes(self.plan, self.shape), waiting_bytes(self.plan, self.shape))
 
     @property
     def parts(self) -> tuple[LayerPrice, ...]:

@@ -20,8 +20,9 @@ from fivefold.parallel.calls import calls, layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, computes_in_copies
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.loss.spec import logit_bytes
 from fivefold.parallel.lower import lower
-from fivefold.parallel.memory import layer_bytes, logit_bytes
+from fivefold.parallel.memory import layer_bytes
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Axis, RankGrid
 from fivefold.parallel.recompute.policy import Recompute

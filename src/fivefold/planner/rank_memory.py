@@ -1,7 +1,7 @@
 """Bytes of a pipeline rank, by moment of a step and by item: those of micro batches in flight, and those at rest. No
 torch.
 
-Moments are those of `parallel/memory.py`. On a CPU, FSDP's collectives during a backward are additional moments.
+Moments are those of `parallel/moments.py`. On a CPU, FSDP's collectives during a backward are additional moments.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,16 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.state_dtypes import restored_bytes
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
-from fivefold.parallel import memory
+from fivefold.parallel.balance.spec import buffer_bytes
 from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.fsdp import memory as fsdp
+from fivefold.parallel.fsdp.memory import Units
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import Passing, Units, buffer_bytes
+from fivefold.parallel.offload.spec import in_update
+from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.engines import Engine
-from fivefold.planner.flow import InFlight
+from fivefold.planner.flow import StagesInFlight
 from fivefold.planner.parts import NO_UNIT, Content, Numbers, Shards, Stages, UnitPrice
 from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Work
@@ -41,9 +45,9 @@ EXCHANGES = {
 }  # fmt: skip
 
 
-def passing(
-    engine: Engine, work: Work, stages: Stages, of: InFlight, logits: Numbers | float, *, offloads: bool = False
-) -> Passing:  # fmt: skip
+def in_flight_bytes(
+    engine: Engine, work: Work, stages: Stages, of: StagesInFlight, logits: Numbers | float, *, offloads: bool = False
+) -> InFlightBytes:  # fmt: skip
     """Bytes of micro batches in flight, for each pipeline rank. `logits`: of the loss. `offloads`: of activations."""
     each = work.kept @ stages.layers.T
     if offloads:
@@ -57,7 +61,7 @@ def passing(
         found: Numbers = (each * numbers) @ stages.ranks.T
         return found + of_head * np.maximum(0, numbers[..., -1:] - 1) * has_head if engine.moments else found
 
-    return Passing(
+    return InFlightBytes(
         saved=added(of.most),
         at_loss=added(of.at_loss),
         later=added(of.later),
@@ -84,7 +88,7 @@ def _most(parts: Numbers, stages: Stages, has: "NDArray[np.bool_] | None" = None
     return found
 
 
-def moving_bytes(engine: Engine, chip: Chip, of: Passing) -> dict[str, dict[str, Numbers]]:
+def moving_bytes(engine: Engine, chip: Chip, of: InFlightBytes) -> dict[str, dict[str, Numbers]]:
     """Moment -> item -> bytes of each pipeline rank; for another trainer, all moments at once."""
     if engine.moments:
         found = of.at()
@@ -111,10 +115,11 @@ def resting_bytes(
     }
     if away or state_dtype != "fp32":
         largest = largest_shard(units) * shape.master_bytes
-        state = memory.in_update(state, largest, shape, away=away, state_dtype=state_dtype)
+        restored = restored_bytes(state_dtype, largest // shape.master_bytes)
+        state = in_update(state, largest, restored, away=away)
     if price_list.engine.moments:
         sizes = _units(shards, content)
-        moments: Mapping[str, Mapping[str, float]] = memory.resting_bytes(state, sizes, zero, shape, root_waits=waits)
+        moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(state, sizes, zero, shape, root_waits=waits)
         if not price_list.cluster.chip.is_host:
             return moments
         in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)

@@ -1,7 +1,8 @@
-"""Collectives of the balance of experts. No torch."""
+"""Balance of experts: collectives, edits of modules, and bytes of routers. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from fivefold.models.facts import Experts
 from fivefold.parallel.collectives import Call, StepShape
@@ -36,8 +37,8 @@ def router_numbers(experts: Experts) -> int:
 
 def _slots(plan: ParallelPlan, shape: StepShape) -> int:
     """Number of blocks of a row on the rank that has most."""
-    cp, tp = plan.layout.cp, plan.layout.tp if plan.splits_sequence else 1
-    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, tp)))
+    cp = plan.layout.cp
+    return max(map(len, tokens_by_rank(shape.tokens * cp, cp, plan.sequence_ranks)))
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,11 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Watch routers."""
     for each in plan.facts.experts if plan.watches_routers else ():
         yield WatchRouter(each.router, "balance", "what experts get is counted, and held even", each)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def buffer_bytes(buffers: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the routers' buffers, in fp32; `buffers`: their shapes."""
+    return 4 * sum(map(prod, buffers.values()))

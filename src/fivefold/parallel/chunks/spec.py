@@ -1,16 +1,16 @@
 """MLPs that run in pieces of the sequence (`memory.mlp_chunks`). No torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import ModelFacts, TPBlock
+from fivefold.models.facts import Matmul, ModelFacts, TPBlock
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
-from fivefold.parallel.step import Step
+from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 
 _OF_LINEARS = ("column", "row", "row_bias")  # roles of the parameters of an MLP
 
@@ -37,6 +37,10 @@ class ChunkPlan:
             next(name[len(each) + 1 :] for each in self._plan.placement.layers if is_within(name, [each]))
             for name in names
         )
+
+    def has(self, matmul: Matmul) -> bool:
+        """True if a matmul of a layer belongs to such an MLP."""
+        return matmul.name.removesuffix(".weight") in self.linears
 
     def pieces(self, tokens: int) -> tuple[int, ...]:
         """Tokens in each piece of a chunked MLP, for `tokens` of a row on this rank."""
@@ -65,7 +69,7 @@ def calls(step: Step, block: TPBlock) -> Iterator[Call]:
     """Calls into an MLP in pieces, and out of it. Each piece enters once more in backward, and stops before its sum. In
     a recomputed layer all pieces run again as well, except the last one of an MLP that ends the layer."""
     plan, shape, layer = step.plan, step.shape, step.layer_of(block.row)
-    split = plan.layout.tp if plan.splits_sequence else 1
+    split = plan.sequence_ranks
     pieces, again = plan.feature(ChunkPlan).pieces(shape.tokens // split), shape.recompute.wraps(layer)
     there, back = ("all_gather", "reduce_scatter") if plan.splits_sequence else ("all_reduce", "all_reduce")
     for at, tokens in enumerate(pieces):
@@ -94,3 +98,25 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     for mlp in plan.feature(ChunkPlan).mlps:
         pieces = plan.layout.mlp_chunks
         yield InPieces(mlp, "chunks", f"runs {pieces} pieces of the sequence in turn", pieces)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Replace what an MLP saves by the input of its pieces. Backward has what a piece recomputes, and its gradients.
+
+    Without pieces the MLP saves the outputs of its first linears and the activation's results from them; compiled, the
+    latter only as the input of its last linear.
+    """
+    plan, hidden = step.plan, step.shape.hidden
+    matmuls = [matmul for matmul in step.cost.matmuls if plan.feature(ChunkPlan).has(matmul)]
+    if not matmuls:
+        return numbers
+    *columns, row = matmuls
+    outputs = sum(matmul.outputs for matmul in columns)
+    inside = outputs + row.inputs if step.shape.compiled else 2 * outputs
+    widest = max(max(matmul.inputs, matmul.outputs) for matmul in matmuls)
+    piece = (2 * outputs + 2 * widest) / plan.layout.tp / plan.layout.mlp_chunks
+    saved = numbers.saved - (inside / plan.layout.tp + hidden * (1 - 1 / plan.sequence_ranks))
+    return replace(numbers, saved=saved, piece=piece + 3 * hidden)

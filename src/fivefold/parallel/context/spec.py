@@ -1,15 +1,15 @@
-"""Context parallelism: edits of modules, and collectives between ranks. No torch."""
+"""Context parallelism: edits of modules, collectives between ranks, and bytes of a layer. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fivefold.core.model_limits import ModelLimits
-from fivefold.models.facts import ModelFacts
+from fivefold.models.facts import AttentionShape, ModelFacts
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Tokens, ring_hops
-from fivefold.parallel.step import Step
+from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 
 
 def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
@@ -86,3 +86,42 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     yield WholeRows(anatomy.head, "cp", "logits of whole rows leave it")
     for module in plan.facts.attends:
         yield Exchange(module, "cp", "attention exchanges keys and values, or heads")
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Add the elements that an exchange of heads saves, and those that the backward of attention has at once if keys
+    and values come from other ranks."""
+    exchanged = _exchanged(step)
+    gradients = max(numbers.gradients, _received(step))
+    return replace(numbers, saved=numbers.saved + exchanged, exchanged=exchanged, gradients=gradients)
+
+
+def _exchanged(step: LayerStep) -> float:
+    """Elements that Ulysses saves in addition: keys and values once more, and the output of attention before it goes
+    back to the ranks of its tokens."""
+    if step.plan.cp_method.ulysses == 1:
+        return 0.0
+    sizes = (heads.query * heads.value_size + _kv_size(heads) for heads in step.cost.attention)
+    return sum(sizes) / step.plan.layout.tp
+
+
+def _received(step: LayerStep) -> float:
+    """Elements that the backward of attention has at once: its own gradients in fp32; the received keys and values, of
+    one rank in a ring or of all ranks, with their gradients in fp32; and those gradients in transit, sent and received.
+    In a ring the next keys and values are arriving."""
+    method = step.plan.cp_method
+    if method.ring == 1:
+        return 0.0
+    wide = max(4, step.shape.compute_bytes) / step.shape.compute_bytes
+    queries = sum(heads.query * heads.key_size for heads in step.cost.attention)
+    keys = sum(map(_kv_size, step.cost.attention))
+    received = method.ring * (3 + wide) if method.gathers else 4 + wide
+    return ((queries + keys) * wide + keys * received) / step.plan.layout.tp
+
+
+def _kv_size(heads: AttentionShape) -> int:
+    """Features of the keys and values of one token."""
+    return heads.kv * (heads.key_size + heads.value_size)

@@ -228,7 +228,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         axis = placement.grid.fsdp_axis(unit.over)
         yield Shard(unit.name, axis, "parameters gathered and reduced as one", unit)
     if placement.stages.count > 1:
-        stages = tuple(placement.stages.layers[slice(*placement.stages.splits[each])] for each in placement.own_stages)
+        stages = tuple(placement.stages.layers_of_stage(stage) for stage in placement.own_stages)
         yield PrefetchWithinStages("", "pp", "backward gathers ahead within a stage", stages)
     if fsdp.rests_in_dtensors and not fsdp.is_used:
         yield RestAsDTensors("", "tp", "parameters rest as DTensors, which refuse to be taken for whole ones")

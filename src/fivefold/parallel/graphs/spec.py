@@ -1,7 +1,7 @@
 """Graphs of `torch.compile` in the layers of a plan. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.models.anatomy import is_within
@@ -10,6 +10,7 @@ from fivefold.parallel.chunks.spec import ChunkPlan
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.step import LayerNumbers, LayerStep
 
 
 class GraphPlan:
@@ -66,3 +67,23 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
             yield Outside(block.row, "compile", "runs outside of graphs: a second forward stops before it")
     for layer in plan.placement.layers if plan.compiled else ():
         yield Compile(layer, "compile", "one graph" if graphs.is_one_graph(layer) else "several graphs")
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Add the gradients that the backward of a layer has at once: of its widest tensor and of its inputs, and of the
+    hidden states; for experts, of all their rows. MLPs in pieces do not count.
+
+    A compiled layer in one graph has the gradients of gate, up and their product at once, and that of its output. If
+    its graph ends at attention over cp, it frees the product before gate and up have gradients.
+    """
+    plan, shape, chunks = step.plan, step.shape, step.plan.feature(ChunkPlan)
+    matmuls = [matmul for matmul in step.cost.matmuls if not chunks.has(matmul)]
+    widest = max((max(matmul.inputs, matmul.outputs) * matmul.times for matmul in matmuls), default=0)
+    at_once, hidden = 2, 2 * shape.hidden
+    if shape.compiled and not plan.matmuls.is_used and all(matmul.times == 1 for matmul in matmuls):
+        ends_inside = plan.placement.grid.size("cp") > 1 or bool(chunks.linears)
+        at_once, hidden = 1 if ends_inside else 3, shape.hidden
+    return replace(numbers, gradients=widest * at_once / plan.layout.tp, hidden=hidden)

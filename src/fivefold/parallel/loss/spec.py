@@ -1,8 +1,9 @@
-"""Collectives of the loss over a split vocabulary. No torch."""
+"""Collectives and bytes of the loss over a split vocabulary. No torch."""
 
 from collections.abc import Iterator
 
-from fivefold.parallel.collectives import Call
+from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.step import Step
 
 
@@ -20,3 +21,39 @@ def calls(step: Step) -> Iterator[Call]:
         yield step.call("tp", "all_reduce", 2 * size, "forward", head, times=times)
     for number in step.shape.answers:
         yield Call(axis="cp", kind="all_reduce", bytes=8 * max(1, number), phase="forward", layer=head)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def logit_bytes(plan: ParallelPlan, shape: StepShape) -> int:
+    """Bytes of the loss of a chunk with its gradients; 0 if another rank has it. This is the larger of two moments: the
+    cross entropy has its softmax in fp32 (fp64), or the gradient of the head is computed.
+
+    With several chunks the head's gradient is summed in fp32. Compiled, no softmax is saved, and a gradient takes the
+    memory of its logits. Hidden states exist as the output of the last layer; as saved by the norm before the head (in
+    fp32, scaled, and weighted); gathered over tp; and as their gradient.
+    """
+    if not plan.placement.has_ends[1]:
+        return 0
+    compute, precise, several = shape.compute_bytes, max(4, shape.compute_bytes), len(shape.loss_chunks) > 1
+    logits, weight = max(shape.loss_chunks) * plan.vocabulary, _head_numbers(plan, shape)
+    in_place = shape.compiled or precise == compute
+    softmax = logits * (compute if in_place else 2 * compute + precise)
+    before = weight * precise if several else 0
+    both = 1 if in_place else 2
+    of_head = weight * compute + both * logits * compute
+    of_norm = 3 + precise // compute
+    hidden = shape.hidden_bytes * of_norm // plan.sequence_ranks + shape.hidden_bytes * (1 + plan.splits_sequence)
+    return before + max(softmax, of_head) + hidden
+
+
+def waiting_bytes(plan: ParallelPlan, shape: StepShape) -> int:
+    """Bytes that the last stage keeps for each micro batch that has its loss and waits for its backward: the gradients
+    of the head and of its input. The first such micro batch is counted by `logit_bytes`."""
+    return _head_numbers(plan, shape) * shape.compute_bytes + shape.hidden_bytes
+
+
+def _head_numbers(plan: ParallelPlan, shape: StepShape) -> int:
+    """Elements in the gradient of the head; 0 if it is frozen."""
+    return plan.vocabulary * shape.hidden * plan.facts.parameters[plan.head_weight].is_trained

@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.lanes import Copies, Lane
-from fivefold.parallel.memory import SMALL
 from fivefold.parallel.offload.host_memory import HostMemory
+from fivefold.parallel.offload.spec import SMALL
 from fivefold.torch_internals import plain_tensors, storage_key
 
 

@@ -26,10 +26,9 @@ from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.lanes import Copies, Lane
 from fivefold.parallel.layout import Layout
-from fivefold.parallel.memory import part_bytes
 from fivefold.parallel.offload.activations import HostActivations
 from fivefold.parallel.offload.host_memory import HostMemory, most_bytes
-from fivefold.parallel.offload.spec import OffloadActivations
+from fivefold.parallel.offload.spec import OffloadActivations, part_bytes
 from fivefold.torch_internals import step_hooks
 
 WEIGHT = ""  # the kind of a parameter itself, besides those of its state

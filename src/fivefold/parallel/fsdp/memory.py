@@ -1,0 +1,102 @@
+"""Bytes of FSDP: parameters that it gathers, and gradients that wait to be reduced. No torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from fivefold.models.anatomy import is_within
+from fivefold.parallel.collectives import StepShape
+from fivefold.parallel.fsdp.spec import FsdpPlan
+from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
+from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
+from fivefold.parallel.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Units:
+    """Sizes of a rank's FSDP units (bytes gathered, numbers reduced). `layer`: the largest layer with its experts.
+    `own`: its own unit, without them. `embedding`: if it has a unit of its own here. `root`: the model's own unit.
+    `total`: all units. `matrix`: numbers of the largest parameter of a layer. `ahead`: bytes of a layer that backward
+    prefetches while the one after it runs: its own unit, or 0 if this rank has it whole. Not `by_fsdp`: all parameters
+    are there, copied or as stored."""
+
+    layer: tuple[int, int]
+    own: tuple[int, int]
+    embedding: tuple[int, int]
+    root: tuple[int, int]
+    total: tuple[int, int]
+    matrix: int
+    ahead: int
+    by_fsdp: bool = True
+
+
+def rank_resting_bytes(plan: ParallelPlan, shape: StepShape, state: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """`resting_bytes` of the rank of a plan."""
+    fsdp = plan.feature(FsdpPlan)
+    root_waits = len(fsdp.users(fsdp.units[-1])) > 1
+    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=root_waits)
+
+
+def _units(plan: ParallelPlan) -> Units:
+    fsdp, layers = plan.feature(FsdpPlan), plan.placement.layers
+    sizes = {unit.name: (fsdp.gathered_bytes(unit), fsdp.padded_sizes(unit)[1]) for unit in fsdp.units}
+    of_layers = [
+        (_sum(size for name, size in sizes.items() if name == layer or is_within(name, [layer])), sizes[layer])
+        for layer in layers
+    ]
+    largest, own = max(of_layers, default=((0, 0), (0, 0)))
+    sent = (unit for unit in fsdp.units if unit.name in layers and plan.placement.grid.fsdp_shards(unit.over) > 1)
+    return Units(
+        layer=largest,
+        own=own,
+        embedding=sizes.get(plan.anatomy.embedding, (0, 0)),
+        root=sizes[""],
+        total=_sum(sizes.values()),
+        matrix=max((fsdp.largest(unit) for unit in fsdp.units if is_within(f"{unit.name}.", layers)), default=0),
+        ahead=max((sizes[unit.name][0] for unit in sent), default=0),
+        by_fsdp=fsdp.is_used,
+    )
+
+
+def _sum(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    pairs = tuple(sizes)
+    return sum(gathered for gathered, _ in pairs), sum(reduced for _, reduced in pairs)
+
+
+def resting_bytes(
+    state: Mapping[str, int], units: Units, zero: int, shape: StepShape, *, root_waits: bool
+) -> dict[str, dict[str, int]]:
+    """Compute moment -> kind -> bytes that do not depend on the tokens of a micro batch. `state`: all parameters,
+    gradients, optimizer state and buffers of routers; `state[UPDATE]` is what the update needs besides.
+
+    Gradients exist from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and in
+    backward the next one without its experts (a layer that a rank has whole is copied in its turn). The embedding is
+    not gathered then, because backward does not read it. ZeRO-1 and 2 have gathered all units.
+
+    Gradients wait for their reduction in the compute dtype, and are then copied into one buffer in the dtype of the
+    reduction. While a layer's activations exist, only its last matrix has a gradient, and the buffer of the experts
+    before it is free again. ZeRO-1 keeps the sum of all micro batches. In the update nothing of a pass is left.
+    `root_waits`: two stages of the rank add to the model's own unit; between them only its sum is kept.
+    """
+    layer, own, root, total = units.layer, units.own, units.root, units.total
+    zero = zero if units.by_fsdp else WITHOUT_FSDP
+    first = max(units.embedding, layer)
+    at_end = 0 if first == units.embedding else layer[0]
+    at_loss, in_backward = root[0] + layer[0], root[0] + layer[0] + units.ahead
+    at_begin = ((0 if root_waits else root[1]) + units.matrix) * shape.compute_bytes
+    a_layer_later = at_begin + own[1] * shape.reduce_bytes
+    last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
+    numbers = (at_loss, in_backward, in_backward, root[0] + at_end, 0, at_loss, in_backward, in_backward)
+    waiting = (0, at_begin, a_layer_later, last, 0, 0, at_begin, a_layer_later)
+    moments, more = {}, state.get(UPDATE, 0)
+    state = {kind: size for kind, size in state.items() if kind != UPDATE}
+    for moment, gathered, unreduced in zip(MOMENTS, numbers, waiting, strict=True):
+        is_there, is_update = moment not in FIRST, moment == UPDATE
+        summed = (total[1] if zero == 1 else root[1] * root_waits) * shape.reduce_bytes * (is_there and not is_update)
+        moments[moment] = {
+            **state,
+            "gradients": state["gradients"] if is_there and (zero > 1 or is_update) else 0,
+            "optimizer state": state.get("optimizer state", 0) + more * is_update,
+            "gathered parameters": total[0] if zero < 3 else gathered,
+            "unreduced gradients": unreduced + summed,
+        }
+    return moments
