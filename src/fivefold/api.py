@@ -118,9 +118,9 @@ def compare(
     from fivefold.comparison.launch import Request, main
 
     request = Request(
-        paths=[Path(each) for each in paths], overrides=_written(overrides), vary=[_written(each) for each in vary],
+        paths=[Path(item) for item in paths], overrides=_written(overrides), vary=[_written(item) for item in vary],
         nproc=nproc, repeats=repeats, steps=steps, warmup=warmup, out=None if out is None else Path(out),
-        against=[str(each) for each in against],
+        against=[str(folder) for folder in against],
     )  # fmt: skip
     return main(request, lambda report: None, quiet=quiet)
 

@@ -500,7 +500,7 @@ def _barrier(tensor: Tensor, group: Any, devices: list[int], async_op: bool = Tr
 
 def _gather_each(outputs: list[Tensor], given: list[Tensor], group: Any, async_op: bool = True) -> Any:
     """The kernel called by the operator `all_gather_into_tensor`, with one tensor."""
-    works = [_all_gather(each, its, group, async_op)[1] for each, its in zip(outputs, given, strict=True)]
+    works = [_all_gather(output, its, group, async_op)[1] for output, its in zip(outputs, given, strict=True)]
     return _all_of(works)
 
 
@@ -601,8 +601,8 @@ def fsdp_forget(module: "FSDPModule") -> None:
     assign(state._state_ctx, iter_forward_root=None, post_backward_final_callback_queued=False)
     state._comm_ctx.post_forward_order.clear()
     groups = [group for group in _groups(module) if group]
-    for each in (state, *groups):
-        assign(each, _training_state=type(each._training_state).IDLE)
+    for state_ in (state, *groups):
+        assign(state_, _training_state=type(state_._training_state).IDLE)
     for group in groups:
         group.wait_for_unshard()
         group._post_forward_indices.clear()
@@ -658,10 +658,12 @@ def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
 
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
     found = dict[tuple[nn.Module, str], FSDPParam]()
-    for each in (each for unit in units for group in filter(None, _groups(unit)) for each in group.fsdp_params):
-        own = each._module_info
-        found[own.module, own.param_name] = each
-        found |= dict.fromkeys(zip(own.shared_modules, own.shared_param_names, strict=True), each)
+    for parameter in (
+        parameter for unit in units for group in filter(None, _groups(unit)) for parameter in group.fsdp_params
+    ):
+        own = parameter._module_info
+        found[own.module, own.param_name] = parameter
+        found |= dict.fromkeys(zip(own.shared_modules, own.shared_param_names, strict=True), parameter)
     return found
 
 
@@ -760,10 +762,13 @@ def compiles(most: int = 100_000) -> list[Compile]:
     utils.set_compilation_metrics_limit(most)
     return [
         Compile(
-            each.co_filename or "", each.co_firstlineno or 0, each.co_name, getattr(each, "recompile_reason", "") or ""
+            compiled.co_filename or "",
+            compiled.co_firstlineno or 0,
+            compiled.co_name,
+            getattr(compiled, "recompile_reason", "") or "",
         )
-        for each in utils.get_compilation_metrics()
-        if each.co_name
+        for compiled in utils.get_compilation_metrics()
+        if compiled.co_name
     ]
 
 
@@ -890,8 +895,8 @@ def _has_module(package: Any, name: str) -> bool:
 
 def _of_instances(owner: Any) -> set[str]:
     own = list(vars(owner).values()) if isinstance(owner, type) else []
-    methods = [getattr(each, "fget", each) for each in own]
-    named = [each.__code__.co_names for each in methods if hasattr(each, "__code__")]
+    methods = [getattr(member, "fget", member) for member in own]
+    named = [method.__code__.co_names for method in methods if hasattr(method, "__code__")]
     return {*getattr(owner, "__annotations__", {}), *itertools.chain(*named)}
 
 

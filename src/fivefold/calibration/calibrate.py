@@ -89,14 +89,14 @@ def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
     for dtype in sorted({*mine.chip.peak_tflops} & {*table.chip.peak_tflops}):
         yield row(f"matmul {dtype}, TFLOP/s", partial(_tflops, dtype=dtype))
     yield Measured("tile of a matmul", *(_tile(machine) for machine in (mine, table)))
-    yield row("attention, of the matmul rate", lambda each: each.chip.attention_fraction)
-    yield row("memory, GB/s", lambda each: each.chip.memory_bytes_per_second / 1e9)
-    yield row("host of one operation, us", lambda each: each.chip.launch_us)
-    yield row("device memory, GiB", lambda each: each.chip.memory_gib)
-    yield row("before anything is made, GiB", lambda each: each.chip.context_gib)
-    yield row("links of a device, GB/s", lambda each: each.node.inside.bytes_per_second / 1e9)
-    yield row("a hop, us", lambda each: each.node.inside.latency_us)
-    yield row("until ranks have met, us", lambda each: each.node.inside.meet_us)
+    yield row("attention, of the matmul rate", lambda fit: fit.chip.attention_fraction)
+    yield row("memory, GB/s", lambda fit: fit.chip.memory_bytes_per_second / 1e9)
+    yield row("host of one operation, us", lambda fit: fit.chip.launch_us)
+    yield row("device memory, GiB", lambda fit: fit.chip.memory_gib)
+    yield row("before anything is made, GiB", lambda fit: fit.chip.context_gib)
+    yield row("links of a device, GB/s", lambda fit: fit.node.inside.bytes_per_second / 1e9)
+    yield row("a hop, us", lambda fit: fit.node.inside.latency_us)
+    yield row("until ranks have met, us", lambda fit: fit.node.inside.meet_us)
 
 
 def _tflops(cluster: Cluster, dtype: str) -> float:

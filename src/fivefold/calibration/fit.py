@@ -44,7 +44,7 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
         "launch_us": _short(all_at_once.launch * 1e6),
         "context_gib": _short(all_at_once.context / GIB),
         **({"host_gbs": _short(all_at_once.host / 1e9)} if all_at_once.host else {}),
-        **{key: list(each) if isinstance(each, tuple) else each for key, each in curve.items()},
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in curve.items()},
     }
     node: Table = {"cores": cluster.devices_per_node} if chip.is_host else {}
     if all_at_once.collectives:

@@ -113,7 +113,7 @@ def corrected(tree: Mapping[str, Any], logs: Mapping[str, float]) -> Table:
     """Tables of a hardware file whose terms take `exp(logs)` as long."""
     alone = {**tree, "node": {**tree.get("node", {}), "cores": 0}}  # speeds of a single device
     cluster = hardware_file.parsed(hardware_file.text(alone))
-    chip, slower = cluster.chip, {term: exp(each) for term, each in logs.items()}
+    chip, slower = cluster.chip, {term: exp(logarithm) for term, logarithm in logs.items()}
 
     def part(dtype: str) -> float:
         """Fraction of the peak; above 1 if the peak is too low."""

@@ -80,7 +80,7 @@ class CheckpointAdapter:
         base, adapter = base_source(self.config, self._model), self.checkpoint.source()
         check_base(self.config, self.checkpoint.agreement, str(self.checkpoint.path))
         if self.lora.quantize == "nf4":  # the base that the adapter was trained on
-            base = InNf4(base, [each.weight for each in targets_of(facts_of(self._model), self.lora)])
+            base = InNf4(base, [target.weight for target in targets_of(facts_of(self._model), self.lora)])
         merged = Merged(base, adapter, self.lora, transposed)
         check = check_merged(self._model.config, base, adapter, merged, self.lora, dtype, room)
         return _Whole(merged), check
@@ -101,7 +101,7 @@ def write_peft(
     """Write the adapter `lora` of `model` (on the meta device, without it) as the folder `out` of `peft`, through a
     temporary folder; returns the bytes of its tensors. `base`: the name of the model. `force` replaces an existing
     adapter, `into` keeps other files. Raises `RunFailed`, or `UserError` if the folder is at fault."""
-    there = {each.name for each in out.iterdir()} if out.is_dir() else set()
+    there = {file.name for file in out.iterdir()} if out.is_dir() else set()
     into = into and out.is_dir()
     is_adapter = CONFIG in there and there <= _FILES
     if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):
@@ -120,4 +120,4 @@ def write_peft(
         else:
             shutil.rmtree(out, ignore_errors=True)
             os.rename(temporary, out)
-    return sum(each.nbytes for each in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())

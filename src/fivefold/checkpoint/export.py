@@ -126,7 +126,7 @@ def _publish(temporary: Path, out: Path) -> None:
 
 def _publish_into(temporary: Path, out: Path) -> None:
     """Move the files of the finished folder into `out`."""
-    for old in [each for each in out.iterdir() if _WEIGHTS.fullmatch(each.name)]:
+    for old in [file for file in out.iterdir() if _WEIGHTS.fullmatch(file.name)]:
         old.unlink()
     for path in sorted(temporary.iterdir()):
         os.replace(path, out / path.name)
@@ -175,7 +175,7 @@ def _write_weights(source: WholeTensors, folder: Path, dtype: torch.dtype, file_
         tensors = {name: cast(name, source.whole(name), dtype) for name in names}
         if number == 1:
             tensors |= {name: cast(name, values, dtype) for name, values in computed.items()}
-        for name in [each for each in tensors if each in known.pieces]:
+        for name in [name for name in tensors if name in known.pieces]:
             tensors |= split(known.pieces[name], tensors.pop(name))
         tensors = {known.names.get(name, name): tensor for name, tensor in tensors.items()}
         model_folder.save_tensors(tensors, folder / file)

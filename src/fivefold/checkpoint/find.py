@@ -39,15 +39,15 @@ def candidates(directory: Path, remote: Remote | None = None) -> list[Checkpoint
     """The steps in `directory` and their copies in `remote`, the newest first and a folder before its copy."""
     found = [CheckpointRef(step, directory) for step in steps(directory)]
     found += [CheckpointRef(step, directory, remote) for step in (remote.steps() if remote else ())]
-    return sorted(found, key=lambda each: (-each.step, each.remote is not None))
+    return sorted(found, key=lambda candidate: (-candidate.step, candidate.remote is not None))
 
 
 def newest(directory: Path) -> Path | None:
     """The folder of the last step in `directory` with an intact manifest; None if there is none."""
-    for each in candidates(directory):
+    for candidate in candidates(directory):
         with suppress(CorruptCheckpoint):
-            each.manifest()
-            return each.folder()
+            candidate.manifest()
+            return candidate.folder()
     return None
 
 
@@ -82,7 +82,7 @@ def find_checkpoint(run: str | Path, step: int | None = None) -> Checkpoint:
     try:
         return _opened(Path(run, "checkpoints"), wanted)
     except CorruptCheckpoint as damage:
-        others = [str(each) for each in there if each != wanted]
+        others = [str(step) for step in there if step != wanted]
         fix = f"choose another step: {', '.join(others)}" if others else "there is no other step"
         raise CorruptCheckpoint(damage.what, fix=fix) from damage
 

@@ -84,7 +84,7 @@ class Checkpoint:
         everyone = [next(self.damages(rank, size, kinds), None)] * size
         if together:
             everyone = plain.everywhere(everyone[rank])
-        if damage := next((each for each in everyone if each), None):
+        if damage := next((text for text in everyone if text), None):
             raise CorruptCheckpoint(damage, fix=f"remove {self.path}, or put back the copy that was saved")
 
     def damages(self, rank: int = 0, size: int = 1, kinds: Collection[str] | None = None) -> Iterator[str]:
@@ -237,7 +237,7 @@ def _scalar(value: float, kind: str, device: torch.device) -> Any:
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:
     """Raise `UserError` unless `source` has exactly the parameters of `model`, in its shapes and its type."""
     shapes = state_of(model).placement.stored_shapes
-    dtype = next(each for name, each in model.named_parameters() if name in shapes).dtype
+    dtype = next(parameter for name, parameter in model.named_parameters() if name in shapes).dtype
     if missing := sorted(shapes.keys() - source.names()):
         raise UserError(f"{where} does not hold {listed(missing, 3)}", fix="was it written by another model?")
     if unknown := sorted(source.names() - shapes.keys()):
@@ -246,7 +246,7 @@ def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> N
         if source.shape(name) != shape:
             raise UserError(f"{where}: {name} is {list(source.shape(name))}, and this model has {list(shape)}")
         if source.dtype(name) != dtype:
-            kept, now = (str(each).removeprefix("torch.") for each in (source.dtype(name), dtype))
+            kept, now = (str(kind).removeprefix("torch.") for kind in (source.dtype(name), dtype))
             raise UserError(
                 f"{where} keeps {name} in {kept}, and this run in {now}",
                 fix=f"set precision.compute: {'fp64' if kept == 'float64' else 'fp32 or bf16'}",

@@ -140,9 +140,9 @@ class Saver:
         future optimizer state, of which the slices of this rank take their share."""
         reshard(model)
         own = list(collect(model, optimizer))
-        held = sum(local(each).nbytes for each in model.parameters())
+        held = sum(local(parameter).nbytes for parameter in model.parameters())
         weights = [one.values for one in own if one.kind == WEIGHT]
-        written = sum(each.nbytes for each in weights)
+        written = sum(tensor.nbytes for tensor in weights)
         if not weights or not (self._asynchronous or weights[0].is_cuda):
             return
         self._staging.take([one.values for one in own], more * written // max(held, 1))
@@ -357,8 +357,8 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
     directory.parent.mkdir(parents=True, exist_ok=True)
     files.make_folder(directory)
     files.remove(beside)
-    for each in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
-        _clear_away(each)
+    for folder in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
+        _clear_away(folder)
     files.make_folder(beside)
 
 
@@ -457,12 +457,12 @@ def dtype_name(dtype: torch.dtype | str | None) -> str | None:
 
 def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
     records, folders = {}, sorted({(folder / name).parent for name in texts} - {folder})
-    for each in folders:
-        files.make_folder(each)
+    for made in folders:
+        files.make_folder(made)
     for name, content in texts.items():
         records[name] = FileRecord(files.write(folder / name, [content]), shard.checksum(content))
-    for each in reversed(folders):
-        files.sync_folder(each)
+    for made in reversed(folders):
+        files.sync_folder(made)
     return records
 
 

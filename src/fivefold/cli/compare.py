@@ -62,7 +62,7 @@ def compare(
 
     request = Request(
         paths=[Path(file) for file in files], overrides=[word for word in given if word not in files],
-        vary=[words(each) for each in vary or ()], nproc=_counts(nproc), repeats=repeats, steps=steps, warmup=warmup,
+        vary=[words(text) for text in vary or ()], nproc=_counts(nproc), repeats=repeats, steps=steps, warmup=warmup,
         out=out, against=against or [],
     )  # fmt: skip
     if not main(request, publish, quiet=json == "-").ok:

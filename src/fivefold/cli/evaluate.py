@@ -62,7 +62,7 @@ def evaluate(
     from fivefold.launch.once import run_once
     from fivefold.report.table import write
 
-    names = tuple(name.strip() for each in tasks or () for name in each.split(",") if name.strip())
+    names = tuple(name.strip() for listed in tasks or () for name in listed.split(",") if name.strip())
     request = EvaluateRequest(
         model=model, text=text, format=format, text_key=text_key, layout=layout, step=step, seq_length=seq_length,
         max_tokens=max_tokens, tasks=names, num_fewshot=num_fewshot, limit=limit, chat=chat, batch_size=batch_size,

@@ -56,10 +56,10 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     is_file = bool(arguments) and ("=" not in arguments[0] or Path(arguments[0]).exists())
     path = Path(arguments[0]) if is_file else None
     overrides = arguments[1:] if path else arguments
-    for each in overrides:
-        if "=" not in each:
+    for override in overrides:
+        if "=" not in override:
             raise UserError(
-                f"{each} is neither the run file, which comes first, nor key=value",
+                f"{override} is neither the run file, which comes first, nor key=value",
                 fix="fivefold train RUN.yaml key=value ...",
                 more="fivefold train --help",
             )

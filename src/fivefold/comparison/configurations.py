@@ -92,7 +92,9 @@ def configurations(
             config = load_config(path, keys)
             check_supported(config)
             name = ", ".join(map(_short, varied)) or _name(path, config)
-            found.append(Configuration(fresh(name, [each.name for each in found]), path, tuple(keys), config))
+            found.append(
+                Configuration(fresh(name, [configuration.name for configuration in found]), path, tuple(keys), config)
+            )
     return found
 
 
@@ -126,9 +128,9 @@ def slug(name: str) -> str:
 
 def fresh(name: str, taken: Sequence[str]) -> str:
     """Return `name`, or `name-2` if files of that name are taken."""
-    slugs = {slug(each) for each in taken}
+    slugs = {slug(name) for name in taken}
     names = chain([name], (f"{name}-{at}" for at in count(2)))
-    return next(each for each in names if slug(each) not in slugs)
+    return next(name for name in names if slug(name) not in slugs)
 
 
 def devices_of(configuration: Configuration, asked: int | None) -> int:
@@ -163,20 +165,20 @@ class Contest:
         """Plan each configuration on each of `counts`, `repeats` times. Raises `UserError` if one runs on none."""
         cells, refused = list[tuple[Configuration, int]](), dict[tuple[str, int], str]()
         for asked in counts:
-            for each in some:
+            for configuration in some:
                 try:
-                    cell = (each, devices_of(each, asked))
+                    cell = (configuration, devices_of(configuration, asked))
                 except UserError as error:
                     if asked is None:
                         raise
-                    refused[each.name, asked] = error.what
+                    refused[configuration.name, asked] = error.what
                 else:
                     cells += [cell] if cell not in cells else []
-        for each in some:
-            if not any(each is one for one, _ in cells):
-                why = next(why for (name, _), why in refused.items() if name == each.name)
+        for configuration in some:
+            if not any(configuration is one for one, _ in cells):
+                why = next(why for (name, _), why in refused.items() if name == configuration.name)
                 raise UserError(
-                    f"{each.name} cannot run with --nproc {','.join(map(str, counts))}: {why}",
+                    f"{configuration.name} cannot run with --nproc {','.join(map(str, counts))}: {why}",
                     fix="another --nproc, or layout",
                 )
         return cls(some, list(in_turns(cells, repeats)), refused)
@@ -184,7 +186,7 @@ class Contest:
     @property
     def cells(self) -> list[tuple[str, int]]:
         """Pairs of configuration and devices in the table's order: fewest devices first, then as named."""
-        order = {each.name: place for place, each in enumerate(self.configurations)}
+        order = {configuration.name: place for place, configuration in enumerate(self.configurations)}
         every = {*((run.configuration.name, run.devices) for run in self.runs), *self.refused}
         return sorted(every, key=lambda cell: (cell[1], order[cell[0]]))
 
@@ -200,10 +202,10 @@ def unlike(some: Sequence[Configuration]) -> dict[str, str]:
     """Configurations whose losses are not comparable with the first's, with the key that differs."""
     first, *others = some
     found = {}
-    for each in others:
+    for other in others:
         for section in _DIFFERENT_TEXT:
-            own, base = each.tree[section], first.tree[section]
+            own, base = other.tree[section], first.tree[section]
             keys = [key for key in own if own[key] != base[key] and key not in ("seq_length", "packing")]
             if keys:
-                found[each.name] = f"{section}.{keys[0]}"
+                found[other.name] = f"{section}.{keys[0]}"
     return found

@@ -63,11 +63,14 @@ def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareR
             more=MORE,
         )
     some = configurations(request.paths, request.overrides, request.vary, request.steps)
-    others = _read(request.against, [each.name for each in some])
+    others = _read(request.against, [configuration.name for configuration in some])
     counts: Sequence[int | None] = request.nproc or ([None] if len(some) > 1 or others else [1, None])
     contest = Contest.of(some, counts, request.repeats)
     _check_steps(some, request.warmup)
-    out = request.out or Path(some[0].config.run.dir) / ("compare-" + "-".join(each.slug for each in some))[:120]
+    out = (
+        request.out
+        or Path(some[0].config.run.dir) / ("compare-" + "-".join(configuration.slug for configuration in some))[:120]
+    )
     comparison = Comparison(request, contest, out, others)
     with _claimed(out, some), sigterm_raises(), comparison.shown(quiet):
         try:
@@ -83,8 +86,8 @@ def main(request: Request, publish: Publish, *, quiet: bool = False) -> CompareR
 def _read(against: Sequence[str], taken: Sequence[str]) -> list[logs.Log]:
     """Read the logs, each under a unique name. Raises `UserError`."""
     names, found = list(taken), list[logs.Log]()
-    for each in against:
-        log = logs.read(each)
+    for folder in against:
+        log = logs.read(folder)
         found.append(replace(log, name=fresh(log.name, names)))
         names.append(found[-1].name)
     return found
@@ -96,7 +99,7 @@ def _of_logs(others: Sequence[logs.Log], request: Request, publish: Publish) -> 
         raise UserError(
             "one log is nothing to compare", fix="name a run file too, or a second --against LOG", more=MORE
         )
-    report = report_of([_measured(each, request.warmup) for each in others], others=others, warmup=request.warmup)
+    report = report_of([_measured(other, request.warmup) for other in others], others=others, warmup=request.warmup)
     publish(report)
     return report
 
@@ -106,11 +109,12 @@ def _measured(log: logs.Log, warmup: int) -> Measured:
 
 
 def _check_steps(some: Sequence[Configuration], warmup: int) -> None:
-    for each in some:
-        steps = each.config.train.max_steps
+    for configuration in some:
+        steps = configuration.config.train.max_steps
         if steps is not None and steps <= warmup:
+            name, have = configuration.name, many(steps, "step")
             raise UserError(
-                f"{each.name} has {many(steps, 'step')}, of which the first {warmup} are not timed: none is left",
+                f"{name} has {have}, of which the first {warmup} are not timed: none is left",
                 fix=f"--steps {10 * (warmup + 1)}, or --warmup 0", more=MORE,
             )  # fmt: skip
 
@@ -119,7 +123,9 @@ def _check_steps(some: Sequence[Configuration], warmup: int) -> None:
 def _claimed(out: Path, some: Sequence[Configuration]) -> Iterator[None]:
     """Lock the folder `out` for this process and these configurations. Raises `UserError` if it holds others."""
     instead = "name another folder: --out DIR"
-    says = yaml.safe_dump({each.name: each.tree for each in some}, sort_keys=False, allow_unicode=True)
+    says = yaml.safe_dump(
+        {configuration.name: configuration.tree for configuration in some}, sort_keys=False, allow_unicode=True
+    )
     with writing(out, instead=instead):
         out.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(out, instead=instead)
@@ -127,7 +133,7 @@ def _claimed(out: Path, some: Sequence[Configuration]) -> Iterator[None]:
         with writing(out / RECORD, instead=instead):
             if (out / RECORD).exists():
                 _agree(out, _recorded(out / RECORD), yaml.safe_load(says), instead)
-            elif any(each.name != ".lock" for each in out.iterdir()):
+            elif any(path.name != ".lock" for path in out.iterdir()):
                 raise UserError(f"{out} holds something else than a comparison", fix=instead)
             files.replace(out / RECORD, says.encode())
         yield
@@ -150,8 +156,8 @@ def _agree(out: Path, before: Any, now: dict[str, Any], instead: str) -> None:
         listed = ", ".join(before) if isinstance(before, dict) else "nothing that can be read"
         raise UserError(f"{out} holds a comparison of {listed}", fix=fix)
     for name, tree in now.items():
-        was, own = (dict(_flat(each)) for each in (before[name], tree))
-        for key in [each for each in own if each in was]:  # a key that another version lacks has its default value
+        was, own = (dict(_flat(values)) for values in (before[name], tree))
+        for key in [key for key in own if key in was]:  # a key that another version lacks has its default value
             if was[key] != own[key]:
                 raise UserError(f"{out} holds runs of {name} with {key} {was[key]}, not {own[key]}", fix=fix)
 
@@ -190,11 +196,14 @@ class Comparison:
         """Report the measurements so far."""
         done = [run for run in self.contest.runs if self._is_done(run)]
         measured = [self._measured(run) for run in done] + [
-            _measured(each, self.request.warmup) for each in self.others
+            _measured(other, self.request.warmup) for other in self.others
         ]
         missing = [run for run in self.contest.runs if run not in done]
         places = {str(history.load(self.out / run.name).starts[-1].about.get("device")) for run in done}
-        keys = {each.name: [str(each.path or "demo"), *each.overrides] for each in self.contest.configurations}
+        keys = {
+            configuration.name: [str(configuration.path or "demo"), *configuration.overrides]
+            for configuration in self.contest.configurations
+        }
         return report_of(
             measured, contest=self.contest, failed=self.failed, others=self.others, warmup=self.request.warmup,
             missing=len(missing), unlike=unlike(self.contest.configurations),
@@ -249,7 +258,7 @@ class Comparison:
 
     def _label(self, run: PlannedRun, number: int) -> str:
         place = f"{number:>{len(str(len(self.contest.runs)))}}/{len(self.contest.runs)}"
-        width = max(len(each.name) for each in self.contest.configurations)
+        width = max(len(configuration.name) for configuration in self.contest.configurations)
         return f"{place}  {run.configuration.name:<{width}}  {many(run.devices, 'device'):<9}  repeat {run.repeat}"
 
     def _result(self, run: PlannedRun) -> str:

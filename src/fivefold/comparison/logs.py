@@ -85,7 +85,7 @@ def steps_of_run(folder: Path) -> list[Step]:
 def without_warm_up(steps: Sequence[Step], starts: Iterable[int], warmup: int) -> list[Step]:
     """Drop the first `warmup` steps after each of `starts`, the steps from which starts continued."""
     firsts = sorted({0, *starts})
-    return [each for each in steps if each.step - max((s for s in firsts if s < each.step), default=0) > warmup]
+    return [step for step in steps if step.step - max((s for s in firsts if s < step.step), default=0) > warmup]
 
 
 def read(asked: str) -> Log:
@@ -125,7 +125,7 @@ def _asked(asked: str) -> tuple[Path, dict[str, int]]:
                 raise ValueError
         except ValueError:
             raise UserError(
-                f"--against {asked!r}: {word} is none of {', '.join(f'{each}=N' for each in _GIVEN)}",
+                f"--against {asked!r}: {word} is none of {', '.join(f'{key}=N' for key in _GIVEN)}",
                 fix=f'--against "{path} devices=8 tokens_per_step=65536"', more=MORE,
             ) from None  # fmt: skip
         given[key] = number

@@ -27,7 +27,7 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
         """Summarise values; None if nothing was measured."""
-        known = [each for each in values if each is not None]
+        known = [value for value in values if value is not None]
         return cls(median(known), min(known), max(known), len(known)) if known else None
 
     @property
@@ -78,36 +78,36 @@ class Measured:
     @property
     def speed(self) -> float | None:
         """Tokens per second and device of the median step."""
-        return _median(each.speed for each in self.timed)
+        return _median(step.speed for step in self.timed)
 
     @property
     def mfu_pct(self) -> float | None:
         """MFU of the median step."""
-        return _median(each.mfu_pct for each in self.timed)
+        return _median(step.mfu_pct for step in self.timed)
 
     @property
     def peak_gib(self) -> float | None:
         """Highest peak memory."""
-        return max((each.peak_gib for each in self.steps if each.peak_gib is not None), default=None)
+        return max((step.peak_gib for step in self.steps if step.peak_gib is not None), default=None)
 
     @property
     def tokens(self) -> float | None:
         """Tokens seen at the end."""
-        return max((each.tokens for each in self.steps if each.tokens is not None), default=None)
+        return max((step.tokens for step in self.steps if step.tokens is not None), default=None)
 
     def loss(self, tokens: float) -> float | None:
         """Mean training loss of the last tenth of the first `tokens`."""
         known = [
-            each.loss for each in self.steps
-            if each.loss is not None and each.tokens and (1 - LAST) * tokens < each.tokens <= SLACK * tokens
+            step.loss for step in self.steps
+            if step.loss is not None and step.tokens and (1 - LAST) * tokens < step.tokens <= SLACK * tokens
         ]  # fmt: skip
         return fmean(known) if known else None
 
     def eval_loss(self, tokens: float) -> float | None:
         """Loss of the evaluation after `tokens`; None if there is none close enough."""
         known = [
-            each.eval_loss for each in self.steps
-            if each.eval_loss is not None and each.tokens and (1 - CLOSE) * tokens <= each.tokens <= SLACK * tokens
+            step.eval_loss for step in self.steps
+            if step.eval_loss is not None and step.tokens and (1 - CLOSE) * tokens <= step.tokens <= SLACK * tokens
         ]  # fmt: skip
         return known[-1] if known else None
 
@@ -118,7 +118,7 @@ class Measured:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [each for each in values if each is not None]
+    known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
@@ -128,7 +128,7 @@ def common_tokens(runs: Iterable[Measured]) -> dict[int, float]:
     Another seed makes other rows, with a little more or less padding: repeats end after about as many tokens.
     """
     seen = [(run.repeat, run.tokens) for run in runs if run.tokens]
-    return {repeat: min(tokens for each, tokens in seen if not repeat or each in (0, repeat)) for repeat, _ in seen}
+    return {repeat: min(tokens for number, tokens in seen if not repeat or number in (0, repeat)) for repeat, _ in seen}
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def rows(
 def _row(cell: Cell, by_cell: Mapping[Cell, Sequence[Measured]], base: str, tokens: Tokens, note: str) -> Row:
     name, devices = cell
     own, beside = by_cell[cell], by_cell.get((base, devices), ())
-    of_base = beside or next((some for (each, _), some in by_cell.items() if each == base and some), ())
-    fewest = min((count for each, count in by_cell if each == name and count and by_cell[each, count]), default=None)
+    of_base = beside or next((some for (name, _), some in by_cell.items() if name == base and some), ())
+    fewest = min((count for cell, count in by_cell if cell == name and count and by_cell[cell, count]), default=None)
     first = by_cell.get((name, fewest), ())
     fewer = _difference(own, first, "speed", tokens) if fewest and devices != fewest else None
     is_base = name == base

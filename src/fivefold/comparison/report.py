@@ -222,7 +222,7 @@ def report_of(
         **{cell: f"not run: {why}" for cell, why in (contest.refused.items() if contest else ())},
         **{cell: f"failed: {why}" for cell, why in failed.items()},
     }
-    cells: list[At] = [*(contest.cells if contest else ()), *((each.name, each.devices) for each in others)]
+    cells: list[At] = [*(contest.cells if contest else ()), *((other.name, other.devices) for other in others)]
     cells.sort(key=lambda cell: cell[1] or 2**31)  # unknown: last
     base = contest.configurations[0].name if contest else others[0].name
     found = tuple(rows(runs, cells, notes, base=base, other_text=unlike or {}))
@@ -249,13 +249,13 @@ def _notes(
         if longer:
             lines.append(f"{listed(dict.fromkeys(longer), 3)} saw more tokens: losses are those after as many for all")
     differences = [
-        each for row in found for each in (row.decrease_pct, row.faster_pct, row.loss_difference_pct) if each
+        percent for row in found for percent in (row.decrease_pct, row.faster_pct, row.loss_difference_pct) if percent
     ]
     if any(row.faster_pct or row.loss_difference_pct for row in found):
         lines.append(f"base: {base} on as many devices")
-    if any(each.measured is False for each in differences):
+    if any(difference.measured is False for difference in differences):
         lines.append("(x): not larger than the range of its repeats: no difference measured")
-    if any(each.measured is None for each in differences):
+    if any(difference.measured is None for difference in differences):
         lines.append("x?: one repeat; the range of repeats is not known")
     lines += [f"{name}: losses not compared, {key} is not that of {base}" for name, key in unlike.items()]
     lines += [f"{row.configuration} {on(row.devices)} {row.note}" for row in found if row.note]
@@ -293,6 +293,6 @@ def _curve(repeats: Sequence[Sequence[Step]], value: Value) -> Iterator[curves.P
     by_step = [{step.step: step for step in steps if value(step) is not None} for steps in repeats]
     for at in sorted(set(by_step[0]).intersection(*by_step[1:])):
         tokens = [steps[at].tokens for steps in by_step]
-        known = [each for each in tokens if each is not None]
+        known = [count for count in tokens if count is not None]
         values = [each for steps in by_step if (each := value(steps[at])) is not None]
         yield curves.Point(at, fmean(values), fmean(known) if len(known) == len(tokens) else None)

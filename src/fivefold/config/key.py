@@ -76,15 +76,15 @@ def _values(annotation: Any) -> tuple[Any, ...]:
         return (True, False)
     if get_origin(annotation) in (dict, Mapping):
         return ()  # its keys are not values
-    inner = [each for each in get_args(annotation) if each not in (NoneType, Ellipsis)]
-    named = [_values(each) for each in inner]
+    inner = [kind for kind in get_args(annotation) if kind not in (NoneType, Ellipsis)]
+    named = [_values(kind) for kind in inner]
     if not any(named):
         return ()
-    return tuple(value for each, values in zip(inner, named, strict=True) for value in (values or (_in_words(each),)))
+    return tuple(value for kind, values in zip(inner, named, strict=True) for value in (values or (_in_words(kind),)))
 
 
 def _in_words(annotation: Any) -> str:
-    told = (each.description for each in get_args(annotation) if isinstance(each, FieldInfo))
+    told = (kind.description for kind in get_args(annotation) if isinstance(kind, FieldInfo))
     return next(filter(None, told), "a number")
 
 
@@ -120,13 +120,13 @@ def json_schema_of(config: type[BaseModel]) -> dict[str, Any]:
 def _tidy(node: Any) -> Any:
     """Drop titles; for a number that may also be text, move its bounds to the number."""
     if isinstance(node, list):
-        return [_tidy(each) for each in node]
+        return [_tidy(item) for item in node]
     if not isinstance(node, dict):
         return node
     tidy = {key: _tidy(value) for key, value in node.items() if key != "title" and key not in _BOUNDS}
-    for bound in [each for each in _BOUNDS if each in node]:
-        for each in tidy.get("anyOf", []):
-            each |= {_BOUNDS[bound]: node[bound]} if each.get("type") in ("integer", "number") else {}
+    for bound in [bound for bound in _BOUNDS if bound in node]:
+        for option in tidy.get("anyOf", []):
+            option |= {_BOUNDS[bound]: node[bound]} if option.get("type") in ("integer", "number") else {}
     return tidy
 
 

@@ -208,7 +208,7 @@ class RunFile:
                 self.places[path[:depth]] = COMMAND_LINE
             at = at[part]
         at[path[-1]] = value
-        self.of_layout = {each for each in self.of_layout if each[: len(path)] != path}
+        self.of_layout = {place for place in self.of_layout if place[: len(path)] != path}
         for below in [place for place in self.places if place[: len(path)] == path]:
             del self.places[below]
         self.places[path] = COMMAND_LINE
@@ -308,7 +308,7 @@ def _shown(path: Path) -> str:
 
 def explained(error: ValidationError, file: RunFile, keys: Sequence[Key]) -> UserError:
     """Convert the first problem found by the schema to a `UserError`; unknown keys come first."""
-    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
     path = file.written(first["loc"], missing=first["type"] == "missing")
     name = ".".join(str(part) for part in path)
     at = f"{file.place(path)} {name}".strip()

@@ -122,10 +122,10 @@ def sync_folder(path: Path) -> None:
 def check_place(path: Path, *, instead: str) -> None:
     """Raise the `UserError` of `writing` if a file cannot be written, before any work for it. A missing folder is fine:
     it can be created."""
-    for each in (path, *path.parents):
-        if each.is_symlink() and not each.exists():
+    for part in (path, *path.parents):
+        if part.is_symlink() and not part.exists():
             raise UserError(
-                f"cannot write {path}: {each} is a link to {os.readlink(each)}, which is not there",
+                f"cannot write {path}: {part} is a link to {os.readlink(part)}, which is not there",
                 fix=f"mount or make it, or remove the link, or {instead}",
             )
     there = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())

@@ -74,13 +74,13 @@ class StopRequest:
         def restore(number: signal.Signals) -> None:
             signal.signal(number, before[number] or signal.SIG_DFL)
 
-        for each in _STOPS:
-            signal.signal(each, note)
+        for stop in _STOPS:
+            signal.signal(stop, note)
         try:
             yield
         finally:
-            for each in _STOPS:
-                restore(each)
+            for stop in _STOPS:
+                restore(stop)
 
 
 class Stopped(SystemExit):

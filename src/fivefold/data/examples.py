@@ -180,8 +180,8 @@ def beside_others(answers: Iterable[Rated]) -> Iterator[Preference]:
             f"{first[0].example.where}: one rated answer alone; kto compares with answers to other prompts",
             fix="add records",
         )
-    for before, each in pairwise(chain(first[1:], first, answers)):
-        yield Preference(each.example, each.answered_by(before), each.desirable)
+    for before, answer in pairwise(chain(first[1:], first, answers)):
+        yield Preference(answer.example, answer.answered_by(before), answer.desirable)
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def answered(
         found = _texts(asked, texts, beside.get("system"), where)
         return [Example(where, pair=pair, train_on=train_on) for pair in found]
     turns = [
-        _said("assistant", each, f"{where}, {name}", is_whole=asked is None)
-        for each, name in zip(said, names, strict=True)
+        _said("assistant", text, f"{where}, {name}", is_whole=asked is None)
+        for text, name in zip(said, names, strict=True)
     ]
     before = [] if asked is None or (asked == "" and len(said) == 2) else _said("user", asked, where)
     if len(turns) == 2:
@@ -313,7 +313,7 @@ def _turns(value: object, where: str) -> list[Turn]:
             f"{where}: turns are a list, not {kind_of(turns)}",
             fix='write [{"role": ..., "content": ...}]; a column of texts is named by text_key',
         )
-    places = [(each, f"{where}, turn {number}") for number, each in enumerate(turns, start=1)]
+    places = [(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     return [
         _turn(message, place)
         for number, (turn, place) in enumerate(places)
@@ -329,11 +329,11 @@ def _exchange(turn: object, role: str) -> list[object]:
     if isinstance(turn, list | tuple) and len(turn) == 2:
         said = [("user", turn[0]), ("assistant", turn[1])]
     if isinstance(turn, Mapping) and "role" not in turn and "from" not in turn:
-        given = {name.lower(): each for name, each in turn.items() if each is not None}
+        given = {name.lower(): value for name, value in turn.items() if value is not None}
         said = [(role, given.pop(name)) for role, names in _SAYS for name in names if name in given]
         said = [] if given else said  # other keys: no exchange
     is_exchange = [role for role, _ in said][-2:] == ["user", "assistant"]
-    return [{"role": role, "content": each} for role, each in said] if is_exchange else [turn]
+    return [{"role": role, "content": text} for role, text in said] if is_exchange else [turn]
 
 
 def _turn(value: object, where: str) -> Turn:
@@ -394,8 +394,8 @@ def _wrapped(value: object) -> dict[str, Any] | None:
         return None
     if "name" not in value:
         return {**({"type": "function"} if "function" in value else {}), **value}
-    around = {"type": "function", **{key: each for key, each in value.items() if key in ("id", "index")}}
-    return {**around, "function": {key: each for key, each in value.items() if key not in around}}
+    around = {"type": "function", **{key: item for key, item in value.items() if key in ("id", "index")}}
+    return {**around, "function": {key: item for key, item in value.items() if key not in around}}
 
 
 def _tools(value: object, where: str) -> tuple[Any, ...] | None:

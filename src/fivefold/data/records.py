@@ -235,7 +235,7 @@ def _better(record: Mapping[str, object], parts: Parts) -> int | None:
     assert parts.verdict is not None
     said = str(record[parts.verdict]).strip().lower().removesuffix(".0")
     verdicts = _VERDICTS[parts.answers[0].lower(), parts.answers[1].lower(), parts.verdict.lower()]
-    return next((number for number, each in enumerate(verdicts) if said in each), None)
+    return next((number for number, synonyms in enumerate(verdicts) if said in synonyms), None)
 
 
 def _is_decided(record: Mapping[str, object], source: Source, parts: Parts | None) -> bool:
@@ -344,7 +344,7 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
 def given(value: Any) -> Any:
     """`value` without the null keys inside: in tables, each object has the keys of all others."""
     if isinstance(value, dict):
-        return {key: given(each) for key, each in value.items() if each is not None}
+        return {key: given(item) for key, item in value.items() if item is not None}
     return [given(entry) for entry in value] if isinstance(value, list) else value
 
 

@@ -149,7 +149,7 @@ def _documents(batch: MicroBatch, tokenizer: "Tokenizer") -> Iterator[Document]:
         # A token is trained if it is the target of the one before; the target of a row's last token is not shown.
         flags = [False, *(labels[:-1] != IGNORE).tolist()]
         parts, length = [], 0
-        for trained, group in groupby(zip(ids.tolist(), flags, strict=True), key=lambda each: each[1]):
+        for trained, group in groupby(zip(ids.tolist(), flags, strict=True), key=lambda pair: pair[1]):
             text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
             parts.append(Part(text[: max(0, _MOST - length)], trained))
             length += len(text)

@@ -329,9 +329,9 @@ class _Writer:
         strings = [text.text for text in texts]
         sequences = map(self._sequence, texts, Encoder(tokenizer, with_ends=is_example).encode(strings))
         with encoding(self.tokenizer.folder, tokenizer, strings):
-            for document, each in zip(batch, both, strict=True):
+            for document, sides in zip(batch, both, strict=True):
                 desirable = isinstance(document, Preference) and bool(document.desirable)
-                yield from self._document([next(sequences) for _ in each], desirable=desirable)
+                yield from self._document([next(sequences) for _ in sides], desirable=desirable)
 
     def _document(self, sequences: list[list[Tokens]], *, desirable: bool) -> list[Tokens]:
         """The tokens of a document, of one or two sequences, with their marks."""
@@ -362,7 +362,7 @@ class _Writer:
             return [(token, _NO_MARKS) for token in tokens if len(token)]
         is_last = bool(text.trained) and text.trained[-1][1] == len(text.text)
         flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
-        return [(each, flag.astype(np.uint8)) for each, flag in zip(tokens, flags, strict=True) if len(each)]
+        return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
     def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
         files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}

@@ -91,8 +91,8 @@ def examine(
     rows += [PlanRow("bytes of a step", kind, human_bytes(size)) for kind, size in needs.by_kind.items()]
     details = {
         "bytes": {**needs.by_kind, "saved by layer": dict(needs.saved)},
-        "calls": [asdict(each) for each in sent],
-        "edits": [{"path": each.path, "kind": each.kind, "by": each.by, "why": each.why} for each in todo],
+        "calls": [asdict(row) for row in sent],
+        "edits": [{"path": edit.path, "kind": edit.kind, "by": edit.by, "why": edit.why} for edit in todo],
     }
     closing = (
         f"sum {human_bytes(needs.total)}; a step of {micro_batches} micro batches of {parsed.micro_batch_size} x "
@@ -131,12 +131,12 @@ def _place(plan: ParallelPlan) -> list[PlanRow]:
 def _computed(plan: ParallelPlan) -> list[PlanRow]:
     """Types in which the whole model is computed and kept."""
     found, high = census(plan), plan.layout.precision
-    percent, wide = sum(each.weights for each in found) / 100, "fp64" if high == "fp64" else "fp32"
-    parts = [(each, f"{each.weights / percent:.2g} % of the matmuls' FLOPs") for each in found]
-    says = [(each.what, f"{each.dtype}  {part}", each.why) for each, part in parts]
+    percent, wide = sum(part.weights for part in found) / 100, "fp64" if high == "fp64" else "fp32"
+    parts = [(part, f"{part.weights / percent:.2g} % of the matmuls' FLOPs") for part in found]
+    says = [(row.what, f"{row.dtype}  {part}", row.why) for row, part in parts]
     says += [("attention, norms, embeddings", high, ""), ("the loss", wide, ""), ("weights at rest", wide, "")]
     says.append(("optimizer state", wide if plan.layout.state_dtype == "fp32" else plan.layout.state_dtype, ""))
-    return [PlanRow("computes in", *each) for each in says]
+    return [PlanRow("computes in", *row) for row in says]
 
 
 def _shards(plan: ParallelPlan) -> list[PlanRow]:
@@ -153,7 +153,7 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
 
 def _done(edits: Iterable[Edit]) -> list[PlanRow]:
     """Edits of modules, with those of several layers merged."""
-    found = Counter((any_layer(each.path), each.kind, each.by, each.why) for each in edits)
+    found = Counter((any_layer(edit.path), edit.kind, edit.by, edit.why) for edit in edits)
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
         for (name, kind, by, why), count in found.items()

@@ -170,7 +170,7 @@ class _Ranks:
         found: list[str] = []
         for first in range(0, len(prompts), self.batch_size):
             part = prompts[first : first + self.batch_size]
-            found += [each.text for each in answers(self.opened, part, request, first=first)]
+            found += [answer.text for answer in answers(self.opened, part, request, first=first)]
         return found
 
 
@@ -264,5 +264,5 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"lm-eval: generation_kwargs.{unknown[0]} is not served", fix=f"known are {', '.join(known)}")
     drawn = {"top_k": int(given.get("top_k") or 0), "top_p": float(given.get("top_p") or 1.0)}
     temperature = float(given.get("temperature") or 1.0) if given.get("do_sample") else 0.0
-    stop = [each for each in given.get("until") or () if each]
+    stop = [text for text in given.get("until") or () if text]
     return {**drawn, "temperature": temperature, "stop": stop, "max_new_tokens": int(given["max_gen_toks"])}

@@ -64,7 +64,7 @@ class EvaluateReport:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "EvaluateReport":
         """Build from the fields in `values`."""
-        text, tasks = values["text"], tuple(TaskResult(**each) for each in values["tasks"])
+        text, tasks = values["text"], tuple(TaskResult(**task) for task in values["tasks"])
         return cls(**{**values, "text": TextResult(**text) if text else None, "tasks": tasks})
 
     @property

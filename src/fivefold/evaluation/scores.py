@@ -30,7 +30,7 @@ def _batches(pairs: Sequence[Pair], places: Sequence[int], size: int, vocabulary
     """Group places into batches of at most `size`, whose logits fit in memory."""
     batches: list[list[int]] = []
     for at in places:
-        scored = max(len(pairs[each][1]) for each in (*(batches[-1] if batches else ()), at))
+        scored = max(len(pairs[place][1]) for place in (*(batches[-1] if batches else ()), at))
         if batches and len(batches[-1]) < size and (len(batches[-1]) + 1) * scored * vocabulary <= _MOST_LOGITS:
             batches[-1].append(at)
         else:

@@ -97,8 +97,8 @@ def answers(opened: Opened, prompts: Sequence[Prompt], request: GenerateRequest,
     with ready(opened.model):
         for _ in steps:
             pass
-    for each in found:
-        each.parts.append(each.stream.finish())
+    for answer in found:
+        answer.parts.append(answer.stream.finish())
     return found
 
 

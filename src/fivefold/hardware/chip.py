@@ -290,13 +290,13 @@ def _fits(place: str, value: Any, old: Any) -> bool:
 
 def _fits_list(place: str, value: list[Any], old: list[Any]) -> bool:
     if place.endswith(_WORDS):
-        return all(isinstance(each, str) for each in value)
+        return all(isinstance(item, str) for item in value)
     least = 1 if place.endswith("tile") else 0
-    return len(value) == len(old) and all(type(each) is int and least <= each <= _MOST for each in value)
+    return len(value) == len(old) and all(type(item) is int and least <= item <= _MOST for item in value)
 
 
 def _choices(said: str, known: Any) -> str:
     """`did you mean H100 or H100-PCIe?`, or all that is known."""
-    near = get_close_matches(said.lower(), [each.lower() for each in known], n=3, cutoff=0.5)
-    names = sorted(each for each in known if each.lower() in near)
+    near = get_close_matches(said.lower(), [name.lower() for name in known], n=3, cutoff=0.5)
+    names = sorted(name for name in known if name.lower() in near)
     return f"did you mean {' or '.join(names)}?" if names else f"known are {', '.join(sorted(known))}"

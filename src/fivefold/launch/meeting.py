@@ -197,8 +197,8 @@ class _Presence:
         self._seen: dict[int, tuple[str, float, bool]] = {}  # by rank: the sign, since when, and whether it is a change
         self._living: list[int] = []
         if rank == 0:
-            for each in range(size):
-                store.compare_set(_key(each), "", "")  # all can then be read in one call
+            for member in range(size):
+                store.compare_set(_key(member), "", "")  # all can then be read in one call
 
     def round(self) -> str:
         """Give a sign of life. Returns the name of the round that this process is in; "" before rank 0 has opened it.

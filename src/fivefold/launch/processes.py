@@ -195,8 +195,8 @@ class Workers:
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for handled, handler in before.items():
+                signal.signal(handled, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.signals.append(signal.Signals(number))

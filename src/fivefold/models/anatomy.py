@@ -70,12 +70,12 @@ def _layers(model: "PreTrainedModel", names: Mapping[int, str]) -> tuple[str, ..
     of_count = [m for m in of_blocks or lists if len(m) == count]
     stated = of_count or of_blocks
     if len(stated) > 1:
-        reached = _reached(model, [names[id(each)] for each in stated])
-        stated = [each for each in stated if names[id(each)] in reached] or stated
+        reached = _reached(model, [names[id(module)] for module in stated])
+        stated = [module for module in stated if names[id(module)] in reached] or stated
     if len(stated) == 1:
         return tuple(names[id(layer)] for layer in stated[0])
     name = type(model).__name__
-    found = ", ".join(names[id(each)] for each in stated)
+    found = ", ".join(names[id(module)] for module in stated)
     raise UserError(
         f"{name} has {len(stated)} stacks of layers ({found})" if stated else f"{name} has no list of its layers",
         fix="use a model whose layers stand in one ModuleList; of one for images and text, the model of the text alone",
@@ -103,6 +103,6 @@ def _reached(model: "PreTrainedModel", stacks: Sequence[str]) -> set[str]:
 def _holder(stack: str, stacks: Sequence[str]) -> str:
     """The largest part of a model that contains `stack` and no other of `stacks`."""
     held = stack
-    while (outer := held.rpartition(".")[0]) and [each for each in stacks if is_within(each, [outer])] == [stack]:
+    while (outer := held.rpartition(".")[0]) and [stack for stack in stacks if is_within(stack, [outer])] == [stack]:
         held = outer
     return held

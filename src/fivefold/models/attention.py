@@ -78,7 +78,7 @@ def attention_forward(
     if size == given:
         return _attend(module, query, key, value, cu_seqlens, rule, s_aux), None
     # Latent attention (DeepSeek) has heads of two sizes: the narrower are padded with zeros, which add nothing.
-    query, key, value = (F.pad(each, (0, max(size, given) - each.shape[-1])) for each in (query, key, value))
+    query, key, value = (F.pad(heads, (0, max(size, given) - heads.shape[-1])) for heads in (query, key, value))
     return _attend(module, query, key, value, cu_seqlens, rule, s_aux)[..., :size], None
 
 

@@ -21,7 +21,7 @@ def facts_of_config(
     `overrides`, `of_text`: replaced keys of its config, as in `load_model_config`. Torch is imported only if facts are
     neither shipped nor cached yet. Raises `UserError` for a model that cannot be read or trained.
     """
-    shape, changes = shape_folder(str(name)), [dict(each) for each in (overrides, of_text) if each]
+    shape, changes = shape_folder(str(name)), [dict(mapping) for mapping in (overrides, of_text) if mapping]
     if shape is not None and not changes and (shipped := shipped_facts(shape)) is not None:
         return shipped
 

@@ -89,7 +89,7 @@ def cut_of(model: Any) -> tuple[Any, list[int]] | None:
 
 def _shapes(model: nn.Module, layer: str) -> list[tuple[str, tuple[int, ...], bool]]:
     named = model.get_submodule(layer).named_parameters()
-    return [(name, tuple(each.shape), each.requires_grad) for name, each in named]
+    return [(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named]
 
 
 def _key(model: Any) -> str | None:
@@ -119,7 +119,7 @@ def _found(model: Any) -> ModelFacts:
     anatomy = Anatomy.of(model)
     try:
         traced = trace(model, anatomy)
-        experts = tuple(_with_features(model, each) for each in traced.experts)
+        experts = tuple(_with_features(model, block) for block in traced.experts)
     except Untraceable as error:
         raise Untrainable(
             f"{type(model).__name__} cannot be trained here: {error}",
@@ -160,7 +160,9 @@ def _found(model: Any) -> ModelFacts:
 
 
 def _parameters(model: nn.Module) -> dict[str, Parameter]:
-    return {name: Parameter(tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()}
+    return {
+        name: Parameter(tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
+    }
 
 
 def _with_features(model: nn.Module, experts: Experts) -> Experts:
@@ -195,7 +197,7 @@ def _cost(
 ) -> LayerCost:  # fmt: skip
     """The cost of a layer; names are relative to the layer, so equal layers compare equal. `low`: its trace in bf16,
     with numbers of `low_bytes`."""
-    picks = {each.name: each.top_k for each in experts if is_within(each.name, [block.layer])}
+    picks = {routed.name: routed.top_k for routed in experts if is_within(routed.name, [block.layer])}
     matmuls = []
     for name, parameter in model.get_submodule(block.layer).named_parameters():
         times = next((times for held, times in picks.items() if is_within(f"{block.layer}.{name}", [held])), 0)
@@ -205,8 +207,8 @@ def _cost(
             matmuls.append(Matmul(name, inputs, outputs, times or 1))
     attention = tuple(_attends([block]).values())
     of_experts = [(times, _saved_by_expert(model.get_submodule(name), hidden_size)) for name, times in picks.items()]
-    rows, features = (sum(float(times * each[which]) for times, each in of_experts) for which in (0, 1))
-    statistics = 2.0 * sum(each.query for each in attention)  # one per head, in fp32
+    rows, features = (sum(float(times * matmul[which]) for times, matmul in of_experts) for which in (0, 1))
+    statistics = 2.0 * sum(heads.query for heads in attention)  # one per head, in fp32
 
     def in_all(kept: Sequence[Kept], itemsize: int, inside: float = 0.0) -> Saved:
         found = _saved(block.layer, kept, partition)
@@ -238,14 +240,16 @@ def _saved(layer: str, kept: Sequence[Kept], partition: Partition) -> dict[str, 
     owners = [tp_block.owner for tp_block in tp_blocks if tp_block.owner != layer]
     rows = {tp_block.row for tp_block in tp_blocks}
     found: dict[int, tuple[str, float]] = {}
-    for each in kept:
-        is_inside = each.module in columns | rows or each.module in owners or is_within(each.module, owners)
-        if each.module in columns and not each.is_output:
+    for candidate in kept:
+        is_inside = (
+            candidate.module in columns | rows or candidate.module in owners or is_within(candidate.module, owners)
+        )
+        if candidate.module in columns and not candidate.is_output:
             where = "entered"
         else:
-            where = "inside" if is_inside and not (each.is_output and each.module in rows) else "residual"
-        if each.memory not in found or where == "entered":
-            found[each.memory] = where, each.size
+            where = "inside" if is_inside and not (candidate.is_output and candidate.module in rows) else "residual"
+        if candidate.memory not in found or where == "entered":
+            found[candidate.memory] = where, candidate.size
     return {
         where: sum(size for kind, size in found.values() if kind == where)
         for where in ("residual", "entered", "inside")

@@ -153,7 +153,7 @@ class RowKernels:
     def compiled(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> "RowKernels":
         """The same kernels, each compiled by `compiled(name, function)`."""
         own = (self.sum_picks, self.sum_weighted, self.weighted_gradients)
-        return RowKernels(*(compiled("rows of experts", each) for each in own))
+        return RowKernels(*(compiled("rows of experts", forward) for forward in own))
 
 
 EAGER = RowKernels()

@@ -397,19 +397,21 @@ class ModelFacts:
             if isinstance(value, tuple):
                 return any(map(names_dropped, value))
             if is_dataclass(value) and not isinstance(value, type):
-                return any(names_dropped(getattr(value, each.name)) for each in fields(value))
+                return any(names_dropped(getattr(value, attribute.name)) for attribute in fields(value))
             return False
 
         def kept(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {name: each for name, each in value.items() if not names_dropped(name)}
+                return {name: item for name, item in value.items() if not names_dropped(name)}
             if isinstance(value, tuple):
-                return tuple(each for each in value if not names_dropped(each))
+                return tuple(item for item in value if not names_dropped(item))
             if isinstance(value, Anatomy | Partition):
-                return replace(value, **{each.name: kept(getattr(value, each.name)) for each in fields(value)})
+                return replace(
+                    value, **{attribute.name: kept(getattr(value, attribute.name)) for attribute in fields(value)}
+                )
             return value
 
-        of_layers = (each.name for each in fields(self) if each.name not in ("costs", "kinds"))
+        of_layers = (attribute.name for attribute in fields(self) if attribute.name not in ("costs", "kinds"))
         named = {name: kept(getattr(self, name)) for name in of_layers}
         own = [number for number, layer in enumerate(self.anatomy.layers) if layer not in dropped]
         return replace(self, **named, kinds=tuple(self.kinds[number] for number in own))
@@ -500,7 +502,9 @@ class _Deeper:
         if isinstance(value, tuple):
             return self._repeated(value)
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{each.name: self.of(getattr(value, each.name)) for each in fields(value)})
+            return replace(
+                value, **{attribute.name: self.of(getattr(value, attribute.name)) for attribute in fields(value)}
+            )
         return value
 
     def _repeated(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -531,11 +535,13 @@ class _Deeper:
             return value
         moved = value
         if isinstance(value, tuple):
-            parts = tuple(self._moved(each, old, new) for each in value)
+            parts = tuple(self._moved(item, old, new) for item in value)
             moved = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
         elif is_dataclass(value) and not isinstance(value, type):
-            changed = {each.name: self._moved(getattr(value, each.name), old, new) for each in fields(value)}
-            is_same = all(changed[each.name] is getattr(value, each.name) for each in fields(value))
+            changed = {
+                attribute.name: self._moved(getattr(value, attribute.name), old, new) for attribute in fields(value)
+            }
+            is_same = all(changed[attribute.name] is getattr(value, attribute.name) for attribute in fields(value))
             moved = value if is_same else replace(value, **changed)
         if moved is value:
             self.untouched[id(value), old] = value

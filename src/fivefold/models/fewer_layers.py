@@ -29,7 +29,7 @@ def fewer_layers(config: Any, least: int = 2) -> Any:
     for holder, key in _numbered(text, count):
         holder[key] = [kept.index(layer) for layer in holder[key] if layer in kept]
     if text.get(OVERRIDES):
-        text[OVERRIDES] = {kept.index(int(n)): each for n, each in text[OVERRIDES].items() if int(n) in kept}
+        text[OVERRIDES] = {kept.index(int(n)): override for n, override in text[OVERRIDES].items() if int(n) in kept}
     text[named.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
     _keep_experts(text)
     return remade(config, values)
@@ -59,10 +59,10 @@ def layers_kept(config: Any, least: int = 2) -> tuple[list[int], list[str]]:
 def _said(text: dict[str, Any], count: int) -> list[str]:
     """The settings of each single layer in a config."""
     numbered = [set(holder[key]) for holder, key in _numbered(text, count)]
-    overrides = {int(number): each for number, each in (text.get(OVERRIDES) or {}).items()}
+    overrides = {int(number): override for number, override in (text.get(OVERRIDES) or {}).items()}
     listed = [holder[key] for holder, key in _per_layer(text, count)]
     return [
-        repr(([each[layer] for each in listed], [layer in each for each in numbered], overrides.get(layer)))
+        repr(([values[layer] for values in listed], [layer in values for values in numbered], overrides.get(layer)))
         for layer in range(count)
     ]
 
@@ -88,7 +88,7 @@ def _lists(values: dict[str, Any]) -> Iterator[Holder]:
 def _per_layer(values: dict[str, Any], count: int) -> list[Holder]:
     """The lists with an entry for each of `count` layers."""
     numbered = _numbered(values, count)
-    return [each for each in _lists(values) if len(each[0][each[1]]) == count and each not in numbered]
+    return [place for place in _lists(values) if len(place[0][place[1]]) == count and place not in numbered]
 
 
 def _numbered(values: dict[str, Any], count: int) -> list[Holder]:
@@ -97,7 +97,7 @@ def _numbered(values: dict[str, Any], count: int) -> list[Holder]:
         (holder, key)
         for holder, key in _lists(values)
         if re.search("layers|idx|indices", key)
-        and all(type(each) is int and 0 <= each < count for each in holder[key])
+        and all(type(index) is int and 0 <= index < count for index in holder[key])
         and list(holder[key]) == sorted(set(holder[key]))
     ]
 

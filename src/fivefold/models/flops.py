@@ -22,7 +22,7 @@ class Costs:
     @classmethod
     def of(cls, facts: ModelFacts) -> "Costs":
         """The costs of a whole model. The embedding lookup costs nothing; the head does, tied or not."""
-        active = sum(cost.active for cost in facts.layer_costs) + sum(each.weights for each in facts.outside)
+        active = sum(cost.active for cost in facts.layer_costs) + sum(cost.weights for cost in facts.outside)
         attention = [shape for cost in facts.layer_costs for shape in cost.attention]
         beside = _beside_frozen(facts)
         return cls(
@@ -36,7 +36,7 @@ def _beside_frozen(facts: ModelFacts) -> int:
     """Trained weights beside a frozen model that a token is multiplied with; of experts, the share of its top k."""
     if not facts.has_adapter:
         return 0
-    experts = {each.name: each for each in facts.experts}
+    experts = {block.name: block for block in facts.experts}
     found = 0
     for name, parameter in facts.parameters.items():
         of = experts.get(name.rsplit(".", 2)[0])

@@ -180,11 +180,11 @@ def _rope_limits(config: PreTrainedConfig) -> Iterator[tuple[str, int, str]]:
     """(rope type, the length up to which its table is constant, what fixes the table) per rope with a limit."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    for each in [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]:
-        if each.get("rope_type") == "dynamic":
+    for parameters in [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]:
+        if parameters.get("rope_type") == "dynamic":
             yield "dynamic", config.max_position_embeddings, "a rope_type whose table is fixed (yarn, linear)"
-        if each.get("rope_type") == "longrope" and each["short_factor"] != each["long_factor"]:
-            yield "longrope", each["original_max_position_embeddings"], "equal short_factor and long_factor"
+        if parameters.get("rope_type") == "longrope" and parameters["short_factor"] != parameters["long_factor"]:
+            yield "longrope", parameters["original_max_position_embeddings"], "equal short_factor and long_factor"
 
 
 def check_documents(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

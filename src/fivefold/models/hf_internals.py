@@ -96,16 +96,16 @@ def config_of_values(values: Mapping[str, Any]) -> PreTrainedConfig:
 def of_plain_weights(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy without the quantisation settings of weight files, as the weights here are not quantised."""
     copied = copy.deepcopy(config)
-    for each in (copied, copied.get_text_config()):
-        vars(each).pop("quantization_config", None)
+    for part in (copied, copied.get_text_config()):
+        vars(part).pop("quantization_config", None)
     return copied
 
 
 def untied_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy whose model has a head of its own."""
     copied = copy.deepcopy(config)
-    for each in (copied, copied.get_text_config()):
-        each.tie_word_embeddings = False
+    for part in (copied, copied.get_text_config()):
+        part.tie_word_embeddings = False
     return copied
 
 
@@ -179,8 +179,12 @@ def copy_on_meta(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     made = causal_lm_on_meta(model.config, attention, type(model))
     if unlike_its_class(model, made) is None:
         return made
-    memo: dict[int, Any] = {id(each): each.to("meta" if each.is_meta else "cpu", copy=True) for each in model.buffers()}
-    memo |= {id(each): nn.Parameter(each.to("meta"), each.requires_grad) for each in model.parameters()}
+    memo: dict[int, Any] = {
+        id(buffer): buffer.to("meta" if buffer.is_meta else "cpu", copy=True) for buffer in model.buffers()
+    }
+    memo |= {
+        id(parameter): nn.Parameter(parameter.to("meta"), parameter.requires_grad) for parameter in model.parameters()
+    }
     try:
         copied: PreTrainedModel = base_first(copy.deepcopy(model, memo).float())
     except Exception as error:  # it may hold a lock, a file, or a tensor with a history
@@ -236,7 +240,7 @@ def base_first(model: PreTrainedModel) -> PreTrainedModel:
     """Move the head after the rest, the order of most classes: a tied weight then has the embedding's name in all of
     them (in XLM-RoBERTa it would have the head's)."""
     base = base_prefix(model)
-    for name in [each for each in model._modules if each != base and base in model._modules]:
+    for name in [child for child in model._modules if child != base and base in model._modules]:
         model._modules[name] = model._modules.pop(name)
     return model
 
@@ -379,13 +383,13 @@ def names_in_model(
     the model} for renamed tensors, as in older classes and in base models, which lack the prefix; {name in the model:
     its pieces} for merged ones, expert by expert). All other conversions are left out."""
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     patterns = {
-        pattern: (index, len(each.source_patterns))
-        for each in converters
-        if _merges(each)
-        for index, pattern in enumerate(each.source_patterns)
+        pattern: (index, len(converter.source_patterns))
+        for converter in converters
+        if _merges(converter)
+        for index, pattern in enumerate(converter.source_patterns)
     }
     known = model.state_dict()
     renamed: dict[str, str] = {}
@@ -403,7 +407,7 @@ def names_in_model(
 
 def _merges(converter: WeightConverter) -> bool:
     """True if it stacks experts along dimension 0, with several tensors of each concatenated."""
-    kinds = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
+    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     several = len(converter.source_patterns) > 1
     return kinds == [(MergeModulelist, 0), *([(Concatenate, 1)] if several else [])]
 
@@ -579,7 +583,7 @@ def set_linear_sizes(module: nn.Module) -> None:
 
 
 def _registered(module: nn.Module) -> type[nn.Module] | None:
-    return next((each for each in LINEARS if isinstance(module, each)), None)
+    return next((kind for kind in LINEARS if isinstance(module, kind)), None)
 
 
 def _maps_features(module: Any, out_dim: int, in_dim: int) -> bool:

@@ -34,20 +34,20 @@ def merged(found: Sequence[tuple[str, Piece]]) -> dict[str, tuple[Piece, ...]]:
     by_name: dict[str, list[Piece]] = {}
     for name, piece in found:
         by_name.setdefault(name, []).append(piece)
-    ordered = {name: sorted(pieces, key=lambda each: (each.expert, each.part)) for name, pieces in by_name.items()}
+    ordered = {name: sorted(pieces, key=lambda piece: (piece.expert, piece.part)) for name, pieces in by_name.items()}
     return {name: tuple(pieces) for name, pieces in ordered.items() if _is_full(pieces)}
 
 
 def _is_full(pieces: Sequence[Piece]) -> bool:
     parts = pieces[0].parts
-    return [(each.expert, each.part) for each in pieces] == [divmod(at, parts) for at in range(len(pieces))] and (
+    return [(piece.expert, piece.part) for piece in pieces] == [divmod(at, parts) for at in range(len(pieces))] and (
         len(pieces) % parts == 0
     )
 
 
 def shape_of(pieces: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """The merged shape, from the shapes in the files; None if those differ."""
-    different = {shapes[each.stored] for each in pieces}
+    different = {shapes[piece.stored] for piece in pieces}
     if len(different) != 1 or not (one := different.pop()):
         return None
     return (len(pieces) // pieces[0].parts, pieces[0].parts * one[0], *one[1:])
@@ -72,4 +72,6 @@ def read(pieces: Sequence[Piece], rows: int, region: Region, stored: Read) -> Te
 def split(pieces: Sequence[Piece], tensor: Tensor) -> dict[str, Tensor]:
     """Split a merged tensor into the tensors of its files: name there -> tensor."""
     rows = tensor.shape[1] // pieces[0].parts
-    return {each.stored: tensor[each.expert, each.part * rows : (each.part + 1) * rows].contiguous() for each in pieces}
+    return {
+        piece.stored: tensor[piece.expert, piece.part * rows : (piece.part + 1) * rows].contiguous() for piece in pieces
+    }

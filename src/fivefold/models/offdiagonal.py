@@ -144,7 +144,7 @@ def backward(
 ) -> kernels.Gradients:  # fmt: skip
     """Gradients [b,H or G,.,D] of the block's q, k, v. `grad` and `out` [B,L,H,D] and `lse` [B,L,H] cover all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
-    g, o, stat = (each[part.rows, part.queries].transpose(1, 2) for each in (grad, out, lse))
+    g, o, stat = (tensor[part.rows, part.queries].transpose(1, 2) for tensor in (grad, out, lse))
     return kernels.backward(g, q, k, v, o, stat, rule, part.farthest, ahead=part.ahead)
 
 
@@ -165,7 +165,7 @@ def merge(
 def combine(out_blHD: Tensor, lse_blH: Tensor, more_blHD: Tensor, more_lse_blH: Tensor) -> None:
     """Combine attention to some keys with attention to `more` keys, in place."""
     both = torch.logaddexp(lse_blH, more_lse_blH)
-    weight, more_weight = ((each - both).exp().unsqueeze(-1) for each in (lse_blH, more_lse_blH))
+    weight, more_weight = ((lse - both).exp().unsqueeze(-1) for lse in (lse_blH, more_lse_blH))
     out_blHD.copy_(out_blHD * weight + more_blHD.to(out_blHD.dtype) * more_weight)
     lse_blH.copy_(both)
 
@@ -177,5 +177,5 @@ def add(total_BLxD: Tensor, rows: slice | list[int], tokens: slice, more_bxlD: T
 
 def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q = q_BLHD[part.rows, part.queries].transpose(1, 2)
-    k, v = (each[part.rows, part.keys].transpose(1, 2) for each in (k_BSGD, v_BSGD))
+    k, v = (tensor[part.rows, part.keys].transpose(1, 2) for tensor in (k_BSGD, v_BSGD))
     return q, k, v

@@ -102,7 +102,7 @@ def packed_attention_backward(
     wholes = [_tokens(tensor) for tensor in grads]
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
-        q, k, v, o, stat = (group.take(each).transpose(1, 2) for each in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
+        q, k, v, o, stat = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
         pieces = kernels.backward(g, q, k, v, o, stat, rule, group.longest - 1)
         for whole, piece in zip(wholes, pieces, strict=True):
             group.put(whole, piece.transpose(1, 2))

@@ -180,11 +180,11 @@ class _Derivation:
         for event in block.events:
             if event.kind == "small":
                 roles |= self._roles_of(event.name, self._small(event, block, rows | experts, roles))
-        for each in self.traced.experts:
-            if each.name in experts:
-                roles |= self._roles_of(each.name, Role("experts", "expert by expert"))
-                roles |= self._roles_of(each.router, Role("router", "says where tokens go"))
-                roles |= self._untrained(each.name.rpartition(".")[0])
+        for of_layer in self.traced.experts:
+            if of_layer.name in experts:
+                roles |= self._roles_of(of_layer.name, Role("experts", "expert by expert"))
+                roles |= self._roles_of(of_layer.router, Role("router", "says where tokens go"))
+                roles |= self._untrained(of_layer.name.rpartition(".")[0])
         return roles
 
     def _shape_key(self, block: BlockTrace, row: str, columns: Sequence[str]) -> object:

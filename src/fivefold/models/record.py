@@ -98,9 +98,9 @@ class BlockTrace:
         Llama: from the residual stream, the two inputs of norms, or the tensors that these are made of; the norms'
         outputs; q, k, v and the result of attention; gate, up and their product.
         """
-        plain = [each for each in self.saved if each.memory in self.read]
+        plain = [tensor for tensor in self.saved if tensor.memory in self.read]
         needed = frozenset[int]().union(*(
-            self.behind.get(each.memory, ()) for each in self.saved if each.memory not in self.read
+            self.behind.get(tensor.memory, ()) for tensor in self.saved if tensor.memory not in self.read
         ))  # fmt: skip
         return [*plain, *(self.outputs[memory] for memory in self.outputs if memory in needed - self.read)]
 

@@ -61,7 +61,7 @@ class Recorder:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._layers = set(anatomy.layers)
         values = dict(model.named_buffers())
-        if any(each.is_meta for each in values.values()):
+        if any(value.is_meta for value in values.values()):
             values = buffer_values(model)
         for name, module in model.named_modules():
             for leaf, _ in list(module.named_buffers(recurse=False)):
@@ -108,7 +108,7 @@ class Recorder:
 
     def _watch(self, place: int, operator: Any, args: Args, kwargs: Keywords) -> Any:
         """Run an operator of the model and note its effects; stand-ins have a generator of their own."""
-        read = [each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor) and not each.is_meta]
+        read = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor) and not arg.is_meta]
         self._trace.looked_into |= {self._tables[memory] for memory in read if memory in self._tables}
         made = operator(*args, **kwargs)
         if self._block is not None:
@@ -126,9 +126,9 @@ class Recorder:
     def _follow(self, args: Args, made: Any) -> None:
         """Note the stand-ins' outputs on which an operator's results depend."""
         behind = frozenset[int]().union(
-            *(self._made_of.get(_memory(each), ()) for each in _flat(args) if isinstance(each, Tensor))
+            *(self._made_of.get(_memory(arg), ()) for arg in _flat(args) if isinstance(arg, Tensor))
         )
-        self._made_of |= {_memory(each): behind for each in _flat(made) if isinstance(each, Tensor)}
+        self._made_of |= {_memory(tensor): behind for tensor in _flat(made) if isinstance(tensor, Tensor)}
 
     def _begin(self, stops_at_block: bool = False) -> None:
         self._trace, self._stops_at_block = Trace(), stops_at_block
@@ -160,9 +160,9 @@ class Recorder:
         if name in self._layers:
             output = self._leave_block(name, output)
         self._under_way.pop()
-        for each in output if isinstance(output, tuple) else ():
-            if isinstance(each, Tensor) and not each.is_floating_point():
-                self._picks.setdefault(id(each), (name, output))
+        for tensor in output if isinstance(output, tuple) else ():
+            if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+                self._picks.setdefault(id(tensor), (name, output))
         return output
 
     def _prepare(self, name: str, module: Any) -> None:
@@ -247,7 +247,7 @@ class Recorder:
         raise MixesTokens(f"{name} is a convolution, which lets tokens meet outside of the attention function")
 
     def _small(self, name: str, module: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        x = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
         if self._block is None or x is None:
             self._outside(name)
             return plain(*args, **kwargs)
@@ -283,7 +283,7 @@ class Recorder:
         if extra.get("cu_seqlens") is not self.cu_seqlens:
             self._trace.forgetful.append((self._block.layer, name))
         mine = {id(parameter): leaf for leaf, parameter in module.named_parameters(recurse=False)}
-        passed = tuple(f"{name}.{mine[id(each)]}" for each in extra.values() if id(each) in mine)
+        passed = tuple(f"{name}.{mine[id(tensor)]}" for tensor in extra.values() if id(tensor) in mine)
         drawn = self._drawn(*query.transpose(1, 2).shape[:3], value.shape[-1])
         return self._record("attention", name, (query, key, value), drawn, passed), None
 
@@ -304,7 +304,7 @@ class Recorder:
         if self._block is None:
             self._outside(name)
             return values + inputs[0].sum(-1, keepdim=True) if kind == "linear" else values  # each token's own
-        sources = frozenset().union(*(self._block.sources(each) for each in inputs))
+        sources = frozenset().union(*(self._block.sources(tensor) for tensor in inputs))
         leaf = values.requires_grad_()
         for kept in inputs if kind in ("linear", "attention") else ():
             self._save(kept, name)
@@ -326,7 +326,7 @@ class Recorder:
     def _reads_residual(self, block: BlockTrace, event: Event) -> bool:
         """True if its input is as wide as the residual stream for a reason: the stream, or a projection back to it."""
         back = {name for name in event.sources if name != RESIDUAL and block.leaves[name].shape[-1] == self.hidden}
-        rows = {each.name for each in block.events if each.kind == "linear" and RESIDUAL not in each.sources}
+        rows = {event.name for event in block.events if event.kind == "linear" and RESIDUAL not in event.sources}
         return RESIDUAL in event.sources or bool(back & rows)
 
     # ---- where blocks begin and end ----------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class Recorder:
         if kwargs.get("cu_seqlens") is not self.cu_seqlens:
             raise Untraceable("it does not hand the bounds of packed documents on to its layers")
         old = args[where[0]] if isinstance(where[0], int) else kwargs[where[0]]
-        others = [part for each in (*args, *kwargs.values()) if each is not old for part in _flat(each)]
+        others = [part for arg in (*args, *kwargs.values()) if arg is not old for part in _flat(arg)]
         beside = [part for part in others if isinstance(part, Tensor)]
         self._given = {_memory(part) for part in beside}
         trace = self._trace
@@ -361,7 +361,7 @@ class Recorder:
         trace.blocks.append(self._block)
         changed = self._given_out(layer, leaf)
         if isinstance(where[0], int):
-            return tuple(changed if each is old else each for each in args), kwargs
+            return tuple(changed if arg is old else arg for arg in args), kwargs
         return args, {**kwargs, where[0]: changed}
 
     def _leave_block(self, layer: str, output: Any) -> Any:
@@ -371,9 +371,9 @@ class Recorder:
         if isinstance(output, Tensor):
             return output.detach()
         self._trace.in_tuples.append(layer)
-        if any(isinstance(each, Tensor) for each in output[1:]):
+        if any(isinstance(tensor, Tensor) for tensor in output[1:]):
             self._trace.carried = self._trace.carried or f"{layer} gives more than hidden states"
-        return tuple(each.detach() if isinstance(each, Tensor) else each for each in output)
+        return tuple(tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in output)
 
     def _is_hidden(self, x: Tensor) -> bool:
         return tuple(x.shape) in ((1, self.tokens, self.hidden), (self.tokens, self.hidden))
@@ -402,7 +402,7 @@ def _where(is_meant: Callable[[Tensor], bool], args: Args, kwargs: Keywords) -> 
 
 def _gives_logits(given: Args, experts: int, index: Tensor) -> bool:
     """True if a router returns logits of all `experts`, not probabilities, and weights of its picks."""
-    floats = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+    floats = [arg for arg in given if isinstance(arg, Tensor) and arg.is_floating_point()]
     if len(floats) < 2 or floats[0].shape[-1] != experts or floats[1].shape != index.shape:
         return False
     total = floats[0].detach().double().sum(-1)
@@ -416,8 +416,8 @@ def _memory(x: Tensor) -> int:
 def _flat(value: Any) -> list[Any]:
     """The items of a tuple, list or dict, or the value itself."""
     if isinstance(value, dict):
-        return [part for each in value.values() for part in _flat(each)]
-    return [part for each in value for part in _flat(each)] if isinstance(value, tuple | list) else [value]
+        return [part for item in value.values() for part in _flat(item)]
+    return [part for item in value for part in _flat(item)] if isinstance(value, tuple | list) else [value]
 
 
 def _shape_given(plain: Any, args: Args, kwargs: Keywords, x: Tensor) -> tuple[int, ...]:

@@ -102,11 +102,11 @@ def _check_around(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy, i
     places = torch.arange(recorder.tokens).unsqueeze(0)
     with base_gives(base, hidden) as took, suppress(Untraceable):
         recorder.run(copy, input_ids=ids, position_ids=places, use_cache=False)
-    positions = [each["position_ids"] for each in took if isinstance(each.get("position_ids"), Tensor)]
+    positions = [kwargs["position_ids"] for kwargs in took if isinstance(kwargs.get("position_ids"), Tensor)]
     fix = f"do so inside of {anatomy.base}, whose forward is run in training, or in a layer"
-    if any(each.get("inputs_embeds") is not None for each in given):
+    if any(kwargs.get("inputs_embeds") is not None for kwargs in given):
         raise Untraceable(f"its forward gives {anatomy.base} embeddings that it has made, and no tokens", fix=fix)
-    if not all(_same([each], [places]) for each in positions):
+    if not all(_same([ids], [places]) for ids in positions):
         raise Untraceable(f"its forward gives {anatomy.base} other positions than it is given", fix=fix)
     if len(logits) < 3:
         return

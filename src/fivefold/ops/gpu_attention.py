@@ -178,7 +178,7 @@ def differs(device: torch.device, dtype: torch.dtype, size: int, *, is_capped: b
 
     row = [drawn(1, heads, 640) for heads in (4, 2, 2, 4)]
     ours = _both(*row, rule=rule, cu_seqlens=torch.tensor([0, 500, 640], dtype=torch.int32, device=device))
-    parts = [[each[:, :, tokens] for each in row] for tokens in (slice(500), slice(500, 640))]
+    parts = [[tensor[:, :, tokens] for tensor in row] for tokens in (slice(500), slice(500, 640))]
     exact = [torch.cat(pieces, 2) for pieces in zip(*(_exactly(*part, rule=rule) for part in parts), strict=True)]
     earlier = [drawn(2, heads, tokens) for heads, tokens in ((4, 300), (2, 340), (2, 340), (4, 300))]
     ours += _both(*earlier, rule=rule, offset=340)
@@ -201,6 +201,6 @@ def _exactly(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, rule: AttentionParams, ahead: int | None = None
 ) -> list[Tensor]:
     """Like `_both`, in fp64."""
-    q, k, v, grad = (each.double() for each in (q, k, v, grad))
+    q, k, v, grad = (tensor.double() for tensor in (q, k, v, grad))
     out, lse = blockwise_forward(q, k, v, rule, ahead=ahead)
     return [out, lse, *blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead)]

@@ -105,7 +105,7 @@ class _Block:
         return outs, inputs
 
     def _taken(self) -> Any:
-        return tree_map_only((_Held, _Packed, _Shape), lambda each: each.taken(), self.values.popleft())
+        return tree_map_only((_Held, _Packed, _Shape), lambda block: block.taken(), self.values.popleft())
 
     def _hold(self, tensor: Tensor) -> _Held | _Packed:
         own = without_graph(tensor)

@@ -157,7 +157,7 @@ class _Matmul(torch.autograd.Function):
         if ctx.queue is not None:
             ctx.queue.append((ctx.weights, later))
         elif any(wanted):
-            made = [each if is_wanted else None for each, is_wanted in zip(later(), wanted, strict=True)]
+            made = [grad if is_wanted else None for grad, is_wanted in zip(later(), wanted, strict=True)]
         return back, None, None, *made
 
 
@@ -209,7 +209,7 @@ class Linears:
         ready: list[list[Tensor]] = [[] for _ in linears[1:]]
 
         def first(x: Tensor) -> Tensor:
-            out, *others = self._multiply(x, [each.weight for each in linears], products, role)
+            out, *others = self._multiply(x, [linear.weight for linear in linears], products, role)
             for place, other in zip(ready, others, strict=True):
                 place[:] = [other]  # a forward that recompute ended early may have left one
             return out
@@ -326,7 +326,7 @@ class Grouped(OneByOne):
         left, right = (x, grad) if self.is_transposed else (grad, x)
         if self.is_served and grouped_mm is not None:
             return grouped_mm(left.T, right, offs=self.ends)
-        parts = zip(*(torch.split(each, self.counts_E.tolist()) for each in (left, right)), strict=True)
+        parts = zip(*(torch.split(matrix, self.counts_E.tolist()) for matrix in (left, right)), strict=True)
         return torch.stack([rows.T @ others for rows, others in parts])
 
     def _rows(self, rows: Tensor, weight_Exx: Tensor) -> Tensor:

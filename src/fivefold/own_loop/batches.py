@@ -100,7 +100,7 @@ def micro_batch(
             )
         columns_BT = (np.arange(length) + first_B[:, None]) % max(length, 1)  # real tokens first
         ids_BT, targets_BT, positions_BT = (
-            np.take_along_axis(each, columns_BT, 1) for each in (ids_BT, targets_BT, positions_BT)
+            np.take_along_axis(rows, columns_BT, 1) for rows in (ids_BT, targets_BT, positions_BT)
         )
     wide = -(-max(int(real_B.max(initial=0)), 1) // row_multiple) * row_multiple
     counting = np.arange(wide)
@@ -157,7 +157,7 @@ def _raise_any(error: UserError | None) -> None:
 
 def differing(values: Sequence[int]) -> list[int]:
     """The indices at which the ranks' integers differ. Every rank passes equally many, of less than 63 bits."""
-    mine = torch.tensor([values, [-each for each in values]], dtype=torch.int64, device=_device())
+    mine = torch.tensor([values, [-value for value in values]], dtype=torch.int64, device=_device())
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return (mine[0] != -mine[1]).nonzero().flatten().tolist()
 
@@ -193,7 +193,7 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
 
 def checksum(batch: Sequence[MicroBatch]) -> int:
     """A checksum of a rank's whole input, 62 bits."""
-    arrays = [array for each in batch for array in (each.input_ids, each.labels, each.position_ids, each.cu_seqlens)]
+    arrays = [array for row in batch for array in (row.input_ids, row.labels, row.position_ids, row.cu_seqlens)]
     text = b"".join(np.ascontiguousarray(array).tobytes() + str(array.shape).encode() for array in arrays)
     return xxh3_64_intdigest(text) >> 2
 
@@ -300,7 +300,7 @@ def _reads_mask(model: nn.Module) -> bool:
     """True if an embedding of `model` reads the mask, such as OPT's positional embedding: there, the position of a
     token after left padding is not its place in the row, unlike in other models."""
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    return any("attention_mask" in inspect.signature(type(each).forward).parameters for each in embeddings)
+    return any("attention_mask" in inspect.signature(type(embedding).forward).parameters for embedding in embeddings)
 
 
 def _wide(values_BT: Integers, wide: int) -> Integers:

@@ -127,7 +127,9 @@ class ParallelModel(nn.Module):
             raise _refusal_of("num_parameters(exclude_embeddings=True)", "model.num_parameters()")
         frozen = {name for name, p in self.named_parameters() if only_trainable and not p.requires_grad}
         if only_trainable and self.fivefold.plan.facts.has_adapter:
-            frozen = {name for name, each in self.fivefold.plan.facts.parameters.items() if not each.is_trained}
+            frozen = {
+                name for name, parameter in self.fivefold.plan.facts.parameters.items() if not parameter.is_trained
+            }
         return sum(
             math.prod(spec.shape) for name, spec in self.fivefold.plan.placement.shards.items() if name not in frozen
         )

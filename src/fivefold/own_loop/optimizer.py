@@ -63,7 +63,9 @@ def _before_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     check_parameters(optimizer, steps=True)
     for hook in vars(optimizer).pop(_WINDOW, ()):
         hook.remove()
-    if spread := [each for group in optimizer.param_groups for each in group["params"] if hasattr(each, _LAYOUT)]:
+    if spread := [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if hasattr(parameter, _LAYOUT)
+    ]:
         begin = optimizer.register_step_pre_hook(partial(_begin, spread))
         end = optimizer.register_step_post_hook(lambda *_: end_step(spread, optimizer.state))
         first_after_step(optimizer, end)
@@ -77,7 +79,7 @@ def _begin(spread: Sequence[Tensor], _: Any, args: tuple[Any, ...], kwargs: dict
     def outside(given: Any) -> Any:
         return paused(spread)(given) if callable(given) else given
 
-    return tuple(map(outside, args)), {key: outside(each) for key, each in kwargs.items()}
+    return tuple(map(outside, args)), {key: outside(value) for key, value in kwargs.items()}
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -102,7 +104,9 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, steps: bool = False) -
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(hasattr(parameter, _REPLACED) for parameter in parameters):
         raise _not_the_models(optimizer)
-    layout: Layout | None = next((getattr(each, _LAYOUT) for each in parameters if hasattr(each, _LAYOUT)), None)
+    layout: Layout | None = next(
+        (getattr(parameter, _LAYOUT) for parameter in parameters if hasattr(parameter, _LAYOUT)), None
+    )
     checked = (len(optimizer.param_groups), layout)
     away = [what for what in ("optimizer", "parameters") if layout and getattr(layout, f"offload_{what}")]
     if steps and away and not getattr(optimizer, WALKING, False):
@@ -139,13 +143,13 @@ def _what_ranks_hold(layout: Layout) -> Literal["all", "tensors", "parts"]:
 
 def _check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any]) -> None:
     """Raise `UserError` if the optimizer needs operations that torch lacks for DTensors, the type of the parameters."""
-    like = next((each for each in parameters if isinstance(each, DTensor)), None)
+    like = next((parameter for parameter in parameters if isinstance(parameter, DTensor)), None)
     if like is None:
         return
 
     def as_its_own(tensors: Sequence[Tensor]) -> list[Tensor]:
         own = (tensor.to(like.device) for tensor in tensors)
-        return [DTensor.from_local(each, like.device_mesh, like.placements, run_check=False) for each in own]
+        return [DTensor.from_local(part, like.device_mesh, like.placements, run_check=False) for part in own]
 
     small = [[torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)] for _ in optimizer.param_groups]
     try:
@@ -206,8 +210,8 @@ def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[
     twins = {way: [_Twin(optimizer, start, partial(way.share, rank=rank)) for rank in (0, 1)] for way in ways}
     for step in range(_STEPS):
         gradients = [
-            [size * (1 + 0.5 * noise(size.shape)) * (30.0 if (step + at) % 7 == 3 else 1.0) for at, size in each]
-            for each in map(enumerate, sizes)
+            [size * (1 + 0.5 * noise(size.shape)) * (30.0 if (step + at) % 7 == 3 else 1.0) for at, size in numbered]
+            for numbered in map(enumerate, sizes)
         ]
         with Dispatch(partial(_note, mixed)):
             whole.step(gradients)
@@ -231,8 +235,10 @@ def _differing(optimizer: torch.optim.Optimizer, ways: Sequence[_Way]) -> tuple[
 def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; note its name if its results may each depend on several numbers."""
     out = operator(*args, **kwargs)
-    reads = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
-    if not operator.is_view and any(each.numel() > 1 for each in reads) and not mixes_nothing(operator):
+    reads = (
+        tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    )
+    if not operator.is_view and any(tensor.numel() > 1 for tensor in reads) and not mixes_nothing(operator):
         mixed.add(operator.overloadpacket.__name__.strip("_"))
     return out
 
@@ -240,7 +246,9 @@ def _note(mixed: set[str], operator: Any, args: tuple[Any, ...], kwargs: dict[st
 def _note_large(optimizer: torch.optim.Optimizer, mixed: set[str]) -> None:
     """Note the operators of a step on tensors of the parameters' real sizes, without values: some optimizers treat
     large tensors differently."""
-    shapes = [dict.fromkeys(tuple(each.shape) for each in group["params"]) for group in optimizer.param_groups]
+    shapes = [
+        dict.fromkeys(tuple(parameter.shape) for parameter in group["params"]) for group in optimizer.param_groups
+    ]
     large = [[torch.empty(shape, device="meta") for shape in group] for group in shapes]
     with suppress(Exception), Dispatch(partial(_note, mixed)):  # reading a value fails on meta
         twin = _Twin(optimizer, large, list)
@@ -313,7 +321,7 @@ def _like(
 ) -> torch.optim.Optimizer:
     """A new optimizer of the same class and settings over other parameters, without the options in `but`."""
     known = inspect.signature(type(optimizer).__init__).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     given = {key: value for key, value in vars(optimizer).items() if key in known and _is_plain(value)}
     given |= {key: value for key, value in optimizer.defaults.items() if key in known or takes_all}
     given |= {"lr": _RATE} if "lr" in known and given.get("lr", 0) == 0 else {}

@@ -128,13 +128,13 @@ def _described(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[s
         {**group, "parameters": sorted({name for ranks, _ in everyone for name in ranks[at]["parameters"]})}
         for at, group in enumerate(everyone[0][0])
     ]
-    types = {key: kind for _, each in everyone for key, kind in each.items()}
+    types = {key: kind for _, kinds in everyone for key, kind in kinds.items()}
     return {"class": type(optimizer).__name__, "groups": groups, "types": types}
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str]]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [(group, [names[id(each)] for each in group["params"]]) for group in optimizer.param_groups]
+    return [(group, [names[id(parameter)] for parameter in group["params"]]) for group in optimizer.param_groups]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,27 +26,27 @@ def census(plan: ParallelPlan) -> tuple[Computed, ...]:
     for what, dtype, why, matmul in _matmuls(plan):
         before = found.get((what, dtype, why), Computed(what, dtype, 0, 0, why))
         found[what, dtype, why] = replace(before, linears=before.linears + 1, weights=before.weights + matmul.weights)
-    return tuple(sorted(found.values(), key=lambda each: each.dtype != plan.layout.matmul_words))
+    return tuple(sorted(found.values(), key=lambda part: part.dtype != plan.layout.matmul_words))
 
 
 def own_part(plan: ParallelPlan) -> float:
     """Share of the FLOPs of matmuls with weights that has a precision of its own."""
     found = census(plan)
-    own = sum(each.weights for each in found if each.dtype == plan.layout.matmul_words)
-    return own / sum(each.weights for each in found)
+    own = sum(part.weights for part in found if part.dtype == plan.layout.matmul_words)
+    return own / sum(part.weights for part in found)
 
 
 def _matmuls(plan: ParallelPlan) -> Iterator[tuple[str, str, str, Matmul]]:
     own, facts = plan.matmuls, plan.facts
     words, high = plan.layout.matmul_words, plan.layout.precision
-    routers = [each.router for each in facts.experts]
+    routers = [block.router for block in facts.experts]
     covered = {name for name, _ in own.matmuls(facts.anatomy.layers)}
     for layer, cost in zip(facts.anatomy.layers, facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             name = f"{layer}.{matmul.name}"
             kind = facts.partition.roles[name].kind
             if is_within(name, routers):
-                router = next(each for each in routers if is_within(name, [each]))
+                router = next(router for router in routers if is_within(name, [router]))
                 yield "routers", "fp32" if router in plan.fp32_routers else high, "", matmul
             elif own.is_used and not own.covers(layer):
                 yield "first and last layers", high, f"precision.{own.kept_by}", matmul

@@ -134,8 +134,8 @@ def differing(ran: Sequence[Sequence[Collective]], declared: Sequence[Sequence[C
     for found, expected in zip(ran, declared, strict=True):
         wrong |= {f"{axis}/{kind}" for axis, kind, *_ in set(map(_fixed, found)) ^ set(map(_fixed, expected))}
     sums: Counter[str] = Counter()
-    for each, sign in [*((each, 1) for each in ran), *((each, -1) for each in declared)]:
-        for row in each:
+    for calls, sign in [*((calls, 1) for calls in ran), *((calls, -1) for calls in declared)]:
+        for row in calls:
             sums[f"{row.axis}/{row.kind}"] += sign * row.bytes
     return sorted(wrong | {name for name, difference in sums.items() if difference})
 

@@ -36,7 +36,7 @@ def keeps_places(operator: Any) -> bool:
     packet = getattr(torch.ops.aten, plain, operator.overloadpacket)
     if name != plain + "_" * name.endswith("_"):  # foreach operators: `max` reduces each tensor, `maximum` does not
         overloads = packet.overloads()  # by getattr: `__getattr__` would make new ones, which DTensor does not know
-        return "dim" not in overloads and any(_is_pointwise(getattr(packet, each)) for each in overloads)
+        return "dim" not in overloads and any(_is_pointwise(getattr(packet, overload)) for overload in overloads)
     return _is_pointwise(operator) or _is_pointwise(getattr(packet, str(operator).rpartition(".")[2], operator))
 
 

@@ -253,7 +253,7 @@ def _with_cu_seqlens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     begins a new document unless there is a mask or a cache. Example: positions 0 1 2 0 1 give [0, 3, 5]."""
     positions, others = kwargs.get("position_ids"), ("attention_mask", "past_key_values", "cu_seqlens")
     given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))  # ids come first
-    tokens = next((each for each in given if each is not None), None)
+    tokens = next((value for value in given if value is not None), None)
     if positions is None or positions.ndim != 2 or tokens is None or any(kwargs.get(key) is not None for key in others):
         return kwargs
     rows, length = tokens.shape[:2]

@@ -244,7 +244,7 @@ class Layout(
         change = "the cluster" if place else "the number of workers: --nproc"
         fix = f"change the layout, or {change}; dp_shard -1 takes those that are left"
         if self.ep > 1 and not self.degrees:
-            ep = max(each for each in range(1, self.ep + 1) if world % each == 0)
+            ep = max(divisor for divisor in range(1, self.ep + 1) if world % divisor == 0)
             fits_too = f"shard{world}{f'.ep{ep}' * (ep > 1)}"
             fix = f"ep deals experts to the ranks of dp_shard and cp, and adds none: {fits_too}"
         yield Violation("dp_shard", f"{product}, but {has}; {nearest}", fix, fits)
@@ -254,8 +254,11 @@ class Layout(
         others = [(axis, degree) for axis, degree in self.degrees.items() if axis != "dp_shard"]
         if len(others) != 1:
             return ""
-        (axis, degree), divisors = others[0], [each for each in range(1, world + 1) if world % each == 0]
-        near = [*[each for each in divisors if each < degree][-1:], *[each for each in divisors if each > degree][:1]]
+        (axis, degree), divisors = others[0], [divisor for divisor in range(1, world + 1) if world % divisor == 0]
+        near = [
+            *[divisor for divisor in divisors if divisor < degree][-1:],
+            *[divisor for divisor in divisors if divisor > degree][:1],
+        ]
         return f", {axis} {' or '.join(map(str, near))} does"
 
     def against_batch(self, batch: int) -> Iterator[Violation]:
@@ -285,8 +288,8 @@ def _ordered(keys: dict[str, LayoutKey]) -> dict[str, LayoutKey]:
 
 
 # How each field is written, and its default.
-KEYS = _ordered({each.name: each.metadata["key"] for each in fields(Layout)})
-_DEFAULTS = {each.name: each.default for each in fields(Layout)}
+KEYS = _ordered({field.name: field.metadata["key"] for field in fields(Layout)})
+_DEFAULTS = {field.name: field.default for field in fields(Layout)}
 _CHOICES = {name: declared.choices for name, declared in KEYS.items() if declared.choices}
 _LEAST = {name: declared.least for name, declared in KEYS.items() if declared.least is not None}
 # Fields that are options of the text form, in its order.

@@ -59,7 +59,7 @@ def _of_states(plan: ParallelPlan) -> Iterator[Violation]:
         if plan.placement.kept_in(name) != "8bit":
             continue
         block, last = block_length(spec.shape[-1]), len(spec.shape) - 1
-        if any(edge % block for part in spec.held for each in part[last] for edge in each):
+        if any(edge % block for part in spec.held for bounds in part[last] for edge in bounds):
             what = f"8bit states of {name} have blocks of {block} in a row of {spec.shape[-1]}, and tp {plan.layout.tp}"
             yield Violation(
                 "tp", f"{what} cuts one", "use less tp, or optimizer.state_dtype: bf16", more="docs/explain/memory.md"

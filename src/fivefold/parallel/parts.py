@@ -61,9 +61,9 @@ class Part(DTensor):
                     "ff.scatter(model, {name: values}); ff.gather(model) has whole tensors",
                     more=READ_MORE,
                 ) from error
-        for each in tree_leaves(out) if not (name.endswith("_like") or name.startswith("new_")) else ():
-            if type(each) is DTensor:
-                each.__class__ = cls._derived()
+        for tensor in tree_leaves(out) if not (name.endswith("_like") or name.startswith("new_")) else ():
+            if type(tensor) is DTensor:
+                tensor.__class__ = cls._derived()
         return out
 
     @classmethod
@@ -96,7 +96,7 @@ class NarrowPart(Part):
 
 def _watched(kind: type[Part], name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of a call `name` on parts of a `kind`. Raises `UserError` where it would be wrong."""
-    parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+    parts = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, DTensor)]
     is_narrow = issubclass(kind, NarrowPart)
     if not parts:
         return operator(*args, **kwargs)
@@ -109,7 +109,7 @@ def _watched(kind: type[Part], name: str, operator: Any, args: tuple[Any, ...], 
             fix="draw the whole tensor alike on every rank; ff.scatter(model, {name: values}) has its part",
             more=READ_MORE,
         )
-    if is_narrow and not keeps_places(operator) and any(each.numel() > 1 for each in parts):
+    if is_narrow and not keeps_places(operator) and any(part.numel() > 1 for part in parts):
         raise UserError(
             f"the {_AS_SPOKEN.get(name, name)} of a parameter or gradient of which this rank holds a part: it would be "
             "of this part alone, and clipping by it wrong",
@@ -117,7 +117,7 @@ def _watched(kind: type[Part], name: str, operator: Any, args: tuple[Any, ...], 
             "ff.gather(model, gradients=True) has whole tensors, and ff.scatter(model, {name: values}) parts of them",
             more=READ_MORE,
         )
-    if any(hasattr(each, _COPY) for each in _written(operator, args, kwargs)):
+    if any(hasattr(tensor, _COPY) for tensor in _written(operator, args, kwargs)):
         raise UserError(
             f"{name} of a slice of a parameter or gradient: ranks hold parts, and the slice is a copy, so the change "
             "would be lost",
@@ -132,9 +132,9 @@ def _watched(kind: type[Part], name: str, operator: Any, args: tuple[Any, ...], 
             more=READ_MORE,
         )
     if operator.is_view and isinstance(args[0], DTensor):
-        for each in tree_leaves(out):
-            if isinstance(each, DTensor) and (hasattr(args[0], _COPY) or not _shares_memory(each, args[0])):
-                setattr(each, _COPY, True)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, DTensor) and (hasattr(args[0], _COPY) or not _shares_memory(tensor, args[0])):
+                setattr(tensor, _COPY, True)
     return out
 
 

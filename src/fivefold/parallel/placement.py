@@ -95,7 +95,7 @@ class Placement:
     def stage_ends(self) -> tuple[frozenset[str], frozenset[str]]:
         """First layers of the stages of this rank, and last ones."""
         own = [self.stages.layers_of_stage(stage) for stage in self.own_stages]
-        return frozenset(each[0] for each in own), frozenset(each[-1] for each in own)
+        return frozenset(region[0] for region in own), frozenset(region[-1] for region in own)
 
     @cached_property
     def own_stages(self) -> tuple[int, ...]:

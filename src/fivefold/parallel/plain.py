@@ -20,7 +20,7 @@ def everywhere(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     padded = _padded(mine, max(sizes))
     gathered = list(padded.repeat(len(sizes), 1))  # own values, because a backend of one process sends nothing
     dist.all_gather(gathered, padded, group=group)
-    return [_decoded(each, size) for each, size in zip(gathered, sizes, strict=True)]
+    return [_decoded(data, size) for data, size in zip(gathered, sizes, strict=True)]
 
 
 def on_first(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
@@ -30,7 +30,7 @@ def on_first(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | 
     padded = _padded(mine, max(sizes))
     gathered = list(padded.repeat(len(sizes), 1)) if dist.get_rank() == 0 else None
     dist.gather(padded, gathered, dst=0, group=group)
-    return gathered and [_decoded(each, size) for each, size in zip(gathered, sizes, strict=True)]
+    return gathered and [_decoded(data, size) for data, size in zip(gathered, sizes, strict=True)]
 
 
 def of_first(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -56,7 +56,7 @@ def _sizes(mine: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     size = torch.tensor([len(mine)], device=mine.device)
     sizes = list(size.repeat(dist.get_world_size(group), 1))
     dist.all_gather(sizes, size, group=group)
-    return [int(each) for each in sizes]
+    return [int(size) for size in sizes]
 
 
 def _padded(values: Tensor, size: int) -> Tensor:

@@ -87,22 +87,24 @@ class ParallelPlan:
     @cached_property
     def experts(self) -> tuple[Experts, ...]:
         """Experts of the layers of this rank."""
-        return tuple(each for each in self.facts.experts if is_within(each.name, self.placement.layers))
+        return tuple(block for block in self.facts.experts if is_within(block.name, self.placement.layers))
 
     @property
     def watches_routers(self) -> bool:
         """True if all routers return the logits that losses and counts need."""
-        return bool(self.facts.experts) and all(each.has_logits for each in self.facts.experts)
+        return bool(self.facts.experts) and all(block.has_logits for block in self.facts.experts)
 
     @cached_property
     def fp32_routers(self) -> tuple[str, ...]:
         """Routers that compute in fp32 in a model of 16 bits: those with a matrix, perhaps in a module inside (Gemma
         4), that has a row for each of the experts."""
-        shapes = [(name, each.shape) for name, each in self.facts.parameters.items() if len(each.shape) == 2]
+        shapes = [
+            (name, parameter.shape) for name, parameter in self.facts.parameters.items() if len(parameter.shape) == 2
+        ]
         return tuple(
-            each.router
-            for each in (self.facts.experts if self.layout.compute_bytes == 2 else ())
-            if any(is_within(name, [each.router]) and shape[0] == each.experts for name, shape in shapes)
+            block.router
+            for block in (self.facts.experts if self.layout.compute_bytes == 2 else ())
+            if any(is_within(name, [block.router]) and shape[0] == block.experts for name, shape in shapes)
         )
 
     @property

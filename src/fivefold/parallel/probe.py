@@ -54,7 +54,7 @@ def check(model: Any, layout: Layout, device: torch.device, parallelize: Paralle
         ) from error
     everyone = plain.everywhere(found)  # from here on no rank uses a group of the proof
     _end_groups(small)
-    worst = {key: max(each.get(key, 0.0) for each in everyone) for key in found}
+    worst = {key: max(times.get(key, 0.0) for times in everyone) for key in found}
     wrong = [key for key, error in worst.items() if not error <= TOLERANCE]
     if wrong:
         raise UserError(

@@ -285,4 +285,4 @@ def carried(tokens: Tokens, owner: int, step: int) -> int:
     """Number of `owner`'s tokens that travel to the rank `step` places before it: all that this rank, or a rank further
     on in the ring, may attend to."""
     size = len(tokens)
-    return max(seen(tokens[(owner - each) % size], tokens[owner]) for each in range(step, size))
+    return max(seen(tokens[(owner - step_) % size], tokens[owner]) for step_ in range(step, size))

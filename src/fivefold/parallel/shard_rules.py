@@ -28,7 +28,9 @@ def shard_specs(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
     """Shard every parameter, in the model's order. `layout` is legal for the model. A parameter without a role is whole
     on every tp rank."""
     roles = partition_of(facts, layout.tp).roles
-    by_role = {name: _shard(name, each.shape, roles.get(name), layout.tp) for name, each in facts.parameters.items()}
+    by_role = {
+        name: _shard(name, parameter.shape, roles.get(name), layout.tp) for name, parameter in facts.parameters.items()
+    }
     return by_role | _of_experts(facts, layout)
 
 
@@ -113,11 +115,11 @@ def _of_experts(facts: ModelFacts, layout: Layout) -> dict[str, ShardSpec]:
     """Shard the experts' parameters: dimension 0 in blocks over `ep`, with `expert_tp` features over tp too."""
     ep, pieces = layout.ep, layout.etp
     specs = {}
-    for each in facts.experts:
-        shapes = _shapes(facts, each)
-        features = feature_splits(each, shapes, pieces) if pieces > 1 else {}
+    for experts in facts.experts:
+        shapes = _shapes(facts, experts)
+        features = feature_splits(experts, shapes, pieces) if pieces > 1 else {}
         for leaf, shape in shapes.items():
-            name = f"{each.name}.{leaf}"
+            name = f"{experts.name}.{leaf}"
             splits = [Split(0, tuple((block,) for block in split_even(shape[0], ep)))]
             splits += [features[leaf]] if leaf in features else []
             specs[name] = ShardSpec(name, shape, _crossed(splits), ep * pieces, over="ep")

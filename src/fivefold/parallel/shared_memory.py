@@ -312,14 +312,14 @@ class Channel:
             source = source.contiguous()
         elif not may_share and source.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
             source = source.clone()
-        arrays = [(ctypes.c_int64 * self.size)(*each) for each in counts or ()]
+        arrays = [(ctypes.c_int64 * self.size)(*counts_) for counts_ in counts or ()]
         incoming, outgoing = map(ctypes.addressof, arrays) if arrays else (None, None)
         memory = source.data_ptr(), result.data_ptr()
         call = _Call(*memory, size, outgoing, incoming, kind, _TYPES.get(given.dtype, 0), how, root)
         sent = Sent(call, self.last.number + 1 if self.last else 1, given.shape)
         self.last = sent
         pending = Pending(self, sent, [source, result, output, arrays])
-        for number in [number for number, each in self.under_way.items() if each.is_done]:
+        for number in [number for number, transfer in self.under_way.items() if transfer.is_done]:
             self.under_way.pop(number).end()
         self._library.issue(self._address, ctypes.addressof(call))
         if call.is_done:

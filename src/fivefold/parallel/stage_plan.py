@@ -49,7 +49,7 @@ class StagePlan:
         """Stages in which a parameter gets a gradient."""
         if self.count == 1:
             return (0,)
-        owner = max((each for each in self.stages_of_module if name.startswith(f"{each}.")), key=len)
+        owner = max((module for module in self.stages_of_module if name.startswith(f"{module}.")), key=len)
         return self.stages_of_module[owner]
 
 

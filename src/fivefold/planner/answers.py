@@ -61,7 +61,7 @@ def _code() -> str:
 
 def _to_json(found: Found) -> dict[str, Any]:
     return {
-        "best": [str(each.layout) for each in found.best],
+        "best": [str(estimate.layout) for estimate in found.best],
         "fastest": found.fastest and str(found.fastest.layout),
         "options": found.options,
         "legal": found.legal,

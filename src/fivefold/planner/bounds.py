@@ -83,7 +83,7 @@ class Bounding:
         size = max(1, AT_ONCE // (rows.pipeline.stages))
         stages = self.space.prices.stages(rows.pipeline)
         parts = [self._of(rows.at(slice(start, start + size)), stages, most) for start in range(0, len(rows), size)]
-        needs, at_least = (np.concatenate(each) for each in zip(*parts, strict=True))
+        needs, at_least = (np.concatenate(column) for column in zip(*parts, strict=True))
         return Bounds(rows, needs, at_least)
 
     # ---- look-ups ----------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Bounding:
         """[layout, content, moment]: bytes that do not depend on the micro batch. The last entry is no moment, but the
         most unreduced gradients at any moment."""
         alike = distinct(self.shards[rows.place], rows.zero)
-        found = [self._rest(each, rows.pipeline, alike.values) for each in contents]
+        found = [self._rest(content, rows.pipeline, alike.values) for content in contents]
         return np.array(found).swapaxes(0, 1)[alike.of]
 
     def _rest(self, content: Content, pipeline: Layout, keys: Sequence[tuple[int, ...]]) -> list[Numbers]:
@@ -142,14 +142,14 @@ class Bounding:
             if key not in known:
                 number, zero = key
                 items = resting_bytes(self.space.prices, self._shards[number], content, zero, waits=waits).values()
-                waiting = max(each[WAITING] for each in items)
-                known[key] = np.array([*(float(sum(each.values())) for each in items), waiting])
+                waiting = max(kinds[WAITING] for kinds in items)
+                known[key] = np.array([*(float(sum(kinds.values())) for kinds in items), waiting])
         return [known[key] for key in keys]
 
     def edges(self, places: Integers, contents: Sequence[Content]) -> Edges:
         """[layout, content]: seconds spent once a step."""
         alike = distinct(self.shards[places], self.replicas[places])
-        found = [[self._edge(int(places[each]), content) for content in contents] for each in alike.first]
+        found = [[self._edge(int(places[row]), content) for content in contents] for row in alike.first]
         return Edges(*np.moveaxis(np.array(found)[alike.of], -1, 0))
 
     def _edge(self, place: int, content: Content) -> tuple[float, ...]:
@@ -157,7 +157,7 @@ class Bounding:
         key = int(self.shards[place]), layout.dp_replicate, layout.pp, content
         if key not in self._edges:
             edges = edges_of(self.space.prices, self._shards[key[0]], content, layout)
-            self._edges[key] = tuple(float(getattr(edges, each.name)) for each in fields(edges))
+            self._edges[key] = tuple(float(getattr(edges, number.name)) for number in fields(edges))
         return self._edges[key]
 
     def in_flight(self, rows: Rows) -> StagesInFlight:
@@ -165,7 +165,7 @@ class Bounding:
         alike, layers = distinct(rows.micro_batches), self.space.prices.stages(rows.pipeline).sizes
         found = [stages_in_flight(rows.pipeline, count, layers) for (count,) in alike.values]
         return StagesInFlight(
-            *(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(StagesInFlight))
+            *(np.stack([getattr(bounds, name) for bounds in found])[alike.of] for name in _names(StagesInFlight))
         )
 
     def gathers(self, rows: Rows) -> Gathers:
@@ -173,13 +173,13 @@ class Bounding:
         of_places = np.array([[shards.stage(zero) for zero in range(4)] for shards in self._shards])[self.shards]
         alike = distinct(of_places[rows.place, rows.zero], rows.micro_batches)
         found = [gathers(rows.pipeline, count, zero) for zero, count in alike.values]
-        return Gathers(*(np.stack([getattr(each, name) for each in found])[alike.of] for name in _names(Gathers)))
+        return Gathers(*(np.stack([getattr(bounds, name) for bounds in found])[alike.of] for name in _names(Gathers)))
 
     def transfer(self, pp: int) -> Numbers:
         """Seconds to send hidden states between pipeline ranks, for each micro batch of `Space.works`."""
         if pp not in self._transfer:
             prices, works = self.space.prices, self.space.works
-            self._transfer[pp] = np.array([transfer_seconds(prices, each, pp) for _, _, each in works])
+            self._transfer[pp] = np.array([transfer_seconds(prices, sent, pp) for _, _, sent in works])
         return self._transfer[pp]
 
     # ---- computations ------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Bounding:
         in_flight = in_flight_bytes(engine, self.work.at(own.work), stages, self.in_flight(own), self.logits[own.work])
         moments = moving_bytes(engine, self.space.prices.cluster.chip, in_flight)
         by_rank = np.stack([sum(items.values()) for items in moments.values()], axis=-1)
-        ranks = [[each == content for each in stages.contents] for content in stages.distinct]
+        ranks = [[other == content for other in stages.contents] for content in stages.distinct]
         found: Numbers = np.stack([by_rank[:, own].max(axis=1) for own in ranks], axis=1)[alike.of]
         return found
 
@@ -257,4 +257,4 @@ def _spans(pipeline: Layout, kinds: Sequence[Kind], timings: Numbers) -> Numbers
 
 
 def _names(record: type) -> list[str]:
-    return [each.name for each in fields(record)]
+    return [attribute.name for attribute in fields(record)]

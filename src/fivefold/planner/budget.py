@@ -57,7 +57,7 @@ def under_budget(price_list: PriceList, layout: Layout, tokens: int, stages: Sta
         )
         for own in of_stage
     )
-    by_layer = {layer: mode for each in found for layer, mode in each.by_layer.items()}
+    by_layer = {layer: mode for budget in found for layer, mode in budget.by_layer.items()}
     layers = np.zeros((len(splits), len(MODES) * len(choices) + 2))
     layers[:, -2:] = stages.layers[:, -2:]
     for stage, (start, end) in enumerate(splits):

@@ -31,7 +31,7 @@ def terms(seconds: Mapping[str, float]) -> dict[str, float]:
 def spread(seconds: Mapping[str, float], doubt: float) -> float:
     """Standard deviation of the sum of the terms, in seconds. `doubt`: uncertainty relative to a chip that was measured
     (`Chip.doubt`)."""
-    return doubt * sqrt(sum((DOUBTS[term] * each) ** 2 for term, each in terms(seconds).items()))
+    return doubt * sqrt(sum((DOUBTS[term] * share) ** 2 for term, share in terms(seconds).items()))
 
 
 def step_interval(seconds: Mapping[str, float], doubt: float) -> Interval:

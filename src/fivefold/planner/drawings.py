@@ -21,7 +21,7 @@ FILLS = tuple(f"rank-{number}" for number in range(8))
 def stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, limit: float | None) -> Figure:
     """Draw a bar for each layout, cut into its items, ordered by their largest amount in any layout. `limit`: where a
     device is full."""
-    by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
+    by_item = [{row.item: row.amount for row in estimate.rows if row.part == part} for estimate in estimates]
     names = sorted(
         dict.fromkeys(name for items in by_item for name in items),
         key=lambda name: -max(i.get(name, 0) for i in by_item),
@@ -94,7 +94,7 @@ def _curves(
     left.label_y({tick: human(2.0**tick) for tick in range(low, high + 1, -(-(high - low) // 6))})
     left.line(xs[: len(ideal)], doublings[len(rates) :], "var(--ink)", dash="6 3")
     left.curve(xs, doublings[: len(rates)], 0)
-    mfu = [100 * each.mfu for _, each in points]
+    mfu = [100 * estimate.mfu for _, estimate in points]
     ticks = nice(0, max(mfu), 5)
     right = Axes(3 * LEFT + 20 + half, 20, half, 220, places, Linear(0, max(mfu) * 1.1))
     right.label_y({tick: label(tick, ticks) for tick in ticks})
@@ -121,7 +121,7 @@ def items(estimates: Sequence[Estimate]) -> Table:
     """Each item of time and memory, and its amount under each layout."""
     rows = []
     for part in ("time", "memory"):
-        by_item = [{row.item: row.amount for row in each.rows if row.part == part} for each in estimates]
+        by_item = [{row.item: row.amount for row in estimate.rows if row.part == part} for estimate in estimates]
         for name in dict.fromkeys(name for items in by_item for name in items):
             amounts = [items.get(name, 0.0) for items in by_item]
             texts = [_seconds(amount) if part == "time" else f"{amount / GIB:.2f}" for amount in amounts]

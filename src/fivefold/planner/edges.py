@@ -33,7 +33,7 @@ class Edges:
 
     def at(self, places: Places) -> "Edges":
         """The entries at `places`."""
-        return Edges(*(getattr(self, each.name)[places] for each in fields(self)))
+        return Edges(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def seconds(self, backward: Numbers | float) -> Numbers:
         """Seconds that no compute hides, without the update. `backward`: seconds that hide sums over replicas."""

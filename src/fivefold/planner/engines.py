@@ -167,8 +167,8 @@ class Engine:
 # Constants of the other trainers are fitted on half of each one's published rows and tested on the other half
 # (benchmarks/planner_accuracy.py, docs/evidence/planner_accuracy.md); those of memory follow from what a trainer keeps.
 ENGINES = {
-    each.name: each
-    for each in (
+    engine.name: engine
+    for engine in (
         # Rehearsals of the real step count launches, syncs and allocator peaks: an 8B takes 0.15 s of host time for 32
         # compiled layers; `slack` and `kept_back` are least squares of the cells of docs/evidence/planned_memory.md.
         # Logits in bf16 are written, read three times and overwritten by their gradient (`parallel/loss/runtime.py`).

@@ -320,7 +320,7 @@ class Step:
         if self.layout.pp == 1:
             forward, backward = self.passes
             return float(forward[0] + backward[0]) * self.micro_batches
-        of_kind = {kind: each[:, np.newaxis] for kind, each in self.durations.items()}
+        of_kind = {kind: seconds[:, np.newaxis] for kind, seconds in self.durations.items()}
         alone = float(span(self.pipeline, np.array([self.micro_batches]), of_kind, np.array([self.transfer]))[0])
         return float(crowded(alone, *self.passes, self.micro_batches, self.layout.pp, self.cluster.crowding))
 
@@ -451,7 +451,7 @@ class Step:
     def fullest(self) -> tuple[int, dict[str, float]]:
         """The pipeline rank that needs the most memory, and its items."""
         found = ((rank, self.memory_of(rank)) for rank in range(self.layout.pp))
-        return max(found, key=lambda each: sum(each[1].values()))
+        return max(found, key=lambda items: sum(items[1].values()))
 
     @cached_property
     def needs(self) -> float:

@@ -50,16 +50,16 @@ def binds(estimate: Estimate) -> Item:
 def slower_by(estimate: Estimate, other: Estimate) -> tuple[Difference, ...]:
     """Items of time in which a layout differs from another, largest loss first. They add up to the difference of the
     two steps."""
-    own, others = ({row.item: row.amount for row in _time(each)} for each in (estimate, other))
+    own, others = ({row.item: row.amount for row in _time(one)} for one in (estimate, other))
     found = [(item, own.get(item, 0.0) - others.get(item, 0.0)) for item in dict.fromkeys((*own, *others))]
     whole = other.step_seconds
-    return tuple(Difference(item, more, more / whole) for item, more in sorted(found, key=lambda each: -each[1]))
+    return tuple(Difference(item, more, more / whole) for item, more in sorted(found, key=lambda pair: -pair[1]))
 
 
 def tied(one: Estimate, other: Estimate) -> bool:
     """True if two steps are near, or differ by less than the uncertainty of their difference. Errors of common terms
     are shared and cancel."""
-    differs = {each.item: each.seconds for each in slower_by(one, other)}
+    differs = {row.item: row.seconds for row in slower_by(one, other)}
     unsure = LIKELY * spread(differs, other.cluster.chip.doubt)
     return abs(one.step_seconds - other.step_seconds) <= max(NEAR * other.step_seconds, unsure)
 
@@ -75,7 +75,9 @@ def cures(prices: PriceList, estimate: Estimate) -> tuple[Estimate, ...]:
     has, seen, asked = prices.cluster.chip.memory_bytes, {estimate.layout}, [estimate.layout]
     fitting, easily = list[Step](), list[Step]()
     for _ in range(3):
-        asked = [each for layout in asked for each in neighbours(prices, layout, estimate) if each not in seen]
+        asked = [
+            neighbour for layout in asked for neighbour in neighbours(prices, layout, estimate) if neighbour not in seen
+        ]
         asked = list(dict.fromkeys(asked))
         seen |= set(asked)
         steps = sorted((Step(prices, layout, estimate.workload) for layout in asked), key=lambda step: step.needs)
@@ -146,8 +148,8 @@ def neighbours(prices: PriceList, layout: Layout, estimate: Estimate) -> list[La
     """Legal layouts that need less memory in one respect."""
     limits, world, batch = limits_of(prices.facts), prices.cluster.world, estimate.workload.global_batch_size
     return [
-        each for each in _changed(layout, prices.cluster)
-        if not legality.violations(each, limits, world=world, batch=batch)
+        candidate for candidate in _changed(layout, prices.cluster)
+        if not legality.violations(candidate, limits, world=world, batch=batch)
     ]  # fmt: skip
 
 

@@ -104,8 +104,8 @@ def _times(pipeline: Layout, micro_batches: int, zero: int) -> Numbers:
     for order in plan.orders:
         own = tuple(dict.fromkeys(slot.stage for slot in order))
         users = {str(stage): frozenset((stage,)) for stage in own}
-        for stage, each in of_slots(order, users, micro_batches, own, zero).items():
-            found[:, int(stage)] = each.forward, each.backward, each.reductions
+        for stage, times in of_slots(order, users, micro_batches, own, zero).items():
+            found[:, int(stage)] = times.forward, times.backward, times.reductions
     return found
 
 
@@ -258,7 +258,7 @@ def _levels(
         ready = [rank for rank, slots in left.items() if (need := slots[-1][1]) is None or need in places]
         assert ready, f"{plan} waits for itself"
         level, before = [left[rank].pop() for rank in ready], [last[rank] for rank in ready]
-        sent = [each if need is None else places[need] for each, (_, need) in zip(before, level, strict=True)]
+        sent = [place if need is None else places[need] for place, (_, need) in zip(before, level, strict=True)]
         hops = [[float(need is not None)] for _, need in level]
         took = [KINDS.index(slot.kind) * plan.stages + slot.stage for slot, _ in level]
         levels.append(Level(np.array(before), np.array(sent), np.array(hops), np.array(took)))

@@ -40,7 +40,7 @@ def longest_sequence(prices: PriceList, workload: Workload, layout: Layout | Non
     fixed = None if layout is None else (_legal(prices, layout),)
 
     def fitting(length: int) -> Iterator[Step]:
-        steps = (_step(prices, each, workload, length) for each in fixed or leanest(prices, length))
+        steps = (_step(prices, layout, workload, length) for layout in fixed or leanest(prices, length))
         return (step for step in steps if step.needs <= prices.cluster.chip.memory_bytes * TIGHT)
 
     units = largest(lambda number: any(True for _ in fitting(number * STEP)), MOST_TOKENS // STEP)
@@ -105,16 +105,16 @@ def lean_step(
     prices: PriceList, cluster: Cluster, workload: Workload, precision: str = Layout.precision
 ) -> Step | None:
     """The fastest step on a cluster among the `leanest` layouts that fit; None if none fits."""
-    trained = sum(each.size for each in prices.facts.parameters.values() if each.is_trained)
+    trained = sum(parameter.size for parameter in prices.facts.parameters.values() if parameter.is_trained)
     if cluster.world * cluster.chip.memory_bytes < BYTES_PER_PARAMETER * trained:
         return None
     own = PriceList(prices.facts, cluster, prices.engine)
     limits, batch = limits_of(own.facts), workload.global_batch_size
     legal = (
-        each for each in leanest(own, workload.seq_length, precision)
-        if not legality.violations(each, limits, world=cluster.world, batch=batch)
+        layout for layout in leanest(own, workload.seq_length, precision)
+        if not legality.violations(layout, limits, world=cluster.world, batch=batch)
     )  # fmt: skip
-    steps = (step for each in legal if (step := Step(own, each, workload)).needs <= cluster.chip.memory_bytes)
+    steps = (step for layout in legal if (step := Step(own, layout, workload)).needs <= cluster.chip.memory_bytes)
     return min(steps, key=lambda step: step.at_least, default=None)
 
 

@@ -85,7 +85,7 @@ def planned(
         can_run = f"{fit}; of each set of degrees the best"
     if not found.best and asked is None:
         raise too_large(prices, workload, found.closest)
-    others = [each for each in found.best if asked is None or each.layout != asked.layout]
+    others = [ranked for ranked in found.best if asked is None or ranked.layout != asked.layout]
     estimates = (*([asked] if asked else []), *others)
     best = found.best[0] if found.best else None
     notes, cured = [can_run, *_positions_told(model, workload.seq_length)], tuple[Estimate, ...]()
@@ -105,11 +105,11 @@ def planned(
     first = goes_on or estimates[0]
     return report.PlanReport(
         title=report.title(_named(model, prices), prices.cluster, workload),
-        rows=tuple(report.ranked(each, first) for each in estimates),
+        rows=tuple(report.ranked(ranked, first) for ranked in estimates),
         ok=asked.fits if asked else True,
         estimates=estimates,
         notes=tuple(notes),
-        cures=tuple(report.ranked(each, first) for each in cured),
+        cures=tuple(report.ranked(ranked, first) for ranked in cured),
         closing=f"\n{report.assumptions(first)}" + (f"\nnext: {_command(model, goes_on)}" if goes_on else ""),
         details=report.details(estimates),
         timeline=_timeline(Step(prices, estimates[0].layout, workload)),
@@ -151,12 +151,12 @@ def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanRepor
     """Add the cost of a million tokens, in the currency of `per_device_hour`: of the best layout in a sentence, and of
     each layout, with its 80 % interval, in JSON."""
     costs = {
-        str(each.layout): [cost_per_million_tokens(each, per_device_hour, seconds) for seconds in
-                           (each.step_seconds, *each.step_interval)]
-        for each in found.estimates
+        str(ranked.layout): [cost_per_million_tokens(ranked, per_device_hour, seconds) for seconds in
+                           (ranked.step_seconds, *ranked.step_interval)]
+        for ranked in found.estimates
     }  # fmt: skip
     best = next((row for row in found.rows if row.behind == BEST), found.rows[0])
-    cost, low, high = (f"{each:.3g}" for each in costs[best.layout])
+    cost, low, high = (f"{cost:.3g}" for cost in costs[best.layout])
     said = f"at {per_device_hour:g} a device-hour, a million tokens cost {cost} ({low} to {high}) with {best.layout}"
     return replace(found, notes=(*found.notes, said), details={**found.details, "cost_per_million_tokens": costs})
 
@@ -271,7 +271,7 @@ def _facts(model: Model) -> ModelFacts:
 
 
 def _workload(workload: Workload | Mapping[str, int]) -> Workload:
-    known = {each.name for each in fields(Workload)}
+    known = {field.name for field in fields(Workload)}
     if isinstance(workload, Workload):
         return workload
     _check(workload, Mapping, "workload", "write dict(seq_length=8192, global_batch_size=64)")
@@ -286,7 +286,7 @@ def _workload(workload: Workload | Mapping[str, int]) -> Workload:
 
 def _layout(layout: Layout | str | Mapping[str, Any]) -> Layout:
     if isinstance(layout, Mapping):
-        known = {each.name for each in fields(Layout)}
+        known = {field.name for field in fields(Layout)}
         if wrong := [name for name in layout if name not in known]:
             raise UserError(f"{wrong[0]!r} is no field of a layout", fix=f"degrees are {', '.join(DEGREES.values())}")
         for name, value in layout.items():

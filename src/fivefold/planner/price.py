@@ -107,25 +107,25 @@ class _Pricing:
         """Matmuls of a layer on this rank. If tp or `expert_tp` splits a matrix, the rank has a part of it. Under
         sequence parallelism, a matrix that is whole sees a part of the tokens."""
         roles, layout = self.plan.partition.roles, self.plan.layout
-        for each in cost.matmuls:
-            name = f"{layer}.{each.name}"
+        for matmul in cost.matmuls:
+            name = f"{layer}.{matmul.name}"
             role = roles.get(name)
             kind, spec = role.kind if role else "", self.plan.placement.shards[name]
             local = self.plan.placement.gathered_shape(name)
             if spec.over == "ep":
                 per_expert = prod(local[1:])
-                share = per_expert / (each.inputs * each.outputs)
-                rows = self.tokens * each.times // (1 if layout.expert_tp else layout.tp)
+                share = per_expert / (matmul.inputs * matmul.outputs)
+                rows = self.tokens * matmul.times // (1 if layout.expert_tp else layout.tp)
                 yield _cut(
-                    Product(max(1, rows // local[0]), each.inputs, each.outputs, local[0]),
+                    Product(max(1, rows // local[0]), matmul.inputs, matmul.outputs, local[0]),
                     share,
-                    each.outputs > each.inputs,
+                    matmul.outputs > matmul.inputs,
                 )
                 continue
-            share = prod(local) / (each.inputs * each.outputs)
+            share = prod(local) / (matmul.inputs * matmul.outputs)
             splits = self.plan.splits_sequence and kind in ("router", "norm", "replicated")
             rows = self.tokens // (layout.tp if splits else 1)
-            yield _cut(Product(rows, each.inputs, each.outputs), share, kind != "row")
+            yield _cut(Product(rows, matmul.inputs, matmul.outputs), share, kind != "row")
 
     def scores(self, attention: AttentionShape) -> float:
         """Number of attention scores on a rank, including masked ones. All ranks of cp have equal parts of a row's."""
@@ -133,7 +133,7 @@ class _Pricing:
 
     def attention_flops(self, cost: LayerCost) -> float:
         """Forward FLOPs of causal attention in whole rows."""
-        return sum((each.key_size + each.value_size) * self.scores(each) for each in cost.attention)
+        return sum((heads.key_size + heads.value_size) * self.scores(heads) for heads in cost.attention)
 
     def layer(self, layer: str, cost: LayerCost) -> LayerPrice:
         """Price one layer. A backward does twice the matmuls of a forward, half of them for the weights (none for
@@ -150,9 +150,11 @@ class _Pricing:
         backward = weights.copy()
         backward[:3] += matmuls, 2.5 * attention, 2 * traffic
         if self.matmul_dtype:
-            cast = [each.rows * each.inputs + each.inputs * each.outputs for each in products]
+            cast = [product.rows * product.inputs + product.inputs * product.outputs for product in products]
             forward[2] += traffic_seconds(chip, engine.cast_bytes * sum(cast))
-            backward[2] += traffic_seconds(chip, engine.cast_bytes * sum(each.rows * each.outputs for each in products))
+            backward[2] += traffic_seconds(
+                chip, engine.cast_bytes * sum(product.rows * product.outputs for product in products)
+            )
         partly = mode == "selective"
         keeps, again = engine.selective if partly else (1.0, float(mode == "full"))
         backward[:3] += forward[:3] * again
@@ -184,7 +186,7 @@ class _Pricing:
 
     def _added(self, products: Sequence[Product]) -> float:
         """Seconds to accumulate a micro batch's gradients of these matmuls' weights."""
-        numbers = sum(each.inputs * each.outputs * each.count for each in products)
+        numbers = sum(product.inputs * product.outputs * product.count for product in products)
         return traffic_seconds(self.chip, self.engine.sum_bytes * numbers)
 
     def _kept(self, layer: str, cost: LayerCost, keeps: float) -> tuple[int, int]:
@@ -256,8 +258,10 @@ class _Pricing:
     def head(self) -> LayerPrice:
         """Price the head's matmul and the loss."""
         chip, outside = self.chip, self.plan.facts.outside
-        products = [Product(self.tokens, each.inputs, self._outputs(each.name, each.outputs)) for each in outside]
-        matmuls = sum(matmul_seconds(chip, each, self.dtype) for each in products) / self.engine.matmul
+        products = [
+            Product(self.tokens, matmul.inputs, self._outputs(matmul.name, matmul.outputs)) for matmul in outside
+        ]
+        matmuls = sum(matmul_seconds(chip, product, self.dtype) for product in products) / self.engine.matmul
         loss = traffic_seconds(chip, self.engine.logit_bytes * self.tokens * self.plan.vocabulary) / 2
         added = self._added(products)
         forward, backward, weights = nothing(), nothing(), nothing()

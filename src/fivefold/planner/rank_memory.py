@@ -92,7 +92,9 @@ def moving_bytes(engine: Engine, chip: Chip, of: InFlightBytes) -> dict[str, dic
     """Moment -> item -> bytes of each pipeline rank; for another trainer, all moments at once."""
     if engine.moments:
         found = of.at()
-        beside = {moment: found[each] | {"working memory": 0 * of.working} for moment, (_, each) in EXCHANGES.items()}
+        beside = {
+            moment: found[exchange] | {"working memory": 0 * of.working} for moment, (_, exchange) in EXCHANGES.items()
+        }
         return found | beside if chip.is_host else found
     return {AT_ONCE: {SAVED: of.saved, "working memory": of.working, "loss": of.loss}}
 
@@ -178,7 +180,7 @@ def _units(shards: Shards, content: Content) -> Units:
         return sum(unit.gathered * count for unit, count in pairs), sum(unit.reduced * count for unit, count in pairs)
 
     units = [shards.layers[kind].units for kind, _ in content.kinds]
-    of_layers = [(size((unit, 1) for unit in each), size([(each[-1], 1)])) for each in units]
+    of_layers = [(size((unit, 1) for unit in group), size([(group[-1], 1)])) for group in units]
     layer, own = max(of_layers, default=((0, 0), (0, 0)))
     embedding = shards.embedding.units if content.has_embedding else ()
     return Units(
@@ -187,8 +189,8 @@ def _units(shards: Shards, content: Content) -> Units:
         embedding=size((unit, 1) for unit in embedding),
         root=size((unit, 1) for unit in shards.rest((content.has_embedding, content.has_head)).units),
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
-        matrix=max((unit.largest for each in units for unit in each), default=0),
-        ahead=max((each[-1].gathered for each in units if each[-1].is_sent), default=0),
+        matrix=max((unit.largest for group in units for unit in group), default=0),
+        ahead=max((group[-1].gathered for group in units if group[-1].is_sent), default=0),
         by_fsdp=shards.by_fsdp,
     )
 

@@ -60,13 +60,13 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
     more = min(max(needed / own.reserved, 1.0), MOST_MORE)
     budget = min(has / more, LESS * own.reserved)
     lean = prices.repriced(replace(cluster, chip=replace(cluster.chip, memory_gib=budget / GIB)), prices.engine)
-    found = [(changed(layout, each.layout), each.layout, workload) for each in cures(lean, own)]
+    found = [(changed(layout, cure.layout), cure.layout, workload) for cure in cures(lean, own)]
     if len(found) < MOST_CURES:
         with suppress(UserError):
             length = longest_sequence(lean, workload, layout).seq_length
             if length < workload.seq_length:
                 found.append((f"data.seq_length={length}", layout, replace(workload, seq_length=length)))
-    changes = (Change(text, Step(prices, each, of).estimate()) for text, each, of in found)
+    changes = (Change(text, Step(prices, layout, of).estimate()) for text, layout, of in found)
     items = step.memory_of(rank // (cluster.world // layout.pp))
     return Relief(own, items, tuple(changes))
 
@@ -96,11 +96,11 @@ def table(told: Relief, there: Mapping[str, float]) -> Iterator[str]:
     planned = {name: told.items.get(name, 0.0) for name in BETWEEN_STEPS} | {REST: sum(rest.values())}
     planned |= {name: told.items.get(name, 0.0) for name in OUTSIDE}
     yield f"  {'GiB':<24} {'there':>8} {'planned':>8}" if there else f"  {'GiB':<33} {'planned':>8}"
-    for name in (*planned, *(each for each in there if each not in planned)):
+    for name in (*planned, *(kind for kind in there if kind not in planned)):
         seen = f"{there[name] / GIB:8.2f}" if name in there else " " * 8
         own = f"{planned[name] / GIB:8.2f}" if name in planned else ""
-        largest = sorted(rest, key=lambda each: -rest[each])[:3] if name == REST else ()
-        parts = ", ".join(f"{each} {rest[each] / GIB:.2f}" for each in largest if rest[each] > 0)
+        largest = sorted(rest, key=lambda kind: -rest[kind])[:3] if name == REST else ()
+        parts = ", ".join(f"{kind} {rest[kind] / GIB:.2f}" for kind in largest if rest[kind] > 0)
         yield f"  {_WORDS.get(name, name):<24} {seen} {own}{f'  {parts}' if parts else ''}".rstrip()
     total = sum(planned.values())
     before = f"{sum(there.values()) / GIB:8.2f}" if "allocator" in there else " " * 8

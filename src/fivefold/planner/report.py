@@ -213,7 +213,7 @@ def _against(asked: Estimate, best: Estimate | None) -> str:
         return f"; tied with {best.layout} within error ({more:+.1%})"
     if more < 0:
         return f"; {-more:.1%} faster than {best.layout}"
-    terms = ", ".join(f"{each.item} {each.share:+.1%}" for each in slower_by(asked, best)[:3] if each.share > 1e-3)
+    terms = ", ".join(f"{row.item} {row.share:+.1%}" for row in slower_by(asked, best)[:3] if row.share > 1e-3)
     return f"; {more:.1%} slower than {best.layout}: {terms}"
 
 
@@ -266,4 +266,4 @@ def _rate(a_second: float, unit: float) -> str:
 
 def details(estimates: tuple[Estimate, ...]) -> dict[str, object]:
     """Every item of every layout, for JSON: bytes of memory, seconds of time."""
-    return {"items": {str(each.layout): [asdict(row) for row in each.rows] for each in estimates}}
+    return {"items": {str(estimate.layout): [asdict(row) for row in estimate.rows] for estimate in estimates}}

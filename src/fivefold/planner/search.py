@@ -84,13 +84,13 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
     bounding = Bounding(space)
     memory = prices.cluster.chip.memory_bytes
     bounded = [bounding.of(rows, memory) for rows in space.rows]
-    fitting = [each.at(each.needs <= memory) for each in bounded]
-    easily = [each.at(each.needs <= memory * TIGHT) for each in fitting]
+    fitting = [bounds.at(bounds.needs <= memory) for bounds in bounded]
+    easily = [bounds.at(bounds.needs <= memory * TIGHT) for bounds in fitting]
     sets, fastest = _Candidates(bounding, easily if any(map(len, easily)) else fitting).best(top)
     return Found(
-        best=tuple(Step(prices, each.layout, workload).estimate() for each in sets),
+        best=tuple(Step(prices, options.layout, workload).estimate() for options in sets),
         fastest=Step(prices, fastest, workload).estimate() if fastest else None,
-        options=tuple(each.options for each in sets),
+        options=tuple(options.options for options in sets),
         legal=legal,
         fitting=sum(map(len, fitting)),
         closest=None if sets else _closest(space, bounded),
@@ -99,7 +99,7 @@ def search(prices: PriceList, workload: Workload, *, top: int = 10, given: Mappi
 
 def _closest(space: Space, bounded: Sequence[Bounds]) -> Estimate:
     """The layout that needs the least memory."""
-    least = min(bounded, key=lambda each: each.needs.min())
+    least = min(bounded, key=lambda bounds: bounds.needs.min())
     layout = space.layout(least.rows, int(least.needs.argmin()))
     return Step(space.prices, layout, space.workload).estimate()
 
@@ -122,7 +122,7 @@ class Chosen:
         """True if another one has simpler degrees, is as fast and needs no more memory. Example: shard2.cp4+mb2 and
         shard4.cp2."""
         is_as_good = other.seconds <= self.seconds * ALIKE and other.needs <= self.needs * ALIKE
-        own, others = ((_axes(each.layout), *_degrees(each.layout)) for each in (self, other))
+        own, others = ((_axes(answer.layout), *_degrees(answer.layout)) for answer in (self, other))
         return is_as_good and others < own
 
 
@@ -135,15 +135,15 @@ class _Candidates:
     bounds: Sequence[Bounds]
 
     def __post_init__(self) -> None:
-        lengths = [len(each) for each in self.bounds]
-        self.at_least = np.concatenate([each.at_least for each in self.bounds])
-        self.needs = np.concatenate([each.needs for each in self.bounds])
+        lengths = [len(bounds) for bounds in self.bounds]
+        self.at_least = np.concatenate([bounds.at_least for bounds in self.bounds])
+        self.needs = np.concatenate([bounds.needs for bounds in self.bounds])
         self.pipeline = np.repeat(np.arange(len(lengths)), lengths)
         self.number = np.concatenate([np.arange(length) for length in lengths])
-        self.batch = np.concatenate([_batches(number, each.rows) for number, each in enumerate(self.bounds)])
+        self.batch = np.concatenate([_batches(number, bounds.rows) for number, bounds in enumerate(self.bounds)])
         places, sets = self.bounding.space.places, dict[tuple[int, ...], int]()
         of_place = np.array([sets.setdefault(_degrees(place), len(sets)) for place in places])
-        self.set = of_place[np.concatenate([each.rows.place for each in self.bounds])]
+        self.set = of_place[np.concatenate([bounds.rows.place for bounds in self.bounds])]
 
     def layout(self, candidate: int) -> Layout:
         rows = self.bounds[self.pipeline[candidate]].rows
@@ -162,9 +162,9 @@ class _Candidates:
         starts = np.flatnonzero(np.diff(self.set[order], prepend=-1))
         ends, leanest = np.append(starts[1:], len(order)), np.minimum.reduceat(self.needs[order], starts)
         sets, found, fastest = list[_Set](), list[Chosen](), np.inf
-        for each in np.argsort(self.at_least[order[starts]], kind="stable"):
-            own, shown = order[starts[each] : ends[each]], _ranked(found, fastest)
-            least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[each]), len(own))
+        for number in np.argsort(self.at_least[order[starts]], kind="stable"):
+            own, shown = order[starts[number] : ends[number]], _ranked(found, fastest)
+            least = Chosen(self.layout(int(own[0])), float(self.at_least[own[0]]), float(leanest[number]), len(own))
             slowest = max((chosen.seconds for chosen in shown[:top]), default=0.0)
             if (len(shown) >= top and least.seconds > slowest * (1 + NEAR)) or least.seconds > fastest * FAR:
                 break
@@ -174,7 +174,7 @@ class _Candidates:
                 fastest = min(fastest, sets[-1].fastest)
                 found.append(sets[-1].simplest(fastest))
         found = [own.simplest(fastest) if own.is_near(fastest) else one for own, one in zip(sets, found, strict=True)]
-        return _ranked(found, fastest)[:top], min(sets, key=lambda each: each.fastest).layout_of_fastest
+        return _ranked(found, fastest)[:top], min(sets, key=lambda answer: answer.fastest).layout_of_fastest
 
 
 @dataclass(eq=False)
@@ -207,13 +207,13 @@ class _Set:
         """The simplest of those near the fastest of all; if there are none, of those near the fastest of the set."""
         most = (fastest if self.is_near(fastest) else self.fastest) * (1 + NEAR)
         near = np.flatnonzero(self.bounds <= most)
-        layouts = {int(each): self.candidates.layout(int(self.own[each])) for each in near}
-        for each in sorted(layouts, key=lambda each: simplicity(layouts[each])):
-            if not self.is_run[each]:
-                self._run(each)
-            if self.seconds[each] <= most:
-                needs = float(self.candidates.needs[self.own[each]])
-                return Chosen(layouts[each], float(self.seconds[each]), needs, len(self.own))
+        layouts = {int(place): self.candidates.layout(int(self.own[place])) for place in near}
+        for place in sorted(layouts, key=lambda place: simplicity(layouts[place])):
+            if not self.is_run[place]:
+                self._run(place)
+            if self.seconds[place] <= most:
+                needs = float(self.candidates.needs[self.own[place]])
+                return Chosen(layouts[place], float(self.seconds[place]), needs, len(self.own))
         raise AssertionError("the fastest is near itself")
 
     def _run(self, one: int) -> None:
@@ -248,10 +248,10 @@ def _degrees(layout: Layout) -> tuple[int, ...]:
 def _ranked(found: Sequence[Chosen], fastest: float) -> list[Chosen]:
     """Order layouts: those within `NEAR` of `fastest` seconds, the simplest first; then those within it of the fastest
     that is left, and so on. A layout is left out if it `says_nothing_beside` an earlier one."""
-    left, order = sorted(found, key=lambda each: each.seconds), list[Chosen]()
+    left, order = sorted(found, key=lambda answer: answer.seconds), list[Chosen]()
     while left:
-        near = [each for each in left if each.seconds <= fastest * (1 + NEAR)]
-        order += sorted(near, key=lambda each: each.simplicity)
+        near = [answer for answer in left if answer.seconds <= fastest * (1 + NEAR)]
+        order += sorted(near, key=lambda answer: answer.simplicity)
         left = left[len(near) :]
         fastest = left[0].seconds if left else fastest
-    return [each for at, each in enumerate(order) if not any(each.says_nothing_beside(one) for one in order[:at])]
+    return [answer for at, answer in enumerate(order) if not any(answer.says_nothing_beside(one) for one in order[:at])]

@@ -91,7 +91,7 @@ class Space:
         return tuple(
             own
             for pp, parts in sorted(by_pp.items())
-            for rows in self._scheduled(pp, *(np.concatenate(each) for each in zip(*parts, strict=True)))
+            for rows in self._scheduled(pp, *(np.concatenate(column) for column in zip(*parts, strict=True)))
             if len(own := self._agreeing(rows))
         )
 
@@ -232,7 +232,7 @@ class Space:
         split = np.array([self._split.get(number, -1) for number in range(len(self.works))])
         counts = np.unique(count)
         for pipeline in self._schedules(pp):
-            taken = [each for each in counts if not any(pipeline.step_violations(int(each)))]
+            taken = [count for count in counts if not any(pipeline.step_violations(int(count)))]
             own = split[work] if pipeline.schedule.splits_backward else work
             legal = np.isin(count, taken) & (own >= 0)
             if legal.any():
@@ -242,11 +242,11 @@ class Space:
 @cache
 def divisors(number: int) -> tuple[int, ...]:
     """Divisors of a number, in order."""
-    return tuple(each for each in range(1, number + 1) if number % each == 0)
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 @cache
 def _sizes(data_ranks: int, batch: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The members of `sizes` that divide the batch."""
     layouts = (Layout(dp_shard=data_ranks, micro_batch_size=size) for size in sizes)
-    return tuple(each.micro_batch_size for each in layouts if not any(each.against_batch(batch)))
+    return tuple(layout.micro_batch_size for layout in layouts if not any(layout.against_batch(batch)))

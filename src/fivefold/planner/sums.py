@@ -25,8 +25,8 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, ove
     Neighbouring layers are taken to be alike: a layer's parameters are gathered while the previous one runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
     ahead, both, again, after = (
-        np.maximum(0.0, each) @ stages.layers.T
-        for each in (
+        np.maximum(0.0, exposed) @ stages.layers.T
+        for exposed in (
             sent.gather - forward, sent.gather + sent.reduce - backward, sent.gather - backward, sent.reduce - backward
         )
     )  # fmt: skip
@@ -61,12 +61,12 @@ class Work:
             each(lambda part: part.forward.sum()), each(lambda part: part.backward.sum()),
             each(lambda part: part.weights.sum()), each(lambda part: part.host[0]), each(lambda part: part.host[1]),
             each(lambda part: part.kept), each(lambda part: part.working),
-            np.array([each.edges for each in prices], dtype=float),
+            np.array([price.edges for price in prices], dtype=float),
         )  # fmt: skip
 
     def at(self, places: Places) -> "Work":
         """The entries at `places`."""
-        return Work(*(getattr(self, each.name)[places] for each in fields(self)))
+        return Work(*(getattr(self, field.name)[places] for field in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +79,10 @@ class Sent:
     @staticmethod
     def of(shards: Sequence[Shards]) -> "Sent":
         """Stack shards: [one for each of `shards`, part]. The head is in the model's own unit, which stays gathered."""
-        units = [[each.units for each in (*shard.layers, shard.embedding, Shard())] for shard in shards]
+        units = [[unit.units for unit in (*shard.layers, shard.embedding, Shard())] for shard in shards]
         return Sent(
-            np.array([[sum(unit.gather_seconds for unit in part) for part in each] for each in units]),
-            np.array([[sum(unit.reduce_seconds for unit in part) for part in each] for each in units]),
+            np.array([[sum(unit.gather_seconds for unit in part) for part in parts] for parts in units]),
+            np.array([[sum(unit.reduce_seconds for unit in part) for part in parts] for parts in units]),
         )
 
     def at(self, places: Places) -> "Sent":
@@ -129,7 +129,7 @@ def least_span(
     forward, backward, weights = slots["F"], slots["B"], slots["W"]
     back = slots["I"] if splits_backward else backward
     hops = stages.first * np.expand_dims(transfer, -1)
-    there, again = ((np.cumsum(each, axis=-1) - each)[..., stages.first] + hops for each in (forward, back))
+    there, again = ((np.cumsum(seconds, axis=-1) - seconds)[..., stages.first] + hops for seconds in (forward, back))
     work = (forward + backward) @ stages.ranks.T * np.expand_dims(micro_batches, -1)
     found: Numbers = np.max(there + np.maximum(work, work - left * weights @ stages.ranks.T + again), axis=-1)
     return found

@@ -27,21 +27,23 @@ class Sweeps:
 
 def sweeps(prices: PriceList, workload: Workload, *, anew: bool = False) -> Sweeps:
     """Sweep around a cluster and a workload. `anew`: see `answer`."""
-    clusters = [each for each in scaled(prices.cluster) if each == prices.cluster or each.world <= MOST_DEVICES]
+    clusters = [
+        cluster for cluster in scaled(prices.cluster) if cluster == prices.cluster or cluster.world <= MOST_DEVICES
+    ]
     few = SHORTER if prices.cluster.world <= MOST_DEVICES else 1
     workloads = [_with_rows(workload, times) for times in range(-few, LONGER + 1)]
 
     def best(asked: Iterable[tuple[PriceList, Workload]]) -> tuple[Estimate, ...]:
         found = list[Estimate]()
-        for own, each in asked:
-            top = TOP if (own.cluster, each) == (prices.cluster, workload) else 1  # cached: it was planned before
+        for own, wanted in asked:
+            top = TOP if (own.cluster, wanted) == (prices.cluster, workload) else 1  # cached: it was planned before
             with suppress(UserError):  # no layout is legal
-                found += answer(own, each, top=top, anew=anew).best[:1]
+                found += answer(own, wanted, top=top, anew=anew).best[:1]
         return tuple(found)
 
     return Sweeps(
-        best((prices.repriced(each, prices.engine), workload) for each in clusters),
-        best((prices, each) for each in workloads if each.seq_length >= LEAST_LENGTH),
+        best((prices.repriced(cluster, prices.engine), workload) for cluster in clusters),
+        best((prices, workload) for workload in workloads if workload.seq_length >= LEAST_LENGTH),
     )
 
 

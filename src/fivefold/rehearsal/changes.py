@@ -158,7 +158,7 @@ def _by_expert(usual: Any) -> Any:
             return order, counts_E
         ranks, experts = counts_nE.shape
         shares = even(rows, ranks * experts)
-        return order, put(counts_E, [sum(shares[each::experts]) for each in range(experts)])
+        return order, put(counts_E, [sum(shares[first::experts]) for first in range(experts)])
 
     return by_expert
 

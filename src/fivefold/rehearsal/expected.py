@@ -49,8 +49,8 @@ class ExpectedStep:
     @classmethod
     def of(cls, planned: Estimate, seen: tuple[Seen, ...], step: str) -> "ExpectedStep | None":
         """Combine the plan with the phase `step` of the ranks; None if one of them did not complete it."""
-        steps = [(each, phase) for each in seen for phase in each.phases if phase.name == step]
-        if len(steps) < len(seen) or any(each.failed or each.out_of_memory for each in seen):
+        steps = [(of_rank, phase) for of_rank in seen for phase in of_rank.phases if phase.name == step]
+        if len(steps) < len(seen) or any(rank.failed or rank.out_of_memory for rank in seen):
             return None
         rank, most = max(steps, key=lambda one: one[1].launches or 0)
         return cls(planned, rank, None if most.launches is None else most)
@@ -91,7 +91,7 @@ class ExpectedStep:
     @property
     def step_interval(self) -> Interval:
         """80 % interval of the seconds, by the planner's doubt of its own items."""
-        low, high = (each / self.planned.step_seconds for each in self.planned.step_interval)
+        low, high = (seconds / self.planned.step_seconds for seconds in self.planned.step_interval)
         return self.step_seconds * low, self.step_seconds * high
 
     @property
@@ -161,7 +161,7 @@ class ExpectedStep:
     @property
     def verdict(self) -> tuple[str, ...]:
         """Sentences: the MFU, and the longer of the device's time and the launch floor."""
-        low, high = (100 * each for each in self.mfu_interval)
+        low, high = (100 * share for share in self.mfu_interval)
         mfu = (
             f"estimated MFU, not measured: {100 * self.mfu:.0f} % ({low:.0f} to {high:.0f} % in 80 % of cases), "
             f"{ms(self.step_seconds)} ms a step"

@@ -62,10 +62,10 @@ def rehearse(
         vocabulary = None if synthetic else _prepare(config)
         requests = [
             Request(
-                config=config.to_yaml(), folder=f"{folder}/{each}", rank=each, world=place.world,
+                config=config.to_yaml(), folder=f"{folder}/{rank}", rank=rank, world=place.world,
                 local_size=place.devices_per_node, steps=steps, synthetic=synthetic, is_full=not lacks,
             )
-            for each in ranks
+            for rank in ranks
         ]  # fmt: skip
         with stage(environment, folder, quiet=quiet) as play:
             seen = [play(request) for request in requests]

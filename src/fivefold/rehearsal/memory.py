@@ -89,10 +89,10 @@ class Running:
 def items(live: Iterable[Allocation], running: Running, named: Mapping[int, str]) -> tuple[Item, ...]:
     """The largest items in memory, equal ones together. `named`: addresses of parameters."""
     found: dict[tuple[str, str], list[int]] = {}
-    for each in live:
-        name = named.get(each.address)
-        what, where = ("parameters", name) if name else (made_by(each.frames), running.at(each.time))
-        found.setdefault((what, any_layer(where)), []).append(each.size)
+    for block in live:
+        name = named.get(block.address)
+        what, where = ("parameters", name) if name else (made_by(block.frames), running.at(block.time))
+        found.setdefault((what, any_layer(where)), []).append(block.size)
     rows = [Item(what, where, len(sizes), sum(sizes)) for (what, where), sizes in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.bytes)[:SHOWN])
 

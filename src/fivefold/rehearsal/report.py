@@ -107,12 +107,12 @@ class Rehearsal:
     @property
     def ok(self) -> bool:
         """True if every rank finished within memory and sent what its plan declares."""
-        return all(each.ok for each in self.seen)
+        return all(rank.ok for rank in self.seen)
 
     @property
     def peak(self) -> tuple[Seen, Phase] | None:
         """The rank and phase with the most reserved memory; None if memory was not seen."""
-        phases = [(seen, each) for seen in self.seen for each in seen.phases if each.reserved is not None]
+        phases = [(seen, phase) for seen in self.seen for phase in seen.phases if phase.reserved is not None]
         return max(phases, key=lambda one: one[1].reserved or 0, default=None)
 
     @cached_property
@@ -137,7 +137,7 @@ class Rehearsal:
             if seen.failed:
                 return f"rank {seen.rank} stopped: {seen.failed}"
             if seen.undeclared:
-                names = ", ".join(f"{each.axis}/{each.kind}" for each in seen.undeclared)
+                names = ", ".join(f"{sent.axis}/{sent.kind}" for sent in seen.undeclared)
                 return f"rank {seen.rank} sends otherwise than its plan declares: {names}"
         if self.peak is None:
             return "it runs; memory, kernels and waiting were not seen"
@@ -153,17 +153,17 @@ class Rehearsal:
     def notes(self) -> tuple[str, ...]:
         """Limits of the figures, and differences from a real run."""
         if self.lacks:
-            missing = tuple(f"Not a full rehearsal: {each.what}; {each.fix}." for each in self.lacks)
+            missing = tuple(f"Not a full rehearsal: {lack.what}; {lack.fix}." for lack in self.lacks)
             return (
                 *missing,
                 "On the CPU, with a process group that sends nothing: memory, kernels, syncs are not seen.",
             )
-        chip, communicators = self.cluster.chip, max((each.communicators for each in self.seen), default=0)
+        chip, communicators = self.cluster.chip, max((rank.communicators for rank in self.seen), default=0)
         beside = (
             f"The context of CUDA has {chip.context_gib:g} GiB of the memory besides. The buffers of "
             f"{many(communicators, 'communicator')} of NCCL come on top of that."
         )
-        is_short = any(each.out_of_memory for each in self.seen)
+        is_short = any(rank.out_of_memory for rank in self.seen)
         return (*((CURES,) if is_short else ()), beside, *NOTES)
 
     @property
@@ -179,39 +179,41 @@ class Rehearsal:
         """The phases of every rank."""
         rows = tuple(
             PhaseRow(
-                seen.rank, each.name, gib(each.allocated), gib(each.reserved), _number(each.launches),
-                _number(each.syncs), each.compiles, f"{each.seconds:.1f}",
+                seen.rank, phase.name, gib(phase.allocated), gib(phase.reserved), _number(phase.launches),
+                _number(phase.syncs), phase.compiles, f"{phase.seconds:.1f}",
             )
-            for seen in self.seen for each in seen.phases
+            for seen in self.seen for phase in seen.phases
         )  # fmt: skip
         return Report(title=f"{self.title} (GiB)", rows=rows, ok=self.ok)
 
     def items(self, seen: Seen) -> Report[ItemRow]:
         """The largest items at a rank's memory peak, or when it ran out."""
         name, found = largest(seen)
-        rows = tuple(ItemRow(gib(each.bytes), each.count, each.what, each.where) for each in found[:SHOWN])
+        rows = tuple(ItemRow(gib(item.bytes), item.count, item.what, item.where) for item in found[:SHOWN])
         return Report(title=f"largest at the peak of rank {seen.rank}, {name}", rows=rows, ok=True)
 
     def syncs(self, seen: Seen) -> Report[SyncRow]:
         """Lines at which the host waits for the device, in the last step, the evaluation and the save."""
         names = (f"step {self.steps}", "evaluation", "save")
-        rows = tuple(SyncRow(each.count, each.phase, each.where) for each in seen.syncs if each.phase in names)
+        rows = tuple(SyncRow(sync.count, sync.phase, sync.where) for sync in seen.syncs if sync.phase in names)
         return Report(title=f"host syncs of rank {seen.rank}", rows=rows[:SHOWN], ok=True)
 
     def sent(self, seen: Seen) -> Report[SentRow]:
         """The collectives of the last step, issued and declared."""
         rows = tuple(
             SentRow(
-                each.axis, each.kind, each.count, each.declared, human_bytes(each.bytes),
-                "-" if each.exposed is None else str(each.exposed),
+                sent.axis, sent.kind, sent.count, sent.declared, human_bytes(sent.bytes),
+                "-" if sent.exposed is None else str(sent.exposed),
             )
-            for each in seen.sent
+            for sent in seen.sent
         )  # fmt: skip
         return Report(title=f"collectives of rank {seen.rank}, step {self.steps}", rows=rows, ok=not seen.undeclared)
 
     def recompiles(self, seen: Seen) -> Report[CompileRow]:
         """Recompilations by Dynamo, and graph breaks."""
-        rows = tuple(CompileRow(each.count, each.what, each.why) for each in seen.recompiles[:SHOWN])
+        rows = tuple(
+            CompileRow(recompile.count, recompile.what, recompile.why) for recompile in seen.recompiles[:SHOWN]
+        )
         return Report(title=f"compiled again, and graph breaks, on rank {seen.rank}", rows=rows, ok=True)
 
     def times(self) -> Report[TimeRow]:
@@ -240,7 +242,7 @@ class Rehearsal:
             sections=[
                 Section([Notes([RUN, *self.speed]), Facts(self.facts)], on=On.PAGE),
                 *drawn,
-                *(Section([each.table], each.title) for each in self.tables()),
+                *(Section([titled.table], titled.title) for titled in self.tables()),
                 Section([Notes([self.verdict, *self.speed, *self.notes])], on=On.TERMINAL),
                 Section([Notes(self.notes, is_list=True)], "What is not in these figures", On.PAGE),
             ],
@@ -253,7 +255,7 @@ class Rehearsal:
         return {
             "model": self.model, "layout": self.layout,
             "cluster": f"{self.cluster.text}: {self.cluster.world:,} devices of {memory} GiB",
-            "ranks rehearsed": ", ".join(str(each.rank) for each in self.seen), "steps": str(self.steps),
+            "ranks rehearsed": ", ".join(str(rank.rank) for rank in self.seen), "steps": str(self.steps),
         }  # fmt: skip
 
     def show(self, console: "Console") -> None:
@@ -265,7 +267,7 @@ class Rehearsal:
         details = {
             "model": self.model, "layout": self.layout, "cluster": self.cluster.text, "steps": self.steps,
             "memory_bytes": self.cluster.chip.memory_bytes, "verdict": self.verdict, "notes": list(self.notes),
-            "lacks": [asdict(each) for each in self.lacks], "ranks": [each.to_json() for each in self.seen],
+            "lacks": [asdict(row) for row in self.lacks], "ranks": [row.to_json() for row in self.seen],
             "estimate": self.expected and self.expected.to_json(), "no_estimate": self.unplanned,
         }  # fmt: skip
         table = self.phases()

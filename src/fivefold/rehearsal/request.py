@@ -113,8 +113,8 @@ class Seen:
     def undeclared(self) -> tuple[Sent, ...]:
         """Collectives that differ from the plan. The bytes of all-to-alls are not compared: they depend on routing."""
         return tuple(
-            each for each in self.sent
-            if each.count != each.declared or (each.bytes != each.declared_bytes and each.kind != "all_to_all")
+            sent for sent in self.sent
+            if sent.count != sent.declared or (sent.bytes != sent.declared_bytes and sent.kind != "all_to_all")
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -126,10 +126,10 @@ class Seen:
         return cls(
             rank=values["rank"],
             coordinates=values["coordinates"],
-            phases=tuple(Phase(**{**each, "items": _items(each["items"])}) for each in values["phases"]),
-            syncs=tuple(Sync(**each) for each in values["syncs"]),
-            sent=tuple(Sent(**each) for each in values["sent"]),
-            recompiles=tuple(Recompile(**each) for each in values["recompiles"]),
+            phases=tuple(Phase(**{**phase, "items": _items(phase["items"])}) for phase in values["phases"]),
+            syncs=tuple(Sync(**sync) for sync in values["syncs"]),
+            sent=tuple(Sent(**sent) for sent in values["sent"]),
+            recompiles=tuple(Recompile(**recompile) for recompile in values["recompiles"]),
             communicators=values["communicators"],
             out_of_memory=memory and OutOfMemory(**{**memory, "items": _items(memory["items"])}),
             failed=values["failed"],
@@ -137,4 +137,4 @@ class Seen:
 
 
 def _items(values: Any) -> tuple[Item, ...]:
-    return tuple(Item(**each) for each in values)
+    return tuple(Item(**item) for item in values)

@@ -123,7 +123,7 @@ def _build(torch: Torch, library: Path) -> None:
     others.write_text(rest(torch, SOURCE.read_text(encoding="utf-8")), encoding="utf-8")
     sources = [str(SOURCE), str(others)]
     defined = [f"-DCUDART={_number(torch.cuda or '', 1000, 10)}", f"-DNCCL={_nccl(torch)}"]
-    options = ["-O1", "-w", "-fno-builtin", *(f"-I{each}" for each in torch.includes), *defined]
+    options = ["-O1", "-w", "-fno-builtin", *(f"-I{folder}" for folder in torch.includes), *defined]
     options += [f"-Wl,-soname,{LIBRARY}", "-ldl", "-lpthread"]
     compile_library(sources, library, options)
     library.with_name(MONITOR).symlink_to(LIBRARY)
@@ -135,7 +135,7 @@ def rest(torch: Torch, source: str) -> str:
     taken = {name for name in taken if _TAKEN.fullmatch(name) and not _NOT_TAKEN.match(name)}
     taken |= {name.decode() for path in torch.libraries[:1] for name in _MONITORS.findall(path.read_bytes())}
     # Torch and Triton look up the driver's functions by name at run time, so all of them are defined.
-    for header in (each / "cuda.h" for each in torch.includes[:1]):
+    for header in (folder / "cuda.h" for folder in torch.includes[:1]):
         taken |= {next(filter(None, found)) for found in _DRIVER_CALL.findall(header.read_text(encoding="utf-8"))}
     return "int rehearsal_blas(void);\n" + "".join(
         f"int {name}(void) {{ return {'rehearsal_blas()' if _COMPUTES.match(name) else '0'}; }}\n"
@@ -194,4 +194,4 @@ SHARED = {
 }
 
 if __name__ == "__main__":  # in `make rehearsal`, whose tests would be skipped one by one
-    sys.exit("\n".join(f"{each.what}: {each.fix}" for each in lacking()) or None)
+    sys.exit("\n".join(f"{lack.what}: {lack.fix}" for lack in lacking()) or None)

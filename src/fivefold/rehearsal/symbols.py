@@ -28,12 +28,12 @@ def undefined(library: Path) -> frozenset[str]:
         file.seek(start)
         sections = [_section(*struct.unpack(_SECTION, file.read(size))) for _ in range(count)]
         parts = {}
-        for each in sections:
-            if each.kind == _DYNSYM:
-                for part in (each, sections[each.link]):
+        for section in sections:
+            if section.kind == _DYNSYM:
+                for part in (section, sections[section.link]):
                     file.seek(part.offset)
                     parts[part] = file.read(part.size)
-                return frozenset(_undefined(parts[each], parts[sections[each.link]]))
+                return frozenset(_undefined(parts[section], parts[sections[section.link]]))
     return frozenset()
 
 

@@ -117,7 +117,7 @@ class Watch:
         finally:
             self.current, self.spans[name] = "", _Span(begin, _now())
             seconds, compiled = time.process_time() - began, len(torch_internals.compiles()) - compiled
-            self.phases = [each for each in self.phases if each.name != name]
+            self.phases = [phase for phase in self.phases if phase.name != name]
             self.phases.append(self._phase(name, before, seconds, compiled))
 
     def _phase(self, name: str, before: Any, seconds: float, compiles: int) -> Phase:
@@ -227,7 +227,7 @@ class Watch:
         history = self._history() if self.full and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         phases = self.phases
         if history:
-            phases = [replace(each, items=self._items(history, self.spans[each.name])) for each in phases]
+            phases = [replace(phase, items=self._items(history, self.spans[phase.name])) for phase in phases]
         return Seen(
             rank=self.request.rank,
             coordinates=self.coordinates,
@@ -273,7 +273,7 @@ def _groups(mesh: Mesh) -> dict[int, Group]:
 def _against_plan(
     seen: Sequence[Collective], declared: Sequence[Collective], exposed: Mapping[tuple[str, str], int] | None
 ) -> tuple[Sent, ...]:
-    found, said = ({(each.axis, each.kind): each for each in some} for some in (seen, declared))
+    found, said = ({(call.axis, call.kind): call for call in some} for some in (seen, declared))
     rows = []
     for axis, kind in sorted({*found, *said}):
         ran, plan = (some.get((axis, kind), Collective(axis, kind, 0, 0)) for some in (found, said))
@@ -285,8 +285,8 @@ def _against_plan(
 def _recompiles() -> tuple[Recompile, ...]:
     """Functions that were compiled more than once, by cause, and graph breaks."""
     again = Counter(
-        (f"{short(each.file)}:{each.line} {each.function}", any_layer(each.again))
-        for each in torch_internals.compiles() if each.again
+        (f"{short(compiled.file)}:{compiled.line} {compiled.function}", any_layer(compiled.again))
+        for compiled in torch_internals.compiles() if compiled.again
     )  # fmt: skip
     breaks = torch_internals.graph_breaks()
     return (

@@ -140,7 +140,7 @@ def draw(found: Mapping[str, Curves], marks: Sequence[Mark], *, averaged: bool) 
     right = RIGHT_AXIS if LOSS in found else RIGHT
     data: dict[str, Any] = {
         "box": [WIDTH, HEIGHT, LEFT, TOP, BOTTOM],
-        "xs": {name: lists for name, lists in xs.items() if all(None not in each for each in lists)},
+        "xs": {name: lists for name, lists in xs.items() if all(None not in values for values in lists)},
         "marks": [mark.step for mark in shown],
         "right": right,
     }

@@ -118,19 +118,19 @@ def timeline(title: str, found: Mapping[str, Any], *, unit: str, ideal: float | 
     if there is one.
     """
     slots, ranks = found["slots"], range(found["ranks"])
-    first = min(each["start"] for each in slots)
-    scale = WIDTH / (max(each["end"] for each in slots) - first)
-    lowest = {rank: min(each["stage"] for each in slots if each["rank"] == rank) for rank in ranks}
+    first = min(slot["start"] for slot in slots)
+    scale = WIDTH / (max(slot["end"] for slot in slots) - first)
+    lowest = {rank: min(slot["stage"] for slot in slots if slot["rank"] == rank) for rank in ranks}
     bars = []
-    for each in slots:
-        rank, number, seconds = each["rank"], str(each["micro_batch"]), each["end"] - each["start"]
-        what = f"rank {rank}, stage {each['stage']}, micro batch {number}: {PHASES[each['kind']]}"
-        waited = f", after waiting {each['waited']:.4g}" if each.get("waited") else ""
-        hint = f"{what}, {seconds:.4g} {unit} from {each['start'] - first:.4g}{waited}"
-        at = (each["start"] - first) * scale, rank * LANE, seconds * scale, BAR
-        opacity = PALER if each["stage"] != lowest[rank] else 1.0
-        bars.append(Box(*at, FILLS[each["kind"]], hint, number, opacity))
-    kinds = [kind for kind in PHASES if any(each["kind"] == kind for each in slots)]
+    for slot in slots:
+        rank, number, seconds = slot["rank"], str(slot["micro_batch"]), slot["end"] - slot["start"]
+        what = f"rank {rank}, stage {slot['stage']}, micro batch {number}: {PHASES[slot['kind']]}"
+        waited = f", after waiting {slot['waited']:.4g}" if slot.get("waited") else ""
+        hint = f"{what}, {seconds:.4g} {unit} from {slot['start'] - first:.4g}{waited}"
+        at = (slot["start"] - first) * scale, rank * LANE, seconds * scale, BAR
+        opacity = PALER if slot["stage"] != lowest[rank] else 1.0
+        bars.append(Box(*at, FILLS[slot["kind"]], hint, number, opacity))
+    kinds = [kind for kind in PHASES if any(slot["kind"] == kind for slot in slots)]
     says = f"bubble {100 * found['bubble']:.1f} % of the time"
     if ideal is not None:
         says += f"; {100 * ideal:.1f} % by the closed form"

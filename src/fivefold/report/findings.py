@@ -173,7 +173,7 @@ class Findings:
 
     def shown_on(self, where: On) -> list[Section]:
         """The sections shown there."""
-        return [each for each in self.sections if each.on in (On.BOTH, where)]
+        return [section for section in self.sections if section.on in (On.BOTH, where)]
 
 
 def parts_of(parts: Sequence[Part]) -> Iterator[Part]:

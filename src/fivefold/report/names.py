@@ -33,7 +33,7 @@ def short_names(names: Sequence[str]) -> list[str]:
     """Shorten to `3 attn.q_proj` or `embed_tokens`: unique among `names`, or else cut from the whole names."""
     short = [_cut(_short(name)) for name in names]
     counts = Counter(short)
-    return [each if counts[each] == 1 else _cut(name) for each, name in zip(short, names, strict=True)]
+    return [cut if counts[cut] == 1 else _cut(name) for cut, name in zip(short, names, strict=True)]
 
 
 def _short(name: str) -> str:
@@ -57,7 +57,7 @@ def _cut(text: str) -> str:
 def layers_of(names: Sequence[str]) -> dict[int, tuple[int, int]]:
     """Layer -> the first and the last position of its names."""
     found: dict[int, tuple[int, int]] = {}
-    for number, own in groupby(enumerate(names), key=lambda each: (layer := in_layer(each[1])[0]) and layer.number):
+    for number, own in groupby(enumerate(names), key=lambda pair: (layer := in_layer(pair[1])[0]) and layer.number):
         xs = [x for x, _ in own]
         if number is not None:
             found.setdefault(number, (xs[0], xs[-1]))

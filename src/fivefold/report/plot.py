@@ -25,8 +25,8 @@ class LogScale:
     """A logarithmic axis for errors of any size: its lowest line is zero, its highest stands for non-finite values."""
 
     def __init__(self, values: Iterable[float]) -> None:
-        listed = [_size(each) for each in values]
-        sizes = [each for each in listed if 0 < each < math.inf]
+        listed = [_size(value) for value in values]
+        sizes = [size for size in listed if 0 < size < math.inf]
         self._has_zero, self._has_infinite = 0 in listed, math.inf in listed
         low, high = (min(sizes), max(sizes)) if sizes else (1e-18, 1e-17)
         self._low, self._high = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
@@ -162,7 +162,7 @@ def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[fl
 
 def label(tick: float, ticks: Iterable[float]) -> str:
     """Format a tick: short, and in the same form for a whole axis."""
-    largest = max(abs(each) for each in ticks)
+    largest = max(abs(tick) for tick in ticks)
     if largest >= 1000:
         return human(tick) if tick else "0"
     if 0 < largest < 0.001:
@@ -192,7 +192,7 @@ def svg(axes: Iterable[Axes], height: float, legend: Sequence[tuple[str, str, st
         drawn += text_at(x + 28, y + 4, name)
         x += width
     top = y + LINE if legend else 0.0
-    body = Markup().join(part for each in axes for part in each.drawn)
+    body = Markup().join(part for axis in axes for part in axis.drawn)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height + top:g}" font-size="11">{drawn}'
         f'<g transform="translate(0 {top:g})">{body}</g></svg>'

@@ -26,7 +26,7 @@ def to_html(findings: Findings) -> str:
     drawings = [part.drawing for part in shown_here if isinstance(part, Plot)]
     has_curves = any(isinstance(drawing, curves.Drawing) for drawing in drawings)
     return render(
-        "findings.html.j2", [each for each in drawings if isinstance(each, SliceMap)],
+        "findings.html.j2", [drawing for drawing in drawings if isinstance(drawing, SliceMap)],
         script=SCRIPT if has_curves else None, findings=findings, page=On.PAGE,
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ def render(template: str, maps: Iterable[SliceMap], *, script: Path | None = Non
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
     )  # fmt: skip
     environment.filters["pixels"] = lambda value: f"{value:.1f}".removesuffix(".0")
-    stripes = sorted({fill for each in maps for fill in each.fills if fill.startswith("ranks-")})
+    stripes = sorted({fill for slices in maps for fill in slices.fills if fill.startswith("ranks-")})
     when = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     text = script.read_text(encoding="utf-8") if script else ""
     page = environment.get_template(template).render(

@@ -226,7 +226,7 @@ def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Sen
     """Collectives by rank, with ranks that send the same merged."""
     alike: dict[Sent, list[int]] = {}
     for rank, listed in enumerate(by_rank):
-        rows = tuple((each["axis"], each["kind"], each["count"], human_bytes(each["bytes"])) for each in listed)
+        rows = tuple((sent["axis"], sent["kind"], sent["count"], human_bytes(sent["bytes"])) for sent in listed)
         alike.setdefault(rows, []).append(rank)
     world = len(by_rank)
     return [
@@ -238,7 +238,7 @@ def _sent(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[str, Sen
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
     """Keys that differ from their default: (key, value, default)."""
-    own, default = (_flat(each.model_dump(mode="json", by_alias=True)) for each in (config, RunConfig()))
+    own, default = (_flat(settings.model_dump(mode="json", by_alias=True)) for settings in (config, RunConfig()))
     return [(key, _written(value), _written(default[key])) for key, value in own.items() if value != default.get(key)]
 
 

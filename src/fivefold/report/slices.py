@@ -70,9 +70,9 @@ def slice_map(holds: Mapping[str, Mapping[str, Any]], layout: str = "") -> Slice
     """
     if not holds:
         return None
-    world = max(len(each["ranks"]) for each in holds.values())
+    world = max(len(held["ranks"]) for held in holds.values())
     parameters = [
-        _Parameter(name, tuple(each["shape"]), _holders(each["ranks"])) for name, each in holds.items() if each["shape"]
+        _Parameter(name, tuple(held["shape"]), _holders(held["ranks"])) for name, held in holds.items() if held["shape"]
     ]
     return SliceMap(tuple(_parts(parameters, world)), _shares(holds, world), _places(layout, world))
 
@@ -100,10 +100,10 @@ def _holders(ranks: Sequence[Sequence[Sequence[Sequence[int]]]]) -> Holders:
 
 
 def _shares(holds: Mapping[str, Mapping[str, Any]], world: int) -> tuple[float, ...]:
-    whole = sum(math.prod(each["shape"]) for each in holds.values())
+    whole = sum(math.prod(held["shape"]) for held in holds.values())
     own = [0] * world
-    for each in holds.values():
-        for rank, regions in enumerate(each["ranks"]):
+    for held in holds.values():
+        for rank, regions in enumerate(held["ranks"]):
             own[rank] += sum(math.prod(max(stop - start, 0) for start, stop in region) for region in regions)
     return tuple(100 * size / max(whole, 1) for size in own)
 
@@ -129,36 +129,36 @@ class _Parameter:
 
 def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
     """Every part of the model; only the first of several layers with the same slices."""
-    runs = [(layer, list(run)) for layer, run in groupby(parameters, lambda each: in_layer(each.name)[0])]
+    runs = [(layer, list(run)) for layer, run in groupby(parameters, lambda parameter: in_layer(parameter.name)[0])]
     stems = {layer.stem for layer, _ in runs if layer}
     alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}  # key of a layer -> number and ranks of each
     for layer, own in runs:
         if layer:
             alike.setdefault(_looks(layer, own), []).append((layer.number, _ranks(own)))
-    longest = max([1, *(size for each in parameters for size in each.shape)])
+    longest = max([1, *(size for parameter in parameters for size in parameter.shape)])
     found, seen = [], 0
     for layer, own in runs:
         seen += layer is not None
         if layer is None:
             title = "" if not stems else "after the layers" if seen else "before the layers"
-            found.append(Part(title, tuple(_draw(each, longest, world) for each in own)))
+            found.append(Part(title, tuple(_draw(parameter, longest, world) for parameter in own)))
         elif likes := alike.pop(_looks(layer, own), None):
             title = f"layer {layer.number}" if len(stems) == 1 else f"{layer.stem}.{layer.number}"
             more = f"{len(own) - PER_LAYER} more parameters are not drawn" if len(own) > PER_LAYER else ""
             said = "; ".join(filter(None, (more, _alike(likes, world))))
-            found.append(Part(title, tuple(_draw(each, longest, world) for each in own[:PER_LAYER]), said))
+            found.append(Part(title, tuple(_draw(parameter, longest, world) for parameter in own[:PER_LAYER]), said))
     return found
 
 
 def _ranks(parameters: Sequence[_Parameter]) -> tuple[int, ...]:
     """All ranks that hold something of these."""
-    return tuple(sorted({rank for each in parameters for own in each.held.values() for rank in own}))
+    return tuple(sorted({rank for parameter in parameters for own in parameter.held.values() for rank in own}))
 
 
 def _looks(layer: Layer, parameters: Sequence[_Parameter]) -> tuple[Any, ...]:
     """Key that is equal for layers with the same slices, though on other ranks (of another pipeline stage)."""
     ranks = _ranks(parameters)
-    return (layer.stem, *(each.looks(ranks) for each in parameters))
+    return (layer.stem, *(parameter.looks(ranks) for parameter in parameters))
 
 
 def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:

@@ -126,7 +126,7 @@ def marks(history: History, rows: Rows) -> list[Mark]:
         found.append((number, _resumed(before, start, rows)))
     for event in history.events:
         found.append((event.number, _event(event, history)))
-    return [mark for _, mark in sorted(found, key=lambda each: each[0])] or _skipped(rows)
+    return [mark for _, mark in sorted(found, key=lambda pair: pair[0])] or _skipped(rows)
 
 
 def _resumed(before: Start, start: Start, rows: Rows) -> Mark:
@@ -140,7 +140,7 @@ def _resumed(before: Start, start: Start, rows: Rows) -> Mark:
     if before.about.get("schedule") != start.about.get("schedule") and abs(new - old) > 0.01 * max(new, old):
         changed.append(f"learning rate {old:.2e} → {new:.2e}")
     damages = [f"DAMAGED {damage}" for damage in start.about.get("damages", ())]
-    is_layout = any(each.startswith("layout ") for each in changed)
+    is_layout = any(text.startswith("layout ") for text in changed)
     return Mark(start.step, "layout" if is_layout else "start", "; ".join((what, *changed, *damages)))
 
 
@@ -198,10 +198,10 @@ def sources(about: Mapping[str, Any], tokens_seen: int) -> list[tuple[str, ...]]
         return []
     return [
         (
-            each["path"], f"{each['documents']:,}", f"{each['tokens']:,}", f"{each['weight']:g}",
-            f"{100 * each['share']:.1f}", f"{tokens_seen * each['share'] / max(1, each['tokens']):.2f}",
+            source["path"], f"{source['documents']:,}", f"{source['tokens']:,}", f"{source['weight']:g}",
+            f"{100 * source['share']:.1f}", f"{tokens_seen * source['share'] / max(1, source['tokens']):.2f}",
         )
-        for each in listed
+        for source in listed
     ]  # fmt: skip
 
 

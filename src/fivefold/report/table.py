@@ -35,7 +35,7 @@ class Report(Generic[Row]):
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the rows' fields."""
-        return tuple(each.name for each in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
+        return tuple(column.name for column in fields(self.rows[0])) if self.rows else ()  # type: ignore[arg-type]
 
     def to_json(self) -> str:
         """One JSON object: title, ok, the rows as objects, and the details."""

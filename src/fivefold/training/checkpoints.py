@@ -118,21 +118,23 @@ class CheckpointManager:
     def _where_to_go_on(self, config: RunConfig, passed: dict[str, str]) -> tuple[str, str | None, dict[str, str]]:
         """The newest checkpoint not in `passed`, checked against this run's configuration; None: start at step 0."""
         there = checkpoint.candidates(self._directory, self._remote)
-        for each in there if config.checkpoint.resume == "auto" else ():
-            if each.where in passed:
+        for candidate in there if config.checkpoint.resume == "auto" else ():
+            if candidate.where in passed:
                 continue
             try:
-                checkpoint.check_agreement(each.manifest().agreement, self._agreement(config), where=each.where)
-                return each.where, str(each.folder()), passed
+                checkpoint.check_agreement(
+                    candidate.manifest().agreement, self._agreement(config), where=candidate.where
+                )
+                return candidate.where, str(candidate.folder()), passed
             except checkpoint.CorruptCheckpoint as damage:
-                passed[each.where] = damage.what
+                passed[candidate.where] = damage.what
         if passed:
             raise checkpoint.CorruptCheckpoint(
                 f"none of the checkpoints in {self._directory} is what was saved: {next(iter(passed.values()))}",
                 fix="put back a copy of one, or take another run.name to start at step 0",
             )
         if there:
-            steps = ", ".join(str(step) for step in sorted({each.step for each in there}))
+            steps = ", ".join(str(step) for step in sorted({candidate.step for candidate in there}))
             raise UserError(
                 f"{there[0].where.rpartition('/')[0]} holds steps {steps}, and this run starts at step 0",
                 fix="take another run.name, set checkpoint.resume: auto, or remove the folder",

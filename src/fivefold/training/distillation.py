@@ -143,7 +143,7 @@ def _shared_vocabulary(folder: Path, data: PreparedData, size: int, top_k: int) 
         raise UserError(f"objective.top_k is {top_k}, and there are {own} tokens", fix=f"set objective.top_k: {own}")
     if tokenizer_files(folder):
         theirs = find_tokenizer(str(folder), model="", corpus=(), root=cache_root())
-        mine, other = (each.load().get_vocab(with_added_tokens=True) for each in (data.tokenizer, theirs))
+        mine, other = (tokenizer.load().get_vocab(with_added_tokens=True) for tokenizer in (data.tokenizer, theirs))
         wrong = next((text for text in sorted(mine, key=mine.__getitem__) if other.get(text) != mine[text]), None)
         if wrong is not None:
             what = "does not have it" if wrong not in other else f"has it as {other[wrong]}"
@@ -177,12 +177,12 @@ def _ask(
         data.train.sequential, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
         row_multiple=layout.row_multiple, only=found.rows,
     )  # fmt: skip
-    every_rank = [dealt(data_rank=each) if world.local_rank == 0 else None for each in range(layout.data_ranks)]
+    every_rank = [dealt(data_rank=rank) if world.local_rank == 0 else None for rank in range(layout.data_ranks)]
     device = next(model.parameters()).device
     for own in dealt(data_rank=placement.data_rank):
         inputs = to_device(own, device, task=TopLogProbs(top_k, vocabulary))
         with evaluating(model):
-            both = torch.stack([each.double() for each in passes.top_log_probs(model, inputs)])
+            both = torch.stack([values.double() for values in passes.top_log_probs(model, inputs)])
         for data_rank, batches in enumerate(every_rank):
             said = both if placement.data_rank == data_rank else torch.empty_like(both)
             dist.broadcast(said, src=placement.grid.first_of_row(data_rank))

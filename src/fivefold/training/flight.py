@@ -40,7 +40,7 @@ class Waits:
     def look(self, seconds: float) -> None:
         """Look again after `seconds`. Reads all entries only if some are old: there may be thousands."""
         active = entries(self._source, only_active=True)
-        self._ages = {each["record_id"]: self._ages.get(each["record_id"], -seconds) + seconds for each in active}
+        self._ages = {call["record_id"]: self._ages.get(call["record_id"], -seconds) + seconds for call in active}
         is_old = any(age > _SOME * self._timeout for age in self._ages.values())
         found = entries(self._source) if is_old else []
         # Time in ns of the last completion; 0 if the recorder does not report it (gloo's does not).

@@ -88,7 +88,7 @@ def _not_flash(job: Job) -> str:
         return ""
     dtype, sizes = (
         COMPUTE_DTYPES[state.plan.layout.precision],
-        {each.size for each in state.plan.facts.attends.values()},
+        {heads.size for heads in state.plan.facts.attends.values()},
     )
     whys = [gpu_attention.lacks(device, dtype, size, is_capped=is_capped) for size in sorted(sizes)]
     why = next(filter(None, whys), "")

@@ -57,7 +57,7 @@ class Job:
     def batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step, counted from 0."""
         rows = self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
-        return rows if self.teacher is None else [self.teacher.beside(each) for each in rows]
+        return rows if self.teacher is None else [self.teacher.beside(row) for row in rows]
 
     @property
     def _share(self) -> dict[str, Any]:

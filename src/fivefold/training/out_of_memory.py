@@ -145,7 +145,7 @@ class Held:
 def held(message: str, device: str, job: Job | None) -> Held:
     """Measure memory from the text of torch's error, which describes the moment of failure, and the run's tensors."""
     own = _states(job) if job else dict.fromkeys(BETWEEN_STEPS, 0)
-    said = {name: _bytes(found[1]) for name, each in _THERE.items() if (found := re.search(each, message))}
+    said = {name: _bytes(found[1]) for name, pattern in _THERE.items() if (found := re.search(pattern, message))}
     if device == "cpu" and "allocated" not in said:
         peak = 1024 * (resident("VmHWM") or 0)
         return Held({**own, **({"the process at its peak": peak} if peak else {})}, 0, "")
@@ -162,13 +162,13 @@ def _states(job: Job) -> dict[str, float]:
     device = torch.device(job.world.device).type
 
     def size(tensors: Any) -> float:
-        mine = (local(each) for each in tensors if isinstance(each, torch.Tensor))
-        return float(sum(each.nbytes for each in mine if each.device.type == device))
+        mine = (local(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return float(sum(tensor.nbytes for tensor in mine if tensor.device.type == device))
 
     parameters = list(job.model.parameters())
     return {
         "parameters": size(parameters),
-        "gradients": size(each.grad for each in parameters),
+        "gradients": size(parameter.grad for parameter in parameters),
         "optimizer state": size(value for state in job.optimizer.state.values() for value in state.values()),
     }
 

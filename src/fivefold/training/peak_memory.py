@@ -40,7 +40,7 @@ class PeakMemory:
         mine = {"memory/peak_gib": self.gib}
         if self.reserved_gib is not None:
             mine["memory/peak_reserved_gib"] = self.reserved_gib
-        peaks = torch.tensor([-1.0 if each is None else each for each in mine.values()], device=self.device)
+        peaks = torch.tensor([-1.0 if value is None else value for value in mine.values()], device=self.device)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
         return {name: None if peak < 0 else peak for name, peak in zip(mine, peaks.tolist(), strict=True)}
 

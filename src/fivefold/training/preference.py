@@ -58,8 +58,8 @@ class Pairs:
         desirable = np.zeros(len(pairs), np.bool_) if batch.desirable is None else batch.desirable
         before = None if spec.reference is None else np.asarray(spec.reference[pairs])
         tokens_P2, before_P2, desirable_P = (
-            None if each is None else torch.from_numpy(each).to(device, non_blocking=True)
-            for each in (answer_tokens(batch), before, desirable)
+            None if values is None else torch.from_numpy(values).to(device, non_blocking=True)
+            for values in (answer_tokens(batch), before, desirable)
         )
         assert tokens_P2 is not None and desirable_P is not None
         return cls(spec.objective, tokens_P2, before_P2, desirable_P)
@@ -85,7 +85,7 @@ def pairs_of_step(model: Any, batch: Sequence[MicroBatch], spec: ObjectiveSpec) 
     if not spec.objective.has_pairs:
         return []
     device = next(model.parameters()).device
-    pairs_by_batch = [Pairs.of(each, spec, device) for each in batch]
+    pairs_by_batch = [Pairs.of(rows, spec, device) for rows in batch]
     if spec.objective.has_baseline:
         _set_baseline(model, pairs_by_batch, log_probs(model, batch))
     return pairs_by_batch
@@ -95,7 +95,7 @@ def divisor(model: Any, batch: Sequence[MicroBatch], spec: ObjectiveSpec) -> flo
     """The divisor of the loss sum over the global batch, on every rank: its pairs, or the weights of its targets."""
     own = 0.0
     if state_of(model).placement.is_first_of_row:
-        own = sum(float(pairs_of(each) if spec.objective.has_pairs else weights_of(each).sum()) for each in batch)
+        own = sum(float(pairs_of(rows) if spec.objective.has_pairs else weights_of(rows).sum()) for rows in batch)
     found = torch.tensor(own, dtype=torch.float64, device=next(model.parameters()).device)
     dist.all_reduce(found)
     return found.item()
@@ -117,12 +117,12 @@ def mean_over_pairs(
 ) -> tuple[float, Mapping[str, float]]:
     """The mean of a preference objective over the pairs of all ranks, and its metrics; NaN without pairs."""
     device = next(model.parameters()).device
-    both = [(Pairs.of(each, spec, device), log_probs(model, [each])[0]) for each in batches]
-    pairs_by_batch = [each for each, _ in both]
+    both = [(Pairs.of(rows, spec, device), log_probs(model, [rows])[0]) for rows in batches]
+    pairs_by_batch = [pairs for pairs, _ in both]
     if spec.objective.has_baseline:
         _set_baseline(model, pairs_by_batch, [sums for _, sums in both])
-    for each, sums in both:
-        each.compute(sums)
+    for of_batch, sums in both:
+        of_batch.compute(sums)
     loss, pairs, metrics = _over_ranks(
         model, pairs_by_batch if state_of(model).placement.is_first_of_row else (), spec.objective
     )
@@ -134,18 +134,18 @@ def log_probs(model: Any, batch: Sequence[MicroBatch]) -> list[Tensor]:
     """Summed log-probabilities of the answers of each micro batch, fp64 [P, 2], on all ranks that share it."""
     device = next(model.parameters()).device
     with evaluating(model):
-        sums = [passes.answer_log_probs(model, to_device(each, device, by_answer=True)) for each in batch]
-    return [found[: 2 * pairs_of(each)].view(-1, 2) for each, found in zip(batch, sums, strict=True)]
+        sums = [passes.answer_log_probs(model, to_device(rows, device, by_answer=True)) for rows in batch]
+    return [found[: 2 * pairs_of(rows)].view(-1, 2) for rows, found in zip(batch, sums, strict=True)]
 
 
 def table(model: Any, batches: Iterable[MicroBatch], pairs: int) -> Table:
     """Log-probabilities of all answers of `batches` under the current model, [`pairs`, 2], the same on every rank.
     Pairs in no batch have 0."""
     found = torch.zeros(pairs, 2, dtype=torch.float64, device=next(model.parameters()).device)
-    for each in batches:
-        (sums,) = log_probs(model, [each])
-        if each.pairs is not None and state_of(model).placement.is_first_of_row:
-            found[torch.from_numpy(each.pairs)] = sums
+    for rows in batches:
+        (sums,) = log_probs(model, [rows])
+        if rows.pairs is not None and state_of(model).placement.is_first_of_row:
+            found[torch.from_numpy(rows.pairs)] = sums
     dist.all_reduce(found)
     return found.cpu().numpy()
 
@@ -177,14 +177,14 @@ def _set_baseline(model: Any, pairs_by_batch: Sequence[Pairs], sums: Sequence[Te
     """Set the baseline of all pairs: how much likelier answers to other prompts became, the mean over all ranks, at
     least 0, fp64. `sums`: [P, 2] of each micro batch."""
     found = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    for each, sums_P2 in zip(pairs_by_batch, sums, strict=True) if state_of(model).placement.is_first_of_row else ():
-        assert each.before_P2 is not None, "it is compared with a reference"
-        gains = sums_P2[:, 1] - each.before_P2[:, 1]
+    for pairs, sums_P2 in zip(pairs_by_batch, sums, strict=True) if state_of(model).placement.is_first_of_row else ():
+        assert pairs.before_P2 is not None, "it is compared with a reference"
+        gains = sums_P2[:, 1] - pairs.before_P2[:, 1]
         found += torch.stack([gains.sum(), torch.ones_like(gains).sum()])
     dist.all_reduce(found)
     baseline = (found[0] / found[1].clamp(min=1)).clamp(min=0)
-    for each in pairs_by_batch:
-        each.baseline = baseline
+    for pairs in pairs_by_batch:
+        pairs.baseline = baseline
 
 
 def _over_ranks(
@@ -196,7 +196,7 @@ def _over_ranks(
     names = [name for name in objective.metrics if not (objective.has_baseline and name == _MARGIN)]
     sums = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=device)
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for losses in (each.losses for each in pairs_by_batch if each.losses is not None):
+    for losses in (pairs.losses for pairs in pairs_by_batch if pairs.losses is not None):
         loss += losses.loss_P.sum()
         sums[0] += len(losses.loss_P)
         for at, name in enumerate(names):

@@ -43,11 +43,11 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
     first = plain.of_first(mine)
     differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
     found = plain.everywhere(differing and (differing, mine.get(differing)))
-    apart = {rank: each for rank, each in enumerate(found) if each}
+    apart = {rank: difference for rank, difference in enumerate(found) if difference}
     if not apart:
         return
     name, value = next(iter(apart.values()))
-    ranks = listed([rank for rank, each in apart.items() if each[0] == name], 8)
+    ranks = listed([rank for rank, difference in apart.items() if difference[0] == name], 8)
     raise UserError(
         f"{name} is {first.get(name)} on rank 0, and {value} on rank {ranks}",
         fix="start every rank with the same run file, data and environment",
@@ -107,11 +107,12 @@ def needs_of(
     return Needs(
         parameters=facts.size,
         ranks=len(ranks),
-        weights=sum(each.parameters for each in of_ranks),
-        gradients=sum(each.gradients for each in of_ranks),
-        optimizer=sum(each.optimizer - away * each.host["optimizer state"] for each in of_ranks),
+        weights=sum(bytes_.parameters for bytes_ in of_ranks),
+        gradients=sum(bytes_.gradients for bytes_ in of_ranks),
+        optimizer=sum(bytes_.optimizer - away * bytes_.host["optimizer state"] for bytes_ in of_ranks),
         activations=sum(
-            each.logits + sum(each.saved.values()) + (1 - away) * each.host["saved activations"] for each in of_ranks
+            bytes_.logits + sum(bytes_.saved.values()) + (1 - away) * bytes_.host["saved activations"]
+            for bytes_ in of_ranks
         ),
     )
 
@@ -162,7 +163,7 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
     Raises `UserError` if not even one more fits: the training could never be saved.
     """
     folder = config.run_dir / "checkpoints"
-    held = [_size(folder / step_folder(each)) for each in steps(folder)]
+    held = [_size(folder / step_folder(step)) for step in steps(folder)]
     saves, size, keep = saves_left(config, step, total_steps), checkpoint_bytes(model, config), config.checkpoint.keep
     disk = shutil.disk_usage(config.run_dir)
     if not saves or not disk.total:  # some network filesystems do not say

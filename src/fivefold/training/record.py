@@ -31,7 +31,7 @@ TIMED = 2  # the timed step of a start: the first one includes set-up
 def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
     """Write `spread.json` into the run folder; every rank calls this. `parameters`: those of the whole model."""
     state = state_of(model)
-    declared = plain.everywhere([asdict(each) for each in _collectives(model, config)])
+    declared = plain.everywhere([asdict(call) for call in _collectives(model, config)])
     if dist.get_rank() == 0:
         about: dict[str, Any] = {
             "layout": str(state.plan.layout), "world": state.plan.layout.world, "device": device,

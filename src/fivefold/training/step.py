@@ -133,7 +133,7 @@ def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, pairs_by_b
     """Run forward and backward of every micro batch; gradients end up reduced. `pairs_by_batch`: of each micro batch,
     or none. Returns the scaled loss sum, fp64."""
     device = next(model.parameters()).device
-    rows = sum(len(each.input_ids) for each in batch) * state_of(model).plan.layout.data_ranks
+    rows = sum(len(part.input_ids) for part in batch) * state_of(model).plan.layout.data_ranks
     weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
     inputs = [to_device(micro, device, scale, weigh=weigh) for micro, weigh in zip(batch, weights, strict=True)]
     return passes.gradients(model, inputs, rows=rows)

@@ -48,7 +48,7 @@ def _step(job: Job) -> None:
     """Run the next step without its update: forward, backward and the norm."""
     state, batch = state_of(job.model), job.batch(job.step)
     rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # a pipeline has many in flight
-    scale = 1.0 / max(sum(each.targets for each in rounds), 1)
+    scale = 1.0 / max(sum(round_.targets for round_ in rounds), 1)
     gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device))
     state.balance.end_step()
     all_reduce_sum(squared_norm(job.model))
@@ -58,11 +58,11 @@ def _step(job: Job) -> None:
 def _put_back(model: Any) -> Iterator[None]:
     """Restore random state, buffers and router counts at the end."""
     balance = state_of(model).balance
-    counted, buffers = dict(vars(balance)), {name: each.clone() for name, each in model.named_buffers()}
+    counted, buffers = dict(vars(balance)), {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = [torch.cuda.current_device()] if next(model.parameters()).is_cuda else []
     with torch.random.fork_rng(devices):
         yield
     vars(balance).update(counted)
     with torch.no_grad():
-        for name, each in model.named_buffers():
-            each.copy_(buffers[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])

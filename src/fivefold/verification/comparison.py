@@ -63,8 +63,8 @@ class Comparison:
         everyone = _of_all_ranks(kind, distances)
         for row in self._rows(kind, everyone, names):
             self.found.add(row)
-        for key in dict.fromkeys(key for each in everyone for key in each):
-            values = sum(each[key].elements for each in everyone if key in each)
+        for key in dict.fromkeys(key for distances in everyone for key in distances):
+            values = sum(distances[key].elements for distances in everyone if key in distances)
             if values >= self._reference.values(_recorded_as(key)):
                 self._whole.add(key)
 
@@ -79,8 +79,8 @@ class Comparison:
         rows = []
         for name in names or norms:
             key = f"{kind}/{name}"
-            per_rank = [each.get(key) for each in everyone]
-            if any(each is not None for each in per_rank):
+            per_rank = [distances.get(key) for distances in everyone]
+            if any(distance is not None for distance in per_rank):
                 rows.append(judge(key, per_rank, norms[name], floor, self.allowed(key), self._state.plan.layout))
         return rows
 
@@ -88,14 +88,14 @@ class Comparison:
         """Add a row for each number under its key: the maximum over ranks, with NaN as the largest."""
         everyone = everywhere(dict(mine))
         for what in mine:
-            error = max((each[what] for each in everyone), key=lambda each: math.inf if math.isnan(each) else each)
+            error = max((times[what] for times in everyone), key=lambda time: math.inf if math.isnan(time) else time)
             self.found.add(Row(what, error, self.allowed(what), error <= self.allowed(what)))
 
     def count(self, what: str, wrong: Mapping[str, str], *, say: bool = True) -> None:
         """Add a row that counts what is wrong on any rank; without `say` only if something is."""
         everyone: dict[str, str] = {}
-        for each in everywhere(dict(wrong)):
-            everyone.update(each)
+        for wrong_ in everywhere(dict(wrong)):
+            everyone.update(wrong_)
         if everyone or say:
             first = next(iter(everyone.values()), "")
             self.found.add(Row(what, float(len(everyone)), 0.0, not everyone, first))
@@ -129,8 +129,8 @@ class Comparison:
 
 def _of_all_ranks(kind: str, distances: Distances) -> list[Distances]:
     """The distances of a kind, rank by rank."""
-    mine = {key: asdict(each) for key, each in distances.items() if kind_of(key) == kind}
-    return [{key: Distance(**each) for key, each in told.items()} for told in everywhere(mine)]
+    mine = {key: asdict(distance) for key, distance in distances.items() if kind_of(key) == kind}
+    return [{key: Distance(**distance) for key, distance in told.items()} for told in everywhere(mine)]
 
 
 def _recorded_as(key: str) -> str:

@@ -15,7 +15,7 @@ def exact() -> Iterator[None]:
 
     def instead(plain: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             return plain(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
 
         return call

@@ -96,7 +96,9 @@ class Observer:
         self._handles += [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         canonical = {id(p): name for name, p in self._model.named_parameters()}
         # A module of another stage is compared on the rank that has it.
-        here = {name: each for name, each in self._model.named_modules() if not isinstance(each, StageStub)}
+        here = {
+            name: submodule for name, submodule in self._model.named_modules() if not isinstance(submodule, StageStub)
+        }
         for module in here.values():
             # A plain `nn.Module` never runs: it holds parameters that are used when its owner runs.
             for holder in (module, *(child for child in module.children() if type(child) is nn.Module)):
@@ -129,7 +131,7 @@ class Observer:
             if dist.get_rank() == 0 and key in self._reference:
                 expected = self._reference.whole(key)
                 distances = [Distance().add(found, expected) for found in sums]
-                self.distances[f"raw/{name}"] = min(distances, key=lambda each: each.squares)
+                self.distances[f"raw/{name}"] = min(distances, key=lambda distance: distance.squares)
 
     def shared_gradients(self) -> None:
         """Compare the summed gradients of modules that several ranks compute (key/value heads fewer than tp, latents).
@@ -293,10 +295,12 @@ class Observer:
         own = self._own_split(module, 1 if name.endswith(" input") else 0)
         if own is not None and own.shape[own.splits[0].dim] == features:
             return own
-        layer = next((each for each in self._state.plan.anatomy.layers if module.startswith(f"{each}.")), None)
+        layer = next(
+            (of_layer for of_layer in self._state.plan.anatomy.layers if module.startswith(f"{of_layer}.")), None
+        )
         near = module.rpartition(".")[0]
-        linears = [each for each, _ in self._model.named_modules() if layer and each.startswith(f"{layer}.")]
-        linears.sort(key=lambda each: not each.startswith(near))  # those in the same module first
+        linears = [path for path, _ in self._model.named_modules() if layer and path.startswith(f"{layer}.")]
+        linears.sort(key=lambda path: not path.startswith(near))  # those in the same module first
         for linear in linears:
             for end in (0, 1):
                 spec = self._own_split(linear, end)
@@ -308,7 +312,7 @@ class Observer:
         """The shard of a linear's weight, if its outputs (`end` 0) or its inputs (1) are split."""
         dims = hf_internals.linear_dims(self._model.get_submodule(name))
         spec = self._state.plan.placement.shards.get(f"{name}.weight")
-        return spec if dims and spec and [each.dim for each in spec.splits] == [dims[end]] else None
+        return spec if dims and spec and [split.dim for split in spec.splits] == [dims[end]] else None
 
 
 def _before_layers(model: nn.Module, first: str) -> set[str]:

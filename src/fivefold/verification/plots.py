@@ -24,9 +24,9 @@ def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, fl
     """Plot per curve, by k, the mean absolute error of the top k logits, and the percent of positions with the same top
     k tokens."""
     every = [point for points in errors.values() for point in points.values()]
-    ks = list(dict.fromkeys(k for each in errors.values() for k in each))
-    tokens = list(dict.fromkeys(k for each in matches.values() for k in each))
-    least = min((value for each in matches.values() for value in each.values()), default=100.0)
+    ks = list(dict.fromkeys(k for points in errors.values() for k in points))
+    tokens = list(dict.fromkeys(k for points in matches.values() for k in points))
+    least = min((value for points in matches.values() for value in points.values()), default=100.0)
     low, half = min(least - 5, 90) if least > 5 else -5, (WIDTH - LEFT - GAP - LEFT) / 2
     scale = _scale(every)
     left = Axes(LEFT, 20, half, 230, _places(ks), scale)
@@ -41,7 +41,7 @@ def accuracy(errors: Mapping[str, Points], matches: Mapping[str, Mapping[str, fl
         _errors(left, [ks.index(k) for k in points], list(points.values()), number)
         percents = matches.get(name, {})
         right.curve([tokens.index(k) for k in percents], list(percents.values()), number)
-    for limits in _merged([{ks.index(k): p.tolerance for k, p in each.items()} for each in errors.values()]):
+    for limits in _merged([{ks.index(k): p.tolerance for k, p in points.items()} for points in errors.values()]):
         _allowed(left, limits)
     return svg((left, right), 285, _legend(errors, every))
 
@@ -51,7 +51,7 @@ def by_name(panels: Mapping[str, Mapping[str, Points]]) -> str:
 
     `panels`: title of a panel -> series -> points. Names are in order of first appearance."""
     names = list(dict.fromkeys(name for panel in panels.values() for points in panel.values() for name in points))
-    series = list(dict.fromkeys(each for panel in panels.values() for each in panel))
+    series = list(dict.fromkeys(line for panel in panels.values() for line in panel))
     every = [point for panel in panels.values() for points in panel.values() for point in points.values()]
     scale, place = _scale(every), {name: x for x, name in enumerate(names)}
     drawn, top = [], 20.0
@@ -64,7 +64,9 @@ def by_name(panels: Mapping[str, Mapping[str, Points]]) -> str:
         axes.title(title, bold=True)
         for name, points in panel.items():
             beside = (series.index(name) - (len(series) - 1) / 2) * 0.24
-            _errors(axes, [place[each] + beside for each in points], list(points.values()), series.index(name), line=0)
+            _errors(
+                axes, [place[point] + beside for point in points], list(points.values()), series.index(name), line=0
+            )
         for limits in _merged([{place[name]: p.tolerance for name, p in points.items()} for points in panel.values()]):
             _allowed(axes, limits)
         drawn.append(axes)
@@ -86,10 +88,10 @@ def losses(curves: Mapping[str, Sequence[float]], references: Mapping[str, Seque
     apart = {
         name: [abs(a - b) for a, b in zip(own, references.get(name, ()), strict=False)] for name, own in curves.items()
     }
-    values = [value for each in (*curves.values(), *references.values()) for value in each if math.isfinite(value)]
+    values = [value for curve in (*curves.values(), *references.values()) for value in curve if math.isfinite(value)]
     ticks = nice(min(values, default=0.0), max(values, default=1.0), 5)
     low, high = min([ticks[0], *values]), max([ticks[-1], *values])
-    scale = LogScale(value for each in apart.values() for value in each)
+    scale = LogScale(value for values in apart.values() for value in values)
     steps = Linear(0.5, max(map(len, (*curves.values(), *references.values()))) + 0.5)
     top = Axes(LEFT, 20, WIDTH - LEFT - 8, 200, steps, Linear(low, high if high > low else low + 1))
     bottom = Axes(LEFT, 255, WIDTH - LEFT - 8, 130, steps, scale)
@@ -98,7 +100,7 @@ def losses(curves: Mapping[str, Sequence[float]], references: Mapping[str, Seque
     bottom.label_x(_round(nice(1, steps.high - 0.5, 10, whole=True)), "step")
     top.title("training loss")
     bottom.title("absolute difference from one process")
-    for reference in dict.fromkeys(tuple(each) for each in references.values()):
+    for reference in dict.fromkeys(tuple(reference) for reference in references.values()):
         top.line(_steps(reference), reference, "var(--grid)", width=7)
     for number, (name, own) in enumerate(curves.items()):
         top.curve(_steps(own), own, number, line=1.2 + 2.4 * (len(curves) - 1 - number) / max(len(curves) - 1, 1))
@@ -148,11 +150,11 @@ def _allowed(axes: Axes, limits: Mapping[int, float]) -> None:
 def _merged(limits: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
     """Merge limits that agree wherever both have a value, so that few lines are drawn."""
     found: list[dict[int, float]] = []
-    for each in filter(None, limits):
+    for limit in filter(None, limits):
         for line in found:
-            if all(line.get(x, value) == value for x, value in each.items()):
-                line.update(each)
+            if all(line.get(x, value) == value for x, value in limit.items()):
+                line.update(limit)
                 break
         else:
-            found.append(dict(each))
+            found.append(dict(limit))
     return found

@@ -59,9 +59,9 @@ def _of_rated(case: ProofCase, sums: Tensor) -> tuple[Tensor, Tensor]:
     gains = sums - torch.from_numpy(case.compared_with()).to(sums)
     baseline = gains[:, 1].detach().mean().clamp(min=0)
     ratings = [piece.desirable for row in case.pairs() for piece in row if piece.answer == 0]
-    good = [number for number, each in enumerate(ratings) if each]
-    bad = [number for number, each in enumerate(ratings) if not each]
+    good = [number for number, rating in enumerate(ratings) if rating]
+    bad = [number for number, rating in enumerate(ratings) if not rating]
     liked = case.desirable_weight * (1 - torch.sigmoid(case.beta * (gains[good, 0] - baseline)))
     disliked = case.undesirable_weight * (1 - torch.sigmoid(case.beta * (baseline - gains[bad, 0])))
-    means = [rows.detach()[each, 0].mean() for rows in (case.beta * gains, sums) for each in (good, bad)]
+    means = [rows.detach()[numbers, 0].mean() for rows in (case.beta * gains, sums) for numbers in (good, bad)]
     return torch.cat([liked, disliked]).mean(), torch.stack([*means, means[0] - means[1], baseline])

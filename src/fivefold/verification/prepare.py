@@ -34,8 +34,8 @@ def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
         other = run()
     noisy = run(noise=True)
     floors: dict[str, float] = {}
-    for each in (other, noisy):
-        for key, floor in distances(each.tensors, reference.tensors, case).items():
+    for computed in (other, noisy):
+        for key, floor in distances(computed.tensors, reference.tensors, case).items():
             # A non-finite distance is not rounding noise: it must not raise the tolerance.
             floors[key] = max(floors.get(key, 0.0), floor if math.isfinite(floor) else 0.0)
     signs = flips(reference.tensors, floors, case.steps) if precision != "fp64" else {}
@@ -47,7 +47,7 @@ def prepare(case: ProofCase, layout: Layout, path: Path, device: str) -> None:
     }
     tokens = sum(map(tokens_of, case.documents(0)))
     values = {
-        key: features[key] * tokens if key in features else each.numel() for key, each in reference.tensors.items()
+        key: features[key] * tokens if key in features else tensor.numel() for key, tensor in reference.tensors.items()
     }
     save_reference_tensors(
         reference.tensors, path, floors=floors, limits=reference.limits, token_dims=reference.token_dims,
@@ -129,11 +129,11 @@ def plan_of_one_rank(case: ProofCase, layout: Layout) -> ParallelPlan:
 def watched_routers(case: ProofCase) -> list[str]:
     """The routers whose load a run counts: all if all of them return logits, else none."""
     experts = facts_of(meta_of_folder(case.folder)).experts
-    return [each.router for each in experts] if all(each.has_logits for each in experts) else []
+    return [block.router for block in experts] if all(block.has_logits for block in experts) else []
 
 
 def _relative_numbers(found: Tensor, expected: Tensor) -> list[float]:
-    return [relative_number(*each) for each in zip(found.flatten().tolist(), expected.flatten().tolist(), strict=True)]
+    return [relative_number(*pair) for pair in zip(found.flatten().tolist(), expected.flatten().tolist(), strict=True)]
 
 
 def distances(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], case: ProofCase) -> dict[str, float]:

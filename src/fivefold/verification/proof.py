@@ -96,8 +96,8 @@ class Proof:
     def forget(self) -> None:
         """Zero every weight, so that only loaded values remain after the next load."""
         with torch.no_grad():
-            for each in self._trained().values():
-                local(each).zero_()
+            for tensor in self._trained().values():
+                local(tensor).zero_()
 
     # ---- comparisons -------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class Proof:
         )
         if self.routers:
             found = zip((result.balance.load, result.balance.z), self.reference.whole("balance").tolist(), strict=True)
-            self.compare.numbers({"losses of routers": max(relative_number(*each) for each in found)})
+            self.compare.numbers({"losses of routers": max(relative_number(*pair) for pair in found)})
         expected = float(self.reference.whole("norms")[0])
         self.compare.numbers({"gradient norm": relative_number(result.grad_norm, expected)})
         self.compare.pieces("clipped", clipped, self._backwards())
@@ -295,7 +295,7 @@ class Proof:
     def replicas(self) -> None:
         """Check that replicated weights and optimizer state are the same on all their ranks after all steps."""
         found = checks.replicas(self.model, self.optimizer)  # the same on every rank
-        self.compare.count("replicas", {each.where: str(each) for each in found})
+        self.compare.count("replicas", {finding.where: str(finding) for finding in found})
 
     def coverage(self) -> None:
         """Check that everything recorded by the reference was compared."""
@@ -347,9 +347,9 @@ class Proof:
             restore(self.model, self.optimizer, Checkpoint.open(folder / "step-000001"))
             with safe_open(folder / "expected.safetensors", framework="pt") as expected:
                 wrong += [f"{key} saved under {layout}" for key in self._differing(expected)]
-        wrong = sorted({each for rank in everywhere(wrong) for each in rank})
+        wrong = sorted({name for rank in everywhere(wrong) for name in rank})
         what = f"saved under {len(folders)} layout{'s' * (len(folders) > 1)}, loaded"
-        self.compare.count(what, {each: each for each in wrong})
+        self.compare.count(what, {name: name for name in wrong})
 
     def _differing(self, expected: Any) -> list[str]:
         """Keys of the parameters and optimizer state that are missing, or differ from the expected values."""
@@ -414,7 +414,7 @@ class Proof:
 
     def _trained(self) -> dict[str, Tensor]:
         """The tensors that steps change on this rank, by name: parameters and router buffers."""
-        buffers = {name: each for name, each in self.model.named_buffers() if name in self.state.placement.buffers}
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in self.state.placement.buffers}
         return {**dict(self.model.named_parameters()), **buffers}
 
     def _drop_gradients(self) -> None:
@@ -425,7 +425,7 @@ class Proof:
     def _counts(self, result: training.StepResult) -> None:
         """Check a step's counts of targets, tokens and squared lengths against its documents."""
         documents = self.case.documents(0)
-        squares = sum(len(each.tokens) ** 2 for row in documents for each in row if len(each.targets))
+        squares = sum(len(document.tokens) ** 2 for row in documents for document in row if len(document.targets))
         counts = {
             "targets": (result.targets, self.case.targets(0)),
             "tokens": (result.tokens, sum(map(tokens_of, documents))),
@@ -442,8 +442,8 @@ class Proof:
         declared = by_group(
             training.declare(self.model, shape, optimizer=self.case.optimizer.name), self.state.placement.grid
         )
-        both = everywhere([[asdict(each) for each in some] for some in (total(ran), declared)])
-        issued, said = ([[Collective(**each) for each in rank[at]] for rank in both] for at in (0, 1))
+        both = everywhere([[asdict(call) for call in some] for some in (total(ran), declared)])
+        issued, said = ([[Collective(**call) for call in rank[at]] for rank in both] for at in (0, 1))
         wrong = [name.split("/") for name in differing(issued, said)]
         self.compare.count("collectives", {kind + axis: f"{kind} over {axis}" for axis, kind in wrong})
 

@@ -149,7 +149,9 @@ class ProofCase:
     def targets(self, step: int) -> int:
         """The number of trained targets of the global batch of `step`."""
         documents = [document for row in self.documents(step) for document in row]
-        return sum(len(each.targets) if each.trained is None else int(each.trained.sum()) for each in documents)
+        return sum(
+            len(document.targets) if document.trained is None else int(document.trained.sum()) for document in documents
+        )
 
     def prompt_tokens(self) -> list[np.ndarray]:
         """The prompts to continue."""

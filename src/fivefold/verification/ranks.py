@@ -130,8 +130,8 @@ def prove(asked: VerifyRequest, world: World, run: Runner) -> None:
 def _saved(asked: VerifyRequest, layout: Layout) -> dict[str, Path]:
     """Layout -> its checkpoint, for layouts with the same types of weights and optimizer state as `layout`: checkpoints
     are not converted."""
-    folders = {str(each): asked.folder / f"saved-{number}" for number, each in enumerate(asked.parsed.values())
-               if _stored(each) == _stored(layout)}  # fmt: skip
+    folders = {str(other): asked.folder / f"saved-{number}" for number, other in enumerate(asked.parsed.values())
+               if _stored(other) == _stored(layout)}  # fmt: skip
     return {text: folder for text, folder in folders.items() if (folder / "done").exists()}
 
 

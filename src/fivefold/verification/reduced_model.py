@@ -98,14 +98,14 @@ def narrow(config: Any, vocabulary: int, block: int = 1) -> Any | None:
     multiples of `block`."""
     try:
         small, asked = copy.deepcopy(config), copy.deepcopy(config)
-        for each in (small.get_text_config(), asked.get_text_config()):
-            setattr(each, GLOBAL, True)
+        for text_config in (small.get_text_config(), asked.get_text_config()):
+            setattr(text_config, GLOBAL, True)
         _narrow(small.get_text_config(), asked.get_text_config(), vocabulary, block)
         values = small.to_dict()
         text = text_of(values)
         text.pop(GLOBAL)
-        for each in (text.get(OVERRIDES) or {}).values():
-            each |= {"head_dim": 2 * HEAD_DIM} if each.get("head_dim", 0) > 2 * HEAD_DIM else {}
+        for override in (text.get(OVERRIDES) or {}).values():
+            override |= {"head_dim": 2 * HEAD_DIM} if override.get("head_dim", 0) > 2 * HEAD_DIM else {}
         small = remade(config, values)
         build_meta(small)
     except Exception:  # a class may raise anything for sizes that it was not made for
@@ -163,9 +163,9 @@ def _differences(config: Any, small: Any) -> tuple[str, ...]:
     """The sizes in which a cut config differs, for people: `layers 2 of 32`."""
     words = {"num_hidden_layers": "layers", "hidden_size": "width", "intermediate_size": "MLP width", "head_dim":
              "head width", "sliding_window": "window", "vocab_size": "vocabulary"}  # fmt: skip
-    found, texts = [], [each.get_text_config() for each in (small, config)]
+    found, texts = [], [whole.get_text_config() for whole in (small, config)]
     for name, word in words.items():
-        now, was = (getattr(each, name, None) for each in texts)
+        now, was = (getattr(text_config, name, None) for text_config in texts)
         if now != was:
             found.append(f"{word} {now} of {was}")
     return tuple(found) or ("nothing",)

@@ -243,7 +243,9 @@ class Reference:
         for row, documents in enumerate(batch):
             start = 0
             for document in documents:
-                ids, targets = (torch.from_numpy(each.astype("int64")) for each in (document.tokens, document.targets))
+                ids, targets = (
+                    torch.from_numpy(array.astype("int64")) for array in (document.tokens, document.targets)
+                )
                 if document.trained is not None:
                     targets[torch.from_numpy(~document.trained)] = -100  # ignored by `cross_entropy`
                 yield row, start, ids.to(self.device), targets.to(self.device)
@@ -299,7 +301,7 @@ class Reference:
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The total norm in fp64: torch's own, summed in fp32 on a CPU, was 6e-4 too small for 15 million values."""
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
@@ -351,7 +353,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         dims = {name: dims for name, dims in self._token_dims.items() if dims and name not in self._repeated}
-        self._reference.token_dims = {name: _token_dim(each) for name, each in dims.items()}
+        self._reference.token_dims = {name: _token_dim(order) for name, order in dims.items()}
         self._reference.tensors |= {
             key: grid for key, grid in self._grids.items() if key == "logits" or key.partition("/")[2] in dims
         }
@@ -397,8 +399,8 @@ def routers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, int]]:
     for name, module in model.named_modules():
         if hf_internals.is_experts(module):
             experts = len(next(module.parameters()))
-            beside = [each for each in model.get_submodule(name.rpartition(".")[0]).children() if each is not module]
-            found += [(each, experts) for each in beside if _has_row_for_each(each, experts)]
+            beside = [child for child in model.get_submodule(name.rpartition(".")[0]).children() if child is not module]
+            found += [(module, experts) for module in beside if _has_row_for_each(module, experts)]
     return found
 
 
@@ -459,7 +461,7 @@ class Loads:
 
     def _after(self, name: str, _module: Any, _args: Any, out: Any) -> None:
         if torch.is_grad_enabled():
-            index = next(each for each in out if not each.is_floating_point())
+            index = next(tensor for tensor in out if not tensor.is_floating_point())
             counts = torch.bincount(index.flatten(), minlength=out[0].shape[-1]).double()
             self.counts[name] = self.counts[name] + counts if name in self.counts else counts
 
@@ -504,7 +506,7 @@ class BalanceLosses:
     def _after(self, name: str, module: torch.nn.Module, _args: Any, out: Any) -> None:
         if not self.is_on:
             return
-        logits, index = out[0], next(each for each in out if not each.is_floating_point())
+        logits, index = out[0], next(tensor for tensor in out if not tensor.is_floating_point())
         logits_TE = logits.reshape(-1, logits.shape[-1])
         experts = logits_TE.shape[1]
         if not torch.is_grad_enabled():
@@ -523,7 +525,7 @@ def routers_in_fp32(model: torch.nn.Module) -> None:
     """Make the routers of a 16-bit model compute in fp32, from 16-bit weights and hidden states. Otherwise tokens near
     a tie would go elsewhere."""
     for router, _ in routers(model):
-        router.float().register_forward_pre_hook(lambda _, args: tuple(each.float() for each in args))
+        router.float().register_forward_pre_hook(lambda _, args: tuple(arg.float() for arg in args))
 
 
 def one_ulp(values: Tensor) -> Tensor:

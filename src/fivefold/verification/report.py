@@ -34,15 +34,15 @@ class VerifyReport(Report[LayoutRow]):
         is too coarse; `not_shown`, modules whose values on a rank could not be located."""
         layouts = [
             {
-                "layout": each.layout,
-                "ok": each.ok,
-                "not_run": each.refused or None,
-                "not_told": each.not_told,
-                "not_shown": each.not_shown,
-                "seconds": round(each.seconds, 3),
-                "rows": [asdict(row) | {"error": min(row.error, HUGE)} for row in each.rows],
+                "layout": result.layout,
+                "ok": result.ok,
+                "not_run": result.refused or None,
+                "not_told": result.not_told,
+                "not_shown": result.not_shown,
+                "seconds": round(result.seconds, 3),
+                "rows": [asdict(row) | {"error": min(row.error, HUGE)} for row in result.rows],
             }
-            for each in self.found
+            for result in self.found
         ]
         return json.dumps({"ok": self.ok, "subject": self.subject, "layouts": layouts}, indent=1, ensure_ascii=False)
 
@@ -55,9 +55,9 @@ class VerifyReport(Report[LayoutRow]):
 
 def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
     """Make the report of the results `found`."""
-    rows = tuple(LayoutRow(**asdict(row), layout=each.layout) for each in found for row in each.rows)
-    names = ", ".join(each.layout for each in found)
-    wrong = [f"\n{each.layout}: {each.why}" for each in found if not each.ok]
+    rows = tuple(LayoutRow(**asdict(row), layout=result.layout) for result in found for row in result.rows)
+    names = ", ".join(result.layout for result in found)
+    wrong = [f"\n{result.layout}: {result.why}" for result in found if not result.ok]
     return VerifyReport(
         title="fivefold verify", rows=rows, ok=bool(found) and not wrong,
         closing="".join(wrong) or f"\n{names}: each computes what one process computes", found=tuple(found),

@@ -191,15 +191,17 @@ def judge(
 ) -> Row:
     """Make the row of a key from the distances on each rank."""
     kind, _, name = key.partition("/")
-    errors = [0.0 if each is None else relative(each, norm, floor) for each in per_rank]
+    errors = [0.0 if distance is None else relative(distance, norm, floor) for distance in per_rank]
     if kind in BITWISE:
-        errors = [0.0 if each is None else each.differing / max(each.elements, 1) for each in per_rank]
+        errors = [0.0 if distance is None else distance.differing / max(distance.elements, 1) for distance in per_rank]
     error = max(errors)
-    bad = [rank for rank, each in enumerate(errors) if not each <= tolerance]
+    bad = [rank for rank, error in enumerate(errors) if not error <= tolerance]
     where = name
     if bad:
         scales = [per_rank[rank].scale for rank in bad if per_rank[rank] is not None]  # type: ignore[union-attr]
-        where += _times(scales) + _ranks(bad, [i for i, each in enumerate(per_rank) if each is not None], layout)
+        where += _times(scales) + _ranks(
+            bad, [i for i, distance in enumerate(per_rank) if distance is not None], layout
+        )
     return Row(WORDS.get(kind, kind), error, tolerance, not bad, where)
 
 

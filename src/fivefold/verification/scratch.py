@@ -19,11 +19,12 @@ def report_on(request: VerifyRequest, ran: VerifyRequest, size: int) -> VerifyRe
         name: LayoutResult(name, refused=f"it is for {layout.world} ranks, and this world has {size}")
         for name, layout in request.parsed.items()
     } | read_found(ran)
-    each_once = {layout.numerics: layout for layout in ran.parsed.values()}
+    one_of_each = {layout.numerics: layout for layout in ran.parsed.values()}
     about = {
-        name: json.loads(reference_file(ran, each).with_suffix(".json").read_text()) for name, each in each_once.items()
+        name: json.loads(reference_file(ran, layout).with_suffix(".json").read_text())
+        for name, layout in one_of_each.items()
     }
-    losses = {name: each["losses"] for name, each in about.items()}
+    losses = {name: facts["losses"] for name, facts in about.items()}
     subject = ProofCase.load(ran.folder / SUBJECT).describe() if ran.layouts else ""
     return report_of(list(found.values()), subject, losses)
 

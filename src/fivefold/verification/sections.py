@@ -64,18 +64,19 @@ def sections(
     yield from map(_for_terminal, found)
     yield Section([Notes([closing.strip("\n")])], on=On.TERMINAL)
     cut, steps = cut_of(subject), max(map(len, losses.values()), default=0)
+    rows = [result.rows for result in found]
     facts = {
-        "model": subject, "precision": ", ".join(losses), "comparisons": f"{sum(len(each.rows) for each in found):,}",
+        "model": subject, "precision": ", ".join(losses), "comparisons": f"{sum(map(len, rows)):,}",
         "steps trained": str(steps or ""),
     }  # fmt: skip
     facts = {name: value for name, value in facts.items() if value}
     yield Section([Notes([RUN]), Facts(facts), _verdicts(found)], on=On.PAGE)
     not_covered = list(filter(None, _not_covered(found, cut, losses, steps)))
     yield Section([Notes(not_covered, is_list=True)], "What was not covered", On.PAGE)
-    folds = [_fold(number, each) for number, each in enumerate(found)]
+    folds = [_fold(number, result) for number, result in enumerate(found)]
     yield Section([Notes([ERRORS], "soft"), *folds], "Layout by layout", On.PAGE)
     yield from _plots(found, losses)
-    maps = [(each.layout, map_) for each in found if (map_ := slice_map(each.holds, each.layout))]
+    maps = [(result.layout, map_) for result in found if (map_ := slice_map(result.holds, result.layout))]
     if maps:
         shards = [
             Fold([Cell(name, "head"), Cell(many(len(map_.shares), "rank"), "soft")], [Plot(map_)], is_open=not number)
@@ -93,7 +94,7 @@ def cut_of(subject: str) -> str:
 def headline(found: Sequence[LayoutResult], cut: str = "") -> str:
     """The verdict over all layouts. `cut`: see `cut_of`."""
     scope = f", on a stand-in with {cut}" if cut else ""
-    proved, wrong = (sum(each.verdict == verdict for each in found) for verdict in ("PROVED", "WRONG"))
+    proved, wrong = (sum(result.verdict == verdict for result in found) for verdict in ("PROVED", "WRONG"))
     of = f"of {len(found)} layout{'s' * (len(found) > 1)}"
     if not found:
         return "Nothing was proved"
@@ -109,8 +110,8 @@ def _not_covered(
     found: Sequence[LayoutResult], cut: str, losses: Mapping[str, list[float]], steps: int
 ) -> tuple[str, ...]:
     """Claims that a reader may take to be proved but are not; "" for those that do not apply."""
-    refused = ", ".join(each.layout for each in found if each.verdict == "NOT RUN")
-    coarse = "; ".join(f"{each.layout}: {', '.join(each.not_told)}" for each in found if each.not_told)
+    refused = ", ".join(result.layout for result in found if result.verdict == "NOT RUN")
+    coarse = "; ".join(f"{result.layout}: {', '.join(result.not_told)}" for result in found if result.not_told)
     proved = ", ".join(losses)
     return (
         cut and f"The model at its own size: the stand-in has {cut}, the same class, and weights of its own.",
@@ -141,11 +142,11 @@ def _verdicts(found: Sequence[LayoutResult]) -> Table:
     ]
     rows = [
         TableRow([
-            Cell(each.layout, link=f"layout-{number}"), _chip(each),
-            Cell(_says(each), "bad" if each.verdict == "WRONG" else ""), Cell(str(len(each.rows) or "")),
-            Cell(f"{each.seconds:.1f}" if each.seconds else ""),
+            Cell(result.layout, link=f"layout-{number}"), _chip(result),
+            Cell(_says(result), "bad" if result.verdict == "WRONG" else ""), Cell(str(len(result.rows) or "")),
+            Cell(f"{result.seconds:.1f}" if result.seconds else ""),
         ])
-        for number, each in enumerate(found)
+        for number, result in enumerate(found)
     ]  # fmt: skip
     return Table(columns, rows, look="verdicts stack")
 
@@ -199,7 +200,7 @@ def _kinds(found: LayoutResult) -> Table:
 def _numbers(rows: Sequence[Row]) -> Table:
     columns = [Column("what"), Column("error", "n"), Column("allowed", "n"), Column("where", "name")]
     cells = [[Cell(text) for text in (row.what, number(row.error), number(row.tolerance), row.where)] for row in rows]
-    marked = [TableRow(each, "" if row.ok else "wrong") for row, each in zip(rows, cells, strict=True)]
+    marked = [TableRow(texts, "" if row.ok else "wrong") for row, texts in zip(rows, cells, strict=True)]
     return Table(columns, marked, "Numbers and counts", look="")
 
 
@@ -248,10 +249,10 @@ def _says(found: LayoutResult) -> str:
         return f"{why}; before that, it {row.difference}" if row else why
     if row:
         return row.difference
-    measured = [each for each in found.rows if each.tolerance and each.what != CONTROL]
-    if not any(each.error for each in measured):
+    measured = [row for row in found.rows if row.tolerance and row.what != CONTROL]
+    if not any(row.error for row in measured):
         return "no difference at all"
-    nearest = max(measured, key=lambda each: each.error / each.tolerance)
+    nearest = max(measured, key=lambda row: row.error / row.tolerance)
     of = f" of {nearest.where}" if nearest.where else ""
     return f"closest to its limit: {nearest.what}{of}, {number(nearest.error)} of {number(nearest.tolerance)} allowed"
 
@@ -287,13 +288,13 @@ def _worst(rows: Sequence[Row]) -> Row:
 
 def _plots(found: Sequence[LayoutResult], losses: Mapping[str, list[float]]) -> Iterator[Section]:
     """The plots that have data."""
-    errors = {each.layout: _by_k(each, MEAN_ERROR) for each in found}
-    others = {each.layout: _by_k(each, OTHER_TOKENS) for each in found}
+    errors = {result.layout: _by_k(result, MEAN_ERROR) for result in found}
+    others = {result.layout: _by_k(result, OTHER_TOKENS) for result in found}
     matches = {name: {k: 100 * (1 - row.error) for k, row in own.items()} for name, own in others.items()}
-    curves = {each.layout: each.losses for each in found}
-    references = {each.layout: losses.get(each.precision, []) for each in found}
+    curves = {result.layout: result.losses for result in found}
+    references = {result.layout: losses.get(result.precision, []) for result in found}
     gradients, modules = (
-        {each.layout: series for each in found if (series := _of_kinds(_by_name(each), kinds))}
+        {result.layout: series for result in found if (series := _of_kinds(_by_name(result), kinds))}
         for kinds in (GRADIENTS, MODULES)
     )
     drawn = {

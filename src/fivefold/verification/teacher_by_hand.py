@@ -44,7 +44,7 @@ def followed(case: ProofCase, batch: MicroBatch, rows: list[int]) -> TeacherTarg
 def loss(case: ProofCase, logits: Tensor, targets: Tensor, row: int, start: int) -> Tensor:
     """The loss summed over the targets [n] of a document that begins at `start` of its row. `logits`: [n, V]."""
     at, of_row = slice(start, start + len(targets)), said(case, row)
-    tokens, log_probs = (torch.from_numpy(each[at]).to(logits.device) for each in (of_row.tokens, of_row.log_probs))
+    tokens, log_probs = (torch.from_numpy(array[at]).to(logits.device) for array in (of_row.tokens, of_row.log_probs))
     wanted = torch.zeros_like(logits).scatter(-1, tokens, (log_probs / case.temperature).softmax(-1).to(logits))
     own = (logits / case.temperature).log_softmax(-1)
     apart = F.kl_div(own, wanted, reduction="none").sum(-1)[targets != IGNORE].sum()

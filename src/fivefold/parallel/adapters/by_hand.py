@@ -54,8 +54,8 @@ class _Held(nn.Module):
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
-        for name, each in values.items():
-            self.register_parameter(name, nn.Parameter(each.clone()))
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
 
 
 def put(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dtype) -> None:
@@ -70,14 +70,14 @@ def put(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dty
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(compute).to(parameter.dtype)
     of_module: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for name, each in values.items():
+    for name, value in values.items():
         module, matrix, leaf = name.rsplit(".", 2)
-        of_module.setdefault(module, {}).setdefault(matrix, {})[leaf] = each
+        of_module.setdefault(module, {}).setdefault(matrix, {})[leaf] = value
     for name, matrices in of_module.items():
         module = model.get_submodule(name)
         dtype = next(module.parameters()).dtype
         for matrix, held in matrices.items():
-            module.add_module(matrix, _Held({leaf: each.to(dtype) for leaf, each in held.items()}))
+            module.add_module(matrix, _Held({leaf: tensor.to(dtype) for leaf, tensor in held.items()}))
         if is_experts(module):
             module.forward = partial(_beside_experts, module, module.forward, scale)
         else:

@@ -65,25 +65,25 @@ def targets_of(facts: ModelFacts, lora: Lora) -> tuple[Target, ...]:
     found = tuple(_linears(facts))
     if lora.targets != (AUTO,):
         of_class = f"adapter.targets: no linear of a layer of {facts.model_class}"
-        found = _chosen({each.module: each for each in found}, lora.targets, of_class, ", or auto")
+        found = _chosen({target.module: target for target in found}, lora.targets, of_class, ", or auto")
     if lora.target_parameters:
         of_class = f"adapter.target_parameters: no matrix of experts of {facts.model_class}"
-        found += _chosen({each.weight: each for each in _experts(facts)}, lora.target_parameters, of_class)
+        found += _chosen({target.weight: target for target in _experts(facts)}, lora.target_parameters, of_class)
     return found
 
 
 def _chosen(named: Mapping[str, Target], asked: Iterable[str], none_is: str, more: str = "") -> tuple[Target, ...]:
     """The targets with one of the `asked` names."""
-    for each in asked:
-        if not any(_is_called(name, each) for name in named):
+    for wanted in asked:
+        if not any(_is_called(name, wanted) for name in named):
             leaves = sorted({name.rpartition(".")[2] for name in named})
             fix = f"name some of {listed(leaves, 12)}{more}" if named else "leave it out"
-            raise UserError(f"{none_is} is called {each}", fix=fix)
-    return tuple(target for name, target in named.items() if any(_is_called(name, each) for each in asked))
+            raise UserError(f"{none_is} is called {wanted}", fix=fix)
+    return tuple(target for name, target in named.items() if any(_is_called(name, wanted) for wanted in asked))
 
 
 def _linears(facts: ModelFacts) -> Iterator[Target]:
-    apart = [*(each.router for each in facts.experts), *(each.name for each in facts.experts)]
+    apart = [*(block.router for block in facts.experts), *(block.name for block in facts.experts)]
     for layer, cost in zip(facts.anatomy.layers, facts.layer_costs, strict=True):
         for matmul in cost.matmuls:
             name = f"{layer}.{matmul.name}"
@@ -93,12 +93,12 @@ def _linears(facts: ModelFacts) -> Iterator[Target]:
 
 def _experts(facts: ModelFacts) -> Iterator[Target]:
     """Experts in the order of the modules' parameters, in which `peft` wraps them."""
-    for each in facts.experts:
-        of = each.features
+    for block in facts.experts:
+        of = block.features
         assert of is not None, "they are found with the facts"
         for leaf in (of.first, "down_proj"):
-            shape = facts.parameters[f"{each.name}.{leaf}"].shape
-            yield Target(each.name, shape[of.read], shape[of.made], leaf, each.experts)
+            shape = facts.parameters[f"{block.name}.{leaf}"].shape
+            yield Target(block.name, shape[of.read], shape[of.made], leaf, block.experts)
 
 
 def _is_called(name: str, asked: str) -> bool:
@@ -110,11 +110,11 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
     if lora is None:
         return facts
     targets = targets_of(facts, lora)
-    in_nf4 = {each.weight for each in targets} if lora.quantize == "nf4" else set()
+    in_nf4 = {target.weight for target in targets} if lora.quantize == "nf4" else set()
     _check_blocks(targets, facts, in_nf4)
     parameters = {
-        name: replace(each, is_trained=False, packing=NF4 if name in in_nf4 else None)
-        for name, each in facts.parameters.items()
+        name: replace(parameter, is_trained=False, packing=NF4 if name in in_nf4 else None)
+        for name, parameter in facts.parameters.items()
     }
     new, roles = dict[str, Parameter](), dict[str, Role]()
     for target in targets:
@@ -129,18 +129,18 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
 
 def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collection[str]) -> None:
     """Raise `UserError` for a weight that does not consist of rows [O, I] of whole blocks."""
-    for each in targets:
-        name, shape = each.weight, facts.parameters[each.weight].shape
-        if name in in_nf4 and each.of_experts:
+    for target in targets:
+        name, shape = target.weight, facts.parameters[target.weight].shape
+        if name in in_nf4 and target.of_experts:
             raise UserError(
                 f"adapter.quantize: nf4 beside experts ({name}) is not built",
                 fix="leave adapter.target_parameters out, or adapter.quantize: none", more="docs/howto/adapters.md",
             )  # fmt: skip
-        if name not in in_nf4 or (shape == (each.outputs, each.inputs) and each.inputs % NF4_BLOCK == 0):
+        if name not in in_nf4 or (shape == (target.outputs, target.inputs) and target.inputs % NF4_BLOCK == 0):
             continue
         why = (
-            f"its rows have {each.inputs} numbers, which are no blocks of {NF4_BLOCK}"
-            if shape == (each.outputs, each.inputs) else "it is stored the other way round"
+            f"its rows have {target.inputs} numbers, which are no blocks of {NF4_BLOCK}"
+            if shape == (target.outputs, target.inputs) else "it is stored the other way round"
         )  # fmt: skip
         raise UserError(
             f"adapter.quantize: {name} cannot rest in four bits: {why}",
@@ -163,7 +163,7 @@ def _roles(of: Role | None) -> tuple[Role | None, Role | None]:
 def _behind(own: Mapping[str, _T], new: Mapping[str, _T]) -> dict[str, _T]:
     """`own` with `new` inserted in model order: after the last parameter of their linear."""
     of_linear: dict[str, list[str]] = {}
-    for name in sorted(new, key=lambda each: each.rsplit(".", 2)[1]):  # module order: each A, then each B
+    for name in sorted(new, key=lambda path: path.rsplit(".", 2)[1]):  # module order: each A, then each B
         of_linear.setdefault(name.rsplit(".", 2)[0], []).append(name)
     last = {name.rpartition(".")[0]: name for name in own}
     found = dict[str, _T]()
@@ -171,5 +171,5 @@ def _behind(own: Mapping[str, _T], new: Mapping[str, _T]) -> dict[str, _T]:
         found[name] = value
         module = name.rpartition(".")[0]
         if last[module] == name:
-            found |= {each: new[each] for each in of_linear.get(module, ())}
+            found |= {added: new[added] for added in of_linear.get(module, ())}
     return found

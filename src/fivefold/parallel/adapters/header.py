@@ -12,7 +12,7 @@ def lines(plan: ParallelPlan, lora: Lora | None, path: str) -> Iterator[tuple[st
     """The rank, scale, targets and trained parameters of the adapter, as (label, text). `path`: its first values."""
     if lora is None:
         return
-    trained = {name: each.size for name, each in plan.facts.parameters.items() if each.is_trained}
+    trained = {name: parameter.size for name, parameter in plan.facts.parameters.items() if parameter.is_trained}
     linears = sum(name.endswith(f".{A}.weight") for name in trained)
     of_experts = len(trained) // 2 - linears
     named = {many(linears, "linear"): linears, f"{many(of_experts, 'parameter')} of experts": of_experts}

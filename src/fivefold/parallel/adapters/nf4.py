@@ -60,7 +60,7 @@ def _restored_as(packed: Tensor, like: Tensor) -> Tensor:
     numbers = nf4_numbers(packed.shape[-1])
     out = torch.empty(len(packed), numbers, dtype=like.dtype, device=packed.device)
     pairs, most = _pairs(packed.device), max(1, _AT_ONCE // numbers)
-    for rows, into in zip(*(torch.split(each, most) for each in (packed, out)), strict=True):
+    for rows, into in zip(*(torch.split(tensor, most) for tensor in (packed, out)), strict=True):
         levels = F.embedding(rows[:, : numbers // 2].int(), pairs).view(len(rows), -1, BLOCK)
         scales = rows[:, numbers // 2 :].contiguous().view(torch.float32)
         into.copy_((levels * scales.unsqueeze(-1)).view_as(into))
@@ -85,7 +85,7 @@ class Nf4:
     put = staticmethod(put)
 
     def outputs(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return tuple(torch.matmul(x, _restored_as(each, x).T) for each in weights), (x.new_empty(0),)
+        return tuple(torch.matmul(x, _restored_as(weight, x).T) for weight in weights), (x.new_empty(0),)
 
     def input_again(self, x: Tensor, scales: Sequence[Tensor]) -> Tensor:
         return x.new_empty(0)
@@ -98,7 +98,7 @@ class Nf4:
 
         if not wants_input:
             return None, later
-        parts = [torch.matmul(grad, _restored_as(each, grad)) for grad, each in zip(grads, weights, strict=True)]
+        parts = [torch.matmul(grad, _restored_as(weight, grad)) for grad, weight in zip(grads, weights, strict=True)]
         return sum(parts[1:], start=parts[0]), later
 
 

@@ -41,11 +41,11 @@ _BESIDE_THE_MODEL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 def names_in_peft(targets: Sequence[Target]) -> dict[str, str]:
     """Matrix of an adapter -> its name in the file of `peft`. For experts `peft` wraps a module once per parameter, the
     last one outermost: `experts.base_layer.lora_A` next to `gate_up_proj`, `experts.lora_A` next to `down_proj`."""
-    left, found = Counter(each.module for each in targets), dict[str, str]()
-    for each in targets:
-        left[each.module] -= 1
-        module = _PREFIX + each.module + ".base_layer" * left[each.module]
-        found |= {name: f"{module}.{leaf}.weight" for name, leaf in zip(each.weights, (A, B), strict=True)}
+    left, found = Counter(target.module for target in targets), dict[str, str]()
+    for target in targets:
+        left[target.module] -= 1
+        module = _PREFIX + target.module + ".base_layer" * left[target.module]
+        found |= {name: f"{module}.{leaf}.weight" for name, leaf in zip(target.weights, (A, B), strict=True)}
     return found
 
 
@@ -72,19 +72,19 @@ def config_of(
 def config_beside(lora: Lora, targets: Sequence[Target], model: Any, base: str) -> dict[str, Any]:
     """The config of an adapter of `targets` in `model`, which is without it."""
     transposed = linears(model)
-    own = [each.module for each in targets if not each.of_experts]
-    parameters = [each.weight for each in targets if each.of_experts]
+    own = [target.module for target in targets if not target.of_experts]
+    parameters = [target.weight for target in targets if target.of_experts]
     there = [f"{name}.{leaf}" for name, module in experts(model).items() for leaf, _ in module.named_parameters()]
     return config_of(
         lora, target_names(own, [*transposed]), target_names(parameters, there), base=base,
-        is_transposed=any(transposed[each] for each in own),
+        is_transposed=any(transposed[name] for name in own),
     )  # fmt: skip
 
 
 def target_names(targets: Sequence[str], there: Sequence[str]) -> list[str]:
     """`targets` by the last parts of their names, unless another module `there` in the model shares one of them."""
-    leaves = {each.rpartition(".")[2] for each in targets}
-    others = {each.rpartition(".")[2] for each in set(there) - set(targets)}
+    leaves = {weight.rpartition(".")[2] for weight in targets}
+    others = {weight.rpartition(".")[2] for weight in set(there) - set(targets)}
     return sorted(leaves if not leaves & others else targets)
 
 
@@ -122,13 +122,13 @@ class PeftFolder(TensorSource):
                 found = safetensors_header.read(file)
         except (ValueError, OSError) as error:
             raise UserError(f"{self._file} cannot be read: {error}", fix="name the folder of a PEFT adapter") from error
-        self.shapes = {name: shape for each in targets for name, shape in each.shapes(lora.rank).items()}
+        self.shapes = {name: shape for target in targets for name, shape in target.shapes(lora.rank).items()}
         self._named = names_in_peft(targets)
         wanted = {self._named[name]: _shape_in_peft(name, shape) for name, shape in self.shapes.items()}
         for what, names in (("lacks", wanted.keys() - found.keys()), ("has", found.keys() - wanted.keys())):
             if names:
                 raise UserError(
-                    f"{path} {what} {listed(sorted(each.removeprefix(_PREFIX) for each in names), 3)}",
+                    f"{path} {what} {listed(sorted(key.removeprefix(_PREFIX) for key in names), 3)}",
                     fix="set adapter.targets to the linears that it is beside, and adapter.target_parameters to those "
                     "of experts",
                 )

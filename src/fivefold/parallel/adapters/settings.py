@@ -43,7 +43,7 @@ class Lora:
             "rank": not isinstance(self.rank, int) or self.rank < 1,
             "alpha": not (isinstance(self.alpha, int | float) and isfinite(self.alpha) and self.alpha > 0),
             "targets": not (named or self.target_parameters)
-            or not all(isinstance(each, str) and each for each in named),
+            or not all(isinstance(module, str) and module for module in named),
             "quantize": self.quantize not in ("none", "nf4"),
         }
         if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):

@@ -21,8 +21,8 @@ class WithAdapters(TensorSource):
     def __init__(self, base: TensorSource, targets: Iterable[Target], lora: Lora, seed: int) -> None:
         self._base, self._seed = base, seed
         self._own = dict[str, tuple[int, ...]]()
-        for each in targets:
-            self._own |= each.shapes(lora.rank)
+        for target in targets:
+            self._own |= target.shapes(lora.rank)
         self.shapes = {**base.shapes, **self._own}
 
     def read(self, name: str, region: Region) -> Tensor:
@@ -99,7 +99,7 @@ def experts(model: Any) -> dict[str, Any]:
 def linears(model: Any) -> dict[str, bool]:
     """The model's linears, by name: True if the weight is [I, O]."""
     dims = {name: hf_internals.linear_dims(module) for name, module in model.named_modules()}
-    return {name: each == (1, 0) for name, each in dims.items() if each is not None}
+    return {name: order == (1, 0) for name, order in dims.items() if order is not None}
 
 
 def _bounds(region: Region, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -81,8 +81,8 @@ def _of_recompute_and_matmuls(plan: ParallelPlan) -> Iterator[Violation]:
     if plan.facts.has_adapter and keeps and plan.reduces_rows:
         what = f"recompute {plan.layout.recompute} under tp keeps nothing that the gradient of an adapter needs"
         yield Violation("recompute", what, "use recompute full or none", more="docs/howto/adapters.md")
-    experts = [each.name for each in plan.facts.experts]
-    beside = any(each.is_trained and is_within(name, experts) for name, each in plan.facts.parameters.items())
+    experts = [block.name for block in plan.facts.experts]
+    beside = any(parameter.is_trained and is_within(name, experts) for name, parameter in plan.facts.parameters.items())
     if plan.facts.has_adapter and beside and plan.matmuls.is_used:
         key = plan.matmuls.key
         what = f"{key} with adapter.target_parameters, beside experts, is not built"
@@ -100,7 +100,7 @@ def _of_nf4(plan: ParallelPlan) -> Iterator[Violation]:
             what = f"{key} with adapter.quantize: nf4 is not built"
             yield Violation(key, what, "use adapter.quantize: none, or leave it out", more="docs/howto/adapters.md")
             return
-        if any(edge % NF4_BLOCK for part in spec.held for each in part[1] for edge in each):
+        if any(edge % NF4_BLOCK for part in spec.held for edges in part[1] for edge in edges):
             what = f"adapter.quantize: {name} has blocks of {NF4_BLOCK} in a row of {spec.shape[1]}, and tp "
             what += f"{plan.layout.tp} cuts one"
             yield Violation("tp", what, "use less tp, or adapter.quantize: none", more="docs/howto/adapters.md")

@@ -65,15 +65,15 @@ class BalanceResult:
         tokens of every expert, and the dropped picks. Empty without routers."""
         if not self.tokens_per_expert:
             return {}
-        means = [max(sum(each) / len(each), 1e-9) for each in self.tokens_per_expert]
+        means = [max(sum(counts) / len(counts), 1e-9) for counts in self.tokens_per_expert]
         counts = [count for layer in self.tokens_per_expert for count in layer]
         idle = counts.count(0) / len(counts)
-        largest = max(max(each) / mean for each, mean in zip(self.tokens_per_expert, means, strict=True))
+        largest = max(max(counts) / mean for counts, mean in zip(self.tokens_per_expert, means, strict=True))
         found = {"moe/aux_loss": self.load, "moe/z_loss": self.z, "moe/load_max": largest, "moe/idle_pct": 100 * idle}
         if self.dropped is not None:
             picks = sum(map(sum, self.tokens_per_expert))
             found |= {"moe/dropped": self.dropped, "moe/dropped_pct": 100 * self.dropped / max(picks, 1)}
-        return found | {"moe/load": [list(each) for each in self.tokens_per_expert]}
+        return found | {"moe/load": [list(counts) for counts in self.tokens_per_expert]}
 
 
 @dataclass
@@ -120,8 +120,8 @@ class Balance:
         """Begin a micro batch. `tokens_B`: real tokens of each row, int64 [B] on the device; None: no rows. `again`: a
         forward that backward recomputes, whose tokens are already counted. Only pipelines pass it, because there other
         micro batches run in between."""
-        for name, each in self._seen.items():
-            self._summed[name] = self._summed[name] + each if name in self._summed else each
+        for name, numbers in self._seen.items():
+            self._summed[name] = self._summed[name] + numbers if name in self._summed else numbers
         self._seen, self._tokens_B, self._is_again = {}, tokens_B, again
 
     def end_step(self) -> BalanceResult:
@@ -131,17 +131,17 @@ class Balance:
         if not self.modules:
             return BalanceResult(0.0, 0.0, ())
         elsewhere = [
-            torch.zeros(router_numbers(each), dtype=torch.float64, device=self.device) for each in self.modules
+            torch.zeros(router_numbers(block), dtype=torch.float64, device=self.device) for block in self.modules
         ]
-        parts = [self._summed.get(each.router, zeros) for each, zeros in zip(self.modules, elsewhere, strict=True)]
+        parts = [self._summed.get(block.router, zeros) for block, zeros in zip(self.modules, elsewhere, strict=True)]
         flat = torch.cat(parts)
         if self.tensor.is_replicated and self.tensor.rank:
             flat.zero_()  # all tp ranks saw the same
-        sizes = [len(each) for each in parts]
+        sizes = [len(part) for part in parts]
         drops = self.options.capacity_factor is not None
         if drops:
             mine = [int(part[-1]) for part in torch.split(flat.cpu(), sizes)]
-            self.unsent = {each.router: count for each, count in zip(self.modules, mine, strict=True)}
+            self.unsent = {block.router: count for block, count in zip(self.modules, mine, strict=True)}
         dist.all_reduce(flat)
         rows, load, z, dropped = [], 0.0, 0.0, 0
         for part in torch.split(on_host(flat), sizes):
@@ -155,8 +155,8 @@ class Balance:
         if not self.options.bias_rate:
             return
         buffers = dict(model.named_buffers())
-        for each, counts in zip(self.modules, result.tokens_per_expert, strict=True):
-            bias = buffers.get(f"{each.router}.{BIAS}")
+        for block, counts in zip(self.modules, result.tokens_per_expert, strict=True):
+            bias = buffers.get(f"{block.router}.{BIAS}")
             if bias is None:  # on another pipeline rank
                 continue
             load = torch.tensor(counts, dtype=torch.float64, device=bias.device)
@@ -180,7 +180,7 @@ class Balance:
             if loss is None and taken is index:
                 return None
             valued = weights if loss is None else AuxLossScaler.apply(weights, loss)  # type: ignore[no-untyped-call]
-            return tuple(taken if each is index else valued if each is weights else each for each in output)
+            return tuple(taken if item is index else valued if item is weights else item for item in output)
 
         return hook
 
@@ -206,7 +206,7 @@ class Balance:
         z = (logits_BTE.logsumexp(-1).square() * real_BT).sum(1).mul(per_token_B.to(precise)).sum() * self._scale
         taken, dropped = self._within(index, chosen_BTE, real_BT, tokens_B)
         if not self._is_again:
-            terms = torch.stack([each.detach().double() for each in (load, z, dropped)])
+            terms = torch.stack([tensor.detach().double() for tensor in (load, z, dropped)])
             self._seen[name] = torch.cat([mine_E, terms])
         if not (self.options.load or self.options.z):
             return None, taken
@@ -254,8 +254,8 @@ class AuxLossScaler(torch.autograd.Function):
 
 def _parts(output: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Split a router's output into logits, weights and indices."""
-    floats = [each for each in output if isinstance(each, Tensor) and each.is_floating_point()]
-    index = next(each for each in output if isinstance(each, Tensor) and not each.is_floating_point())
+    floats = [tensor for tensor in output if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    index = next(tensor for tensor in output if isinstance(tensor, Tensor) and not tensor.is_floating_point())
     return floats[0], floats[1], index
 
 
@@ -277,7 +277,7 @@ def configure(model: nn.Module, balance: Balance, options: BalanceOptions, buffe
             f"the experts of {type(model).__name__} cannot be balanced: it has no routers that give logits",
             fix="set balance.aux_loss: 0, and leave z_loss, bias_rate and capacity_factor at their defaults",
         )
-    if options.bias_rate and not movable_biases([each.router for each in balance.modules], buffers):
+    if options.bias_rate and not movable_biases([block.router for block in balance.modules], buffers):
         raise UserError(
             f"balance.bias_rate {options.bias_rate}: the routers of {type(model).__name__} have no bias to move",
             fix="set balance.aux_loss instead",
@@ -295,10 +295,10 @@ def dropped(balance: Balance, shape: StepShape, layers: Sequence[str]) -> list[C
     """Corrections to the declared all-to-alls: negative bytes for the picks that the last step dropped. They depend on
     the data, so a plan cannot know them."""
     found = []
-    for each in balance.modules:
-        if is_within(each.name, layers):
-            passes = 2 * shape.forwards(each.name, is_kept=True) + 2
-            unsent = balance.senders * balance.unsent.get(each.router, 0) * shape.hidden * shape.compute_bytes
+    for block in balance.modules:
+        if is_within(block.name, layers):
+            passes = 2 * shape.forwards(block.name, is_kept=True) + 2
+            unsent = balance.senders * balance.unsent.get(block.router, 0) * shape.hidden * shape.compute_bytes
             found.append(Collective("ep", "all_to_all", 0, -passes * unsent))
     return found
 

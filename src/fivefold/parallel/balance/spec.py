@@ -18,16 +18,16 @@ def calls(step: Step) -> Iterator[Call]:
     plan, shape = step.plan, step.shape
     if not plan.watches_routers:
         return
-    numbers = sum(router_numbers(each) for each in plan.facts.experts)
+    numbers = sum(router_numbers(block) for block in plan.facts.experts)
     yield Call(axis="world", kind="all_reduce", bytes=8 * numbers, phase="step")
     axes = [*([("tp", plan.layout.tp)] if plan.splits_sequence else []), ("cp", plan.layout.cp)]
-    for each in plan.experts:
+    for block in plan.experts:
         for axis, _ in axes if shape.balances_load else ():
-            yield from step.forwards(axis, "all_reduce", 8 * shape.rows * each.experts, each.name)
-        size = 8 * shape.rows * each.experts * _slots(plan, shape)
+            yield from step.forwards(axis, "all_reduce", 8 * shape.rows * block.experts, block.name)
+        size = 8 * shape.rows * block.experts * _slots(plan, shape)
         for axis, ranks in axes if shape.has_capacity else ():
             size *= ranks
-            yield from step.forwards(axis, "all_gather", size, each.name)
+            yield from step.forwards(axis, "all_gather", size, block.name)
 
 
 def router_numbers(experts: Experts) -> int:
@@ -51,8 +51,8 @@ class WatchRouter(Edit):
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Watch routers."""
-    for each in plan.facts.experts if plan.watches_routers else ():
-        yield WatchRouter(each.router, "balance", "what experts get is counted, and held even", each)
+    for block in plan.facts.experts if plan.watches_routers else ():
+        yield WatchRouter(block.router, "balance", "what experts get is counted, and held even", block)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------

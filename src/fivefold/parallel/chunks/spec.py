@@ -31,10 +31,10 @@ class ChunkPlan:
     def linears(self) -> frozenset[str]:
         """Linears of these MLPs, by their names within a layer."""
         mlps = set(self.mlps)
-        blocks = [each for each in self._plan.facts.partition.tp_blocks if each.owner in mlps]
-        names = {name for each in blocks for name in (*each.columns, each.row)}
+        blocks = [block for block in self._plan.facts.partition.tp_blocks if block.owner in mlps]
+        names = {name for block in blocks for name in (*block.columns, block.row)}
         return frozenset(
-            next(name[len(each) + 1 :] for each in self._plan.placement.layers if is_within(name, [each]))
+            next(name[len(layer) + 1 :] for layer in self._plan.placement.layers if is_within(name, [layer]))
             for name in names
         )
 
@@ -50,7 +50,7 @@ class ChunkPlan:
 
 def _dense_mlps(facts: ModelFacts, layers: Sequence[str]) -> tuple[str, ...]:
     """MLPs of layers that compute token by token: pairs of linears alone, given hidden states alone."""
-    found, outer = facts.partition.of_layers(layers), [each.name.rpartition(".")[0] for each in facts.experts]
+    found, outer = facts.partition.of_layers(layers), [block.name.rpartition(".")[0] for block in facts.experts]
     return tuple(
         block.owner for block in found.tp_blocks
         if block.heads is None and block.entries[0].modules == (block.owner,) and not is_within(block.owner, outer)

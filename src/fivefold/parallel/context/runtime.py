@@ -106,7 +106,7 @@ class ContextParallel:
     ) -> Tensor:
         """Attend: query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `cu_seqlens` are over
         the B*T tokens of whole rows, None: each row is a document. See `attention.attention_forward`."""
-        q_BLHD, k_BLGD, v_BLGD = (each.transpose(1, 2) for each in (query, key, value))
+        q_BLHD, k_BLGD, v_BLGD = (heads.transpose(1, 2) for heads in (query, key, value))
         (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
         length = local * self.size
         edges = tuple(range(0, (rows + 1) * length, length)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
@@ -114,7 +114,7 @@ class ContextParallel:
         rings, group = tokens_by_rank(length, self.size // u), tokens_by_rank(length, self.size)[first : first + u]
         if self.ulysses is not None:
             shared = max(1, k_BLGD.shape[2] // u)
-            dealt = [_by_rank_of_heads(each, u) for each in (q_BLHD, k_BLGD, v_BLGD)]
+            dealt = [_by_rank_of_heads(heads, u) for heads in (q_BLHD, k_BLGD, v_BLGD)]
             mixed = ulysses_all_to_all(torch.cat(dealt, 3), self.ulysses, group)
             q_BLHD, k_BLGD, v_BLGD = torch.split(mixed, [heads // u, shared, shared], 2)
             sinks = sinks if sinks is None else torch.chunk(sinks, u)[self.ulysses.rank()]
@@ -201,10 +201,10 @@ class _Attention(torch.autograd.Function):
         grad, parts = grads[0], job.parts(kv)
         first = next(parts)
         own = packed_attention_backward(
-            grad, *(each.transpose(1, 2) for each in (q, *kv)), out, lse, job.cu_seqlens, rule.scale, rule.window,
+            grad, *(tensor.transpose(1, 2) for tensor in (q, *kv)), out, lse, job.cu_seqlens, rule.scale, rule.window,
             rule.softcap,
         )  # fmt: skip
-        dq, *dkv = (each.transpose(1, 2).to(lse.dtype) for each in own)
+        dq, *dkv = (tensor.transpose(1, 2).to(lse.dtype) for tensor in own)
         total, arriving = torch.stack(dkv), list[Pending]()
         for step, (blocks, part_kv) in enumerate(chain([first], parts)):
             more = torch.zeros_like(part_kv, dtype=lse.dtype)
@@ -227,7 +227,7 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
     rule, parts = job.rule, job.parts(kv)
     first = next(parts)  # from here on the next is in transit
     own, lse = packed_attention(
-        *(each.transpose(1, 2) for each in (q, *kv)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
+        *(tensor.transpose(1, 2) for tensor in (q, *kv)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
     )
     out: Tensor = own.to(lse.dtype)
     for blocks, (keys, values) in chain([first], parts):

@@ -15,7 +15,7 @@ from fivefold.parallel.step import LayerNumbers, LayerStep, Step
 def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
     """Add the heads that attention sees."""
     attends = facts.attends.values()
-    fewest = (min(each.query for each in attends), min(each.kv for each in attends)) if attends else None
+    fewest = (min(heads.query for heads in attends), min(heads.kv for heads in attends)) if attends else None
     return replace(limits, attended=fewest)
 
 

@@ -80,7 +80,7 @@ class ExpertParallel:
     def _share(self, module: nn.Module, experts: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Run on a share of the tokens, which all tp ranks have: each sends its own."""
         group, blocks = self.tensor.group, split_even(len(hidden), self.tensor.size)
-        own = (take_share(each, group, blocks) for each in (hidden, index, weights))
+        own = (take_share(tensor, group, blocks) for tensor in (hidden, index, weights))
         return join_shares(self._routed(module, experts, *own), group, blocks)
 
     def compute(self, module: nn.Module, rows_SD: Tensor, counts_E: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ def builders(model: nn.Module, fold: ExpertParallel) -> Builders:
 
 def _arguments(given: Sequence[Any], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, indices and weights. Models name and order the last two freely: the integers are the indices."""
-    hidden, *others = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
-    weights, index = sorted(others, key=lambda each: not each.is_floating_point())
+    hidden, *others = (value for value in (*given, *named.values()) if isinstance(value, Tensor))
+    weights, index = sorted(others, key=lambda value: not value.is_floating_point())
     return hidden, index, weights
 
 
@@ -232,7 +232,7 @@ class _Own(nn.Module):
 
 def _forward(own: _Own, *args: Any, **kwargs: Any) -> Any:
     parameters = {name: _in_fp32(parameter) for name, parameter in own.named_parameters()}
-    args, kwargs = tuple(map(_in_fp32, args)), {name: _in_fp32(each) for name, each in kwargs.items()}
+    args, kwargs = tuple(map(_in_fp32, args)), {name: _in_fp32(value) for name, value in kwargs.items()}
     return torch.func.functional_call(own, parameters, args, kwargs)
 
 

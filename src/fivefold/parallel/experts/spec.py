@@ -15,10 +15,10 @@ from fivefold.parallel.tensor.spec import Cut
 
 def limited(limits: ModelLimits, facts: ModelFacts) -> ModelLimits:
     """Add the experts of a model and their features, and the reason why these cannot be split."""
-    experts = min((each.experts for each in facts.experts), default=0)
-    if reasons := [reason for each in facts.experts if (reason := _features_refusal(facts, each))]:
+    experts = min((block.experts for block in facts.experts), default=0)
+    if reasons := [reason for block in facts.experts if (reason := _features_refusal(facts, block))]:
         return replace(limits, experts=experts).refusing({"expert_tp": reasons[0]})
-    features = min((_features(facts, each) for each in facts.experts), default=None)
+    features = min((_features(facts, block) for block in facts.experts), default=None)
     return replace(limits, experts=experts, expert_features=features)
 
 
@@ -48,18 +48,18 @@ def calls(step: Step) -> Iterator[Call]:
     """
     plan, shape = step.plan, step.shape
     layout = plan.layout
-    for each in plan.experts:
-        layer = step.layer_of(each.name)
+    for block in plan.experts:
+        layer = step.layer_of(block.name)
         tokens = shape.rows * shape.tokens // (1 if layout.expert_tp else layout.tp)
-        rows = tokens * each.top_k * shape.hidden * shape.compute_bytes
-        yield from step.forwards("ep", "all_to_all", each.experts * 8, each.name, is_kept=True)  # how many rows come
+        rows = tokens * block.top_k * shape.hidden * shape.compute_bytes
+        yield from step.forwards("ep", "all_to_all", block.experts * 8, block.name, is_kept=True)  # how many rows come
         for _ in ("there", "back"):
-            yield from step.forwards("ep", "all_to_all", rows, each.name, is_kept=True)
+            yield from step.forwards("ep", "all_to_all", rows, block.name, is_kept=True)
             yield step.call("ep", "all_to_all", rows, "backward", layer)
         if layout.expert_tp:
-            yield from _summed_over_tp(step, each, layer)
+            yield from _summed_over_tp(step, block, layer)
         elif not plan.splits_sequence:
-            yield from _shared_over_tp(step, each, layer)
+            yield from _shared_over_tp(step, block, layer)
 
 
 def _summed_over_tp(step: Step, experts: Experts, layer: str) -> Iterator[Call]:
@@ -111,11 +111,11 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """Send rows to the ranks of their experts, and let routers compute in fp32."""
     placement = plan.placement
     part = placement.grid.shard_index(placement.rank, "ep").part
-    for each in plan.facts.experts:
+    for block in plan.facts.experts:
         for name, spec in placement.shards.items():
-            if spec.over == "ep" and is_within(name, [each.name]) and spec.local_shape(part) != spec.shape:
-                leaf, shape = name.removeprefix(f"{each.name}."), spec.local_shape(part)
-                yield Cut(each.name, "ep", f"{leaf}: {shape} of {spec.shape}", name, shape)
-        yield SendRows(each.name, "ep", "rows of tokens go to the ranks of their experts", each)
+            if spec.over == "ep" and is_within(name, [block.name]) and spec.local_shape(part) != spec.shape:
+                leaf, shape = name.removeprefix(f"{block.name}."), spec.local_shape(part)
+                yield Cut(block.name, "ep", f"{leaf}: {shape} of {spec.shape}", name, shape)
+        yield SendRows(block.name, "ep", "rows of tokens go to the ranks of their experts", block)
     for router in plan.fp32_routers:
         yield RouteInFp32(router, "router", "scores are computed in fp32")

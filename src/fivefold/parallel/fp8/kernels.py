@@ -77,7 +77,7 @@ def _has(device: torch.device, kernel: Kernel) -> bool:
 
 
 def _asked(kernel: Kernel) -> str:
-    first, last = (None if each is None else f"{each[0]}.{each[1]}" for each in (kernel.first, kernel.last))
+    first, last = (None if place is None else f"{place[0]}.{place[1]}" for place in (kernel.first, kernel.last))
     until = " or later" if last is None else "" if last == first else f" to {last}"
     return f"compute capability {first}{until}, and CUDA {kernel.cuda[0]}.{kernel.cuda[1]}"
 

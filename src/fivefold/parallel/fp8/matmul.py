@@ -106,7 +106,7 @@ class Float8:
         once = self.recipe.casts_once
         (rows,), matrices = self.casts("output", [_flat(x)], [] if once else self._turned(weights, self.is_transposed))
         matrices = self._rounded(weights, self.is_transposed) if once else matrices
-        outs = tuple(self._product("output", rows, each, x.dtype).view(*x.shape[:-1], -1) for each in matrices)
+        outs = tuple(self._product("output", rows, matrix, x.dtype).view(*x.shape[:-1], -1) for matrix in matrices)
         return outs, rows if once else (x,)
 
     def casts(
@@ -146,7 +146,7 @@ class Float8:
 
     def _weight_grads(self, grads_OS: Sequence[Rounded], x_IS: Rounded, dtype: torch.dtype) -> tuple[Tensor, ...]:
         made = (self._product("weight_grad", grad, x_IS, dtype) for grad in grads_OS)
-        return tuple(each.T if self.is_transposed else each for each in made)
+        return tuple(product.T if self.is_transposed else product for product in made)
 
     def _turned(self, weights: Sequence[Tensor], is_turned: bool) -> list[Tensor]:
         return [weight.T if is_turned else weight for weight in weights]
@@ -154,7 +154,7 @@ class Float8:
     def _rounded(self, weights: Sequence[Tensor], is_turned: bool) -> list[Rounded]:
         """Codes and scales of weights that FSDP has gathered in fp8."""
         own = [typing.cast(Fp8Weight, weight) for weight in weights]
-        return [*zip(self._turned([each.codes for each in own], is_turned), (each.scale for each in own), strict=True)]
+        return [*zip(self._turned([part.codes for part in own], is_turned), (part.scale for part in own), strict=True)]
 
     def _product(self, which: Product, a_MK: Rounded, b_NK: Rounded, dtype: torch.dtype) -> Tensor:
         """`a` times `b` transposed, in `dtype`: [M, N]."""
@@ -208,16 +208,16 @@ def casts(
     """Cast the operands of products to fp8: several on one side if linears share the other side."""
     m, n, k = DIMS[which]
     a, b = getattr(recipe, which)
-    operands = [(each, a, m) for each in a_MK] + [(each, b, n) for each in b_NK]
+    operands = [(matrix, a, m) for matrix in a_MK] + [(matrix, b, n) for matrix in b_NK]
     largest = _agreed(
-        [_largest(each, cast.region) for each, cast, _ in operands],
+        [_largest(matrix, cast.region) for matrix, cast, _ in operands],
         [shared_dims(cast, free, k) for _, cast, free in operands],
         agree,
     )
     found = []
-    for (each, cast, _), own in zip(operands, largest, strict=True):
-        scale = scale_of(own, cast, each)
-        found.append((cast_to_fp8(each, cast, scale), scale))
+    for (value, cast, _), own in zip(operands, largest, strict=True):
+        scale = scale_of(own, cast, value)
+        found.append((cast_to_fp8(value, cast, scale), scale))
     return found[: len(a_MK)], found[len(a_MK) :]
 
 

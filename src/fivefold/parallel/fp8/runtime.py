@@ -35,4 +35,4 @@ def _float8(
     """Make the products of linears that share an input."""
     if not recipe.history:
         return Float8(recipe, agree, is_transposed)
-    return Delayed(recipe, agree, is_transposed, amax, tuple(amax.names.index(names[each]) for each in linears))
+    return Delayed(recipe, agree, is_transposed, amax, tuple(amax.names.index(names[linear]) for linear in linears))

@@ -54,7 +54,7 @@ class Fp8Plan:
     @property
     def expert_modules(self) -> tuple[Experts, ...]:
         """Experts of this rank's layers that multiply in fp8."""
-        return tuple(each for each in self._plan.experts if self.covers(each.name))
+        return tuple(block for block in self._plan.experts if self.covers(block.name))
 
     @cached_property
     def linears(self) -> tuple[MatmulLinear, ...]:
@@ -133,7 +133,7 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
             what = f"fp8 {layout.fp8}: tp {layout.tp} ranks share {linear.name}, and each has a part of its gradient"
             yield Violation("tp", what, f"use tp {layout.tp // spec.replicas} or less", more="docs/explain/fp8.md")
         block = RECIPES[layout.fp8].block
-        edges = {edge for part in spec.held for blocks in part for each in blocks for edge in each}
+        edges = {edge for part in spec.held for blocks in part for bounds in blocks for edge in bounds}
         if spec.splits and any(edge % block for edge in edges - {*spec.shape}):
             what = f"fp8 {layout.fp8} has blocks of {block} features, and tp {layout.tp} cuts {linear.name} inside one"
             yield Violation("tp", what, "use less tp, or fp8 rowwise", more="docs/explain/fp8.md")

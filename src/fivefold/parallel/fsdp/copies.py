@@ -56,10 +56,12 @@ class Copies:
             return
         self._is_in = True
         if self._copied:
-            overwrite_unseen([self._of[each] for each in self._copied], [local(each) for each in self._copied])
+            overwrite_unseen(
+                [self._of[parameter] for parameter in self._copied], [local(parameter) for parameter in self._copied]
+            )
         for parameter, copy in self._of.items():
             copy.requires_grad_(parameter.requires_grad)
-        self._versions = [self._of[each]._version for each in self._copied]
+        self._versions = [self._of[parameter]._version for parameter in self._copied]
         for places, leaf, parameter in self._places:
             places[leaf] = self._of[parameter]
 
@@ -136,15 +138,15 @@ class Copies:
         if isinstance(value, Tensor):
             return value.to(self._dtype) if value.is_floating_point() else value
         if type(value) is dict:
-            return {key: self._cast(each) for key, each in value.items()}
+            return {key: self._cast(item) for key, item in value.items()}
         return type(value)(map(self._cast, value)) if type(value) in (tuple, list) else value
 
 
 def before_backward(output: Any, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` when a gradient reaches one of the tensors of a model's output."""
-    for each in tree_leaves(dict(output) if hasattr(output, "keys") else output):
-        if isinstance(each, Tensor) and each.requires_grad and each.grad_fn is not None:
-            each.register_hook(hook)  # type: ignore[no-untyped-call]
+    for tensor in tree_leaves(dict(output) if hasattr(output, "keys") else output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _adding_to(parameter: nn.Parameter) -> Callable[[Tensor], None]:

@@ -103,7 +103,7 @@ def gather_parameters(
     shards = fsdp_shards(model)
     for path, module in model.named_modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if tensors and not any(each.is_meta for each in tensors):
+        if tensors and not any(tensor.is_meta for tensor in tensors):
             continue  # the other name of a tied parameter
         module.to_empty(device=device, recurse=False)
         for leaf in module._parameters:

@@ -35,7 +35,9 @@ COPIED_BYTES = 2**30  # more memory than this is worth the time of FSDP's hooks
 def computes_in_copies(facts: ModelFacts, layout: Layout) -> bool:
     """True if tensor ranks, or one process, that train in bf16 copy all their parameters at once. FSDP copies those of
     a unit when it is used. The copies must be small. Example: 500M parameters, 1 GB of copies."""
-    numbers = sum(each.size for each in facts.parameters.values() if each.is_trained or not facts.has_adapter)
+    numbers = sum(
+        parameter.size for parameter in facts.parameters.values() if parameter.is_trained or not facts.has_adapter
+    )
     is_plain = layout.world == layout.tp and layout.precision == "bf16" and not layout.schedule.splits_backward
     return is_plain and numbers * layout.compute_bytes <= COPIED_BYTES
 
@@ -61,7 +63,7 @@ class FsdpPlan:
         is_shared = layout.world > layout.tp or self._placement.grid.fsdp_shards("ep") > 1
         as_they_rest = layout.precision != "bf16" or self._plan.in_copies
         moves = layout.offload_parameters or bool(self._plan.matmuls.sent)
-        is_packed = any(each.packing for each in self._plan.facts.parameters.values())
+        is_packed = any(parameter.packing for parameter in self._plan.facts.parameters.values())
         return is_shared or not as_they_rest or moves or is_packed
 
     @cached_property
@@ -96,7 +98,7 @@ class FsdpPlan:
         frozen = frozenset(name for name in names if not self._plan.facts.parameters[name].is_trained)
         is_apart = not anatomy.tied and anatomy.embedding not in self._plan.facts.looked_into
         separate = (anatomy.embedding, *placement.layers) if is_apart else placement.layers
-        found = [Unit(each.name, _inside(each.name, names), "ep") for each in self._plan.experts]
+        found = [Unit(block.name, _inside(block.name, names), "ep") for block in self._plan.experts]
         inner = {name for unit in found for name in unit.parameters}
         found += [Unit(module, tuple(n for n in _inside(module, names) if n not in inner)) for module in separate]
         taken = {name for unit in found for name in unit.parameters}
@@ -123,7 +125,7 @@ class FsdpPlan:
             return sum(prod(self._placement.gathered_shape(name)) for name in own) * self._plan.layout.compute_bytes
         shards = self._placement.grid.fsdp_shards(unit.over)
         shapes = {name: self._placement.gathered_shape(name) for name in unit.parameters}
-        return sum(int(_padded(each, shards) * self._sent_in(name)) for name, each in shapes.items())
+        return sum(int(_padded(shape, shards) * self._sent_in(name)) for name, shape in shapes.items())
 
     def _sent_in(self, name: str) -> float:
         """Bytes per number of a parameter that FSDP gathers."""

@@ -24,7 +24,7 @@ class GraphPlan:
         weight gradients run outside of graphs; ranks agree on scales of matmuls outside of their kernels."""
         layout, grid = self._plan.layout, self._plan.placement.grid
         parts = layout.schedule.splits_backward or self._plan.matmuls.is_used or grid.size("cp") > 1
-        outside = (*(each.name for each in self._plan.facts.experts), *self._plan.feature(ChunkPlan).mlps)
+        outside = (*(block.name for block in self._plan.facts.experts), *self._plan.feature(ChunkPlan).mlps)
         return not (parts or any(is_within(name, [layer]) for name in outside))
 
     def gathers_again(self, layer: str, entry: TPInput, shape: StepShape) -> bool:
@@ -39,7 +39,7 @@ class GraphPlan:
     @cached_property
     def _with_trained(self) -> frozenset[str]:
         """Modules that have a trained parameter, or contain one that has."""
-        trained = (name.split(".") for name, each in self._plan.facts.parameters.items() if each.is_trained)
+        trained = (name.split(".") for name, parameter in self._plan.facts.parameters.items() if parameter.is_trained)
         return frozenset(".".join(parts[:size]) for parts in trained for size in range(1, len(parts)))
 
 

@@ -35,7 +35,7 @@ def place(linear: nn.Module, role: Role, linears: Linears, *, reduce: Multiply |
 
 def place_together(linears: Sequence[nn.Module], role: Role, how: Linears) -> None:
     """Let linears that share an input multiply as one, by `how`."""
-    dims = {hf_internals.linear_dims(each) for each in linears}
+    dims = {hf_internals.linear_dims(linear) for linear in linears}
     assert len(dims) == 1, "linears that share their input are of one kind"
     if all(map(hf_internals.is_plain_linear, linears)):
         how.place_together(linears, role, is_transposed=dims == {(1, 0)})

@@ -38,7 +38,7 @@ class LinearPlan:
     def roles(self) -> dict[str, Role]:
         """Role of every linear that can have one. Routers and the head keep their own forwards."""
         plan, kinds = self._plan, self._plan.facts.partition.roles
-        apart = [*(each.router for each in plan.facts.experts), *(each.name for each in plan.facts.experts)]
+        apart = [*(block.router for block in plan.facts.experts), *(block.name for block in plan.facts.experts)]
         names = [name for name in self._weights() if not is_within(name, apart)]
         found: dict[str, Role] = {
             name.removesuffix(".weight"): "latent" if name in kinds and kinds[name].kind == "latent" else "dense"

@@ -46,7 +46,7 @@ class SoftTargets:
 
     def split(self, sizes: Sequence[int]) -> Iterator["SoftTargets"]:
         """Yield the targets of each chunk, [N, K]."""
-        flat = (torch.split(each.flatten(0, -2), list(sizes)) for each in (self.tokens, self.log_probs))
+        flat = (torch.split(tensor.flatten(0, -2), list(sizes)) for tensor in (self.tokens, self.log_probs))
         for tokens, log_probs in zip(*flat, strict=True):
             yield SoftTargets(tokens, log_probs, self.temperature, self.alpha)
 
@@ -282,7 +282,7 @@ class CompiledKernels(Kernels):
 
     def __init__(self, compiled: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         self._highest, self._sums, self._gradient, self._in_place = (
-            compiled("the loss", each) for each in (_highest, _sums, _gradient_again, _gradient_in_place)
+            compiled("the loss", function) for function in (_highest, _sums, _gradient_again, _gradient_in_place)
         )
 
     def highest(self, logits_NV: Tensor, own: _Held, heat: float) -> tuple[Tensor, Tensor]:

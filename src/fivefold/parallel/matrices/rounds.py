@@ -20,7 +20,7 @@ class Round:
     @property
     def numbers(self) -> tuple[int, int]:
         """Numbers that this rank sends, to assemble matrices and to distribute results."""
-        return tuple(sum(numel(region) for each in lists for region in each) for lists in (self.sent, self.dealt))  # type: ignore[return-value]
+        return tuple(sum(numel(region) for regions in lists for region in regions) for lists in (self.sent, self.dealt))  # type: ignore[return-value]
 
 
 def matrix_rounds(placement: Placement, names: Sequence[str]) -> tuple[Round, ...]:

@@ -29,26 +29,26 @@ class FullMatrices:
     @property
     def names(self) -> list[str]:
         """Matrices in the order in which `map` asks for their parts."""
-        return [name for each in self._rounds for name in each.names]
+        return [name for one in self._rounds for name in one.names]
 
     def map(self, part: Callable[[str], Tensor], work: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, this rank's part of `work(whole)`) for every matrix; `part(name)`: its part of the input.
 
         Every rank takes all items, in their order. `work` keeps the shape and the type.
         """
-        for each in self._rounds:
-            parts = [part(name) for name in each.names]
+        for one in self._rounds:
+            parts = [part(name) for name in one.names]
             like = parts[0]
-            received = self._exchange(like, _cut(parts, each.sent), each.gathered)
-            if self._rank < len(each.names):
-                whole = like.new_empty(self._shards[each.names[self._rank]].shape)
-                for regions, values in zip(each.gathered, received, strict=True):
+            received = self._exchange(like, _cut(parts, one.sent), one.gathered)
+            if self._rank < len(one.names):
+                whole = like.new_empty(self._shards[one.names[self._rank]].shape)
+                for regions, values in zip(one.gathered, received, strict=True):
                     _paste(whole, regions, values)
                 whole = work(whole)
             else:
                 whole = like  # not read: nothing is distributed
-            received = self._exchange(like, _cut([whole] * self._world, each.dealt), each.kept)
-            for name, own, regions, values in zip(each.names, parts, each.kept, received, strict=False):
+            received = self._exchange(like, _cut([whole] * self._world, one.dealt), one.kept)
+            for name, own, regions, values in zip(one.names, parts, one.kept, received, strict=False):
                 _paste(own, regions, values)
                 yield name, own
 
@@ -66,7 +66,7 @@ class FullMatrices:
 
 def _cut(tensors: Sequence[Tensor], regions: Sequence[Sequence[Region]]) -> list[list[Tensor]]:
     """Cut the regions of each tensor as views; a list without regions has no tensor of its own."""
-    return [[tensors[i][region] for region in each] for i, each in enumerate(regions)]
+    return [[tensors[i][region] for region in regions_] for i, regions_ in enumerate(regions)]
 
 
 def _paste(tensor: Tensor, regions: Sequence[Region], values: Tensor) -> None:

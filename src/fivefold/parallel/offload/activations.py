@@ -46,8 +46,8 @@ class Pass:
 
     def away(self) -> list[Saved]:
         """Saved memory without values on the device; backward asks for the last first."""
-        there = (each() for each in reversed(self.saved))
-        return [each for each in there if each is not None and each.values is None]
+        there = (release() for release in reversed(self.saved))
+        return [saved for saved in there if saved is not None and saved.values is None]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class HostActivations:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             own = Pass(None if is_first else self._last)
-            given = [each for each in _inside((args[1:], kwargs)) if isinstance(each, Tensor)]
+            given = [tensor for tensor in _inside((args[1:], kwargs)) if isinstance(tensor, Tensor)]
             least = args[0].nbytes // SMALL if args and isinstance(args[0], Tensor) else 0
             saving = _Saving(self, own, block, set(map(storage_key, given)), least=least, moves=not is_last)
             with saved_tensors_hooks(saving.pack, self.unpack):
@@ -104,7 +104,7 @@ class HostActivations:
         """Begin to copy a layer's saved tensors; those of the layer before it are then freed on the device."""
         self._settle()
         moving = list(saving.found.values())
-        pairs = [(each.home, each.values) for each in moving if each.values is not None]
+        pairs = [(saved.home, saved.values) for saved in moving if saved.values is not None]
         self._leaving = self._lane.copy(pairs), moving
         if not self._lane.is_apart:
             self._settle()
@@ -113,9 +113,9 @@ class HostActivations:
         """End the copies in transit to the host before any later work of the device."""
         copies, moving = self._leaving
         copies.meet()
-        for each in moving:
-            each.values = None
-            self._memory.rest(each.home)
+        for saved in moving:
+            saved.values = None
+            self._memory.rest(saved.home)
         self._leaving = Copies(()), []
 
     def unpack(self, packed: Packed) -> Tensor:
@@ -144,10 +144,10 @@ class HostActivations:
         if not away:
             return
         self._coming.meet()
-        for each in away:
-            each.values = torch.empty_like(each.home, device=self._device)
+        for saved in away:
+            saved.values = torch.empty_like(saved.home, device=self._device)
         own.copies = self._coming = self._lane.copy(
-            [(each.values, each.home) for each in away if each.values is not None]
+            [(saved.values, saved.home) for saved in away if saved.values is not None]
         )
 
 
@@ -178,15 +178,15 @@ class _Saving:
         """True if the memory was given to the layer, or is a parameter's. FSDP gathers the parameters of experts after
         the layer has begun, and frees their memory after forward, so each save looks for them."""
         if key not in self._staying and not any(key == of for of, _ in self.found):
-            gathered = (each for each in self._block.parameters() if not isinstance(each, DTensor))
-            self._staying.update(storage_key(own) for each in gathered for own in plain_tensors(each))
+            gathered = (parameter for parameter in self._block.parameters() if not isinstance(parameter, DTensor))
+            self._staying.update(storage_key(own) for parameter in gathered for own in plain_tensors(parameter))
         return key in self._staying
 
 
 def _inside(value: Any) -> list[Any]:
     """Leaves of nested tuples, lists and dicts."""
     if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in _inside(each)]
+        return [leaf for item in value.values() for leaf in _inside(item)]
     if isinstance(value, tuple | list):
-        return [leaf for each in value for leaf in _inside(each)]
+        return [leaf for item in value for leaf in _inside(item)]
     return [value]

@@ -215,7 +215,7 @@ def _tensors(state: Any) -> list[tuple[str, Tensor]]:
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
     part, size = list[Tensor](), 0
-    most = part_bytes(sum(local(each).nbytes for each in parameters))
+    most = part_bytes(sum(local(parameter).nbytes for parameter in parameters))
     for parameter in parameters:
         own = local(parameter).nbytes
         if part and size + own > most:
@@ -232,7 +232,7 @@ def _only(optimizer: torch.optim.Optimizer, part: Sequence[Tensor]) -> Iterator[
     """Limit the groups of the optimizer to these parameters in this context."""
     chosen, whole = set(map(id, part)), [group["params"] for group in optimizer.param_groups]
     for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-        group["params"] = [each for each in parameters if id(each) in chosen]
+        group["params"] = [parameter for parameter in parameters if id(parameter) in chosen]
     try:
         yield
     finally:

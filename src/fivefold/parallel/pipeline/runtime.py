@@ -56,8 +56,8 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """Timeline of `timed` on all ranks of the pipeline. Each calls this; zero is the step's begin."""
-        everyone = plain.everywhere([asdict(each) for each in self.timed or ()], self.group)
-        slots = [Timed(**each | {"slot": Slot(*each["slot"])}) for own in everyone for each in own]
+        everyone = plain.everywhere([asdict(timed) for timed in self.timed or ()], self.group)
+        slots = [Timed(**timed | {"slot": Slot(*timed["slot"])}) for own in everyone for timed in own]
         return Timeline(self.plan.layout.pp, tuple(slots))
 
 

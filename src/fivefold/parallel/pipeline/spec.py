@@ -71,9 +71,9 @@ def calls(step: Step) -> Iterator[Call]:
     size = shape.rows * tokens * shape.hidden * shape.compute_bytes
     actions = plan.feature(PipelinePlan).schedule(shape.micro_batches).actions[plan.placement.coords.pp]
     transfers = [action for action in actions if isinstance(action, Transfer)]
-    sides = {(each.way, each.of, each.stage): 0 for each in transfers}
-    for each in transfers:
-        sides[each.way, each.of, each.stage] += 1
+    sides = {(transfer.way, transfer.of, transfer.stage): 0 for transfer in transfers}
+    for transfer in transfers:
+        sides[transfer.way, transfer.of, transfer.stage] += 1
     for (way, of, stage), times in sides.items():
         phase: Phase = "forward" if of == "F" else "backward"
         yield Call(axis="pp", kind=way, bytes=size, phase=phase, layer=f"stage {stage}", times=times, overlaps=True)

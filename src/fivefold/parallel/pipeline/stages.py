@@ -207,9 +207,9 @@ def _find_views(staged: StageModules) -> None:
         first, last = stages.splits[stage]
         taken = slot(first - 1, takes_in=True) if first else None
         given = None if staged.is_last(stage) else slot(last, takes_in=False)
-        for layer, each in ((first - 1, taken), (last, given)):
-            if each:
-                view[anatomy.layers[layer]] = each
+        for layer, end in ((first - 1, taken), (last, given)):
+            if end:
+                view[anatomy.layers[layer]] = end
         staged.views[stage], staged.slots[stage] = view, (taken, given)
 
 

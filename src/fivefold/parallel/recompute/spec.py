@@ -21,7 +21,7 @@ class RecomputePlan:
     def linears(self) -> frozenset[str]:
         """Linears of all layers whose outputs selective recompute saves: all but routers and a layer's last one, which
         nothing after it reads again."""
-        routers = {each.router for each in self._plan.facts.experts}
+        routers = {block.router for block in self._plan.facts.experts}
         last = {block.row for block in self._plan.facts.partition.tp_blocks if block.is_last}
         names = (
             f"{layer}.{matmul.name}".removesuffix(".weight")

@@ -111,11 +111,11 @@ gather_vocabulary = mapping(gather_columns, own_columns)
 
 def gather_blocks(x_BTF: Tensor, group: dist.ProcessGroup, blocks: tuple[tuple[Block, ...], ...]) -> Tensor:
     """Gather [B, T, F_local] into [B, T, F] in the global order."""
-    longest = max(width(each) for each in blocks)
+    longest = max(width(block) for block in blocks)
     parts = gather(F.pad(x_BTF, (0, longest - x_BTF.shape[-1])).unsqueeze(1), group).unbind(1)
-    out = x_BTF.new_empty(*x_BTF.shape[:-1], max(stop for each in blocks for _, stop in each))
-    for part, each in zip(parts, blocks, strict=True):
-        out[..., feature_indices(each).to(x_BTF.device)] = part[..., : width(each)]
+    out = x_BTF.new_empty(*x_BTF.shape[:-1], max(stop for block in blocks for _, stop in block))
+    for part, block in zip(parts, blocks, strict=True):
+        out[..., feature_indices(block).to(x_BTF.device)] = part[..., : width(block)]
     return out
 
 

@@ -50,10 +50,10 @@ def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, 
     if not all_reduce_sum(torch.tensor(len(mine), device=device)):
         return {}
     found: list[dict[Any, Any]] = [  # JSON has turned the tuples into lists
-        {tuple(key): value for key, value in each} for each in plain.everywhere(list(mine.items()))
+        {tuple(key): value for key, value in pairs} for pairs in plain.everywhere(list(mine.items()))
     ]
-    keys = sorted({key for each in found for key in each})
-    return {key: {rank: each[key] for rank, each in enumerate(found) if key in each} for key in keys}
+    keys = sorted({key for named in found for key in named})
+    return {key: {rank: named[key] for rank, named in enumerate(found) if key in named} for key in keys}
 
 
 def gather(mine: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -30,36 +30,38 @@ def ledger(
     wanted = torch.zeros(global_batch_size, dtype=torch.int64, device=device)
     if dist.get_rank() == 0:
         own_reading = [rows.rows([row], row_multiple=layout.row_multiple) for row in rows.in_order(places)]
-        wanted.copy_(torch.tensor([row_hash(each, 0) for each in own_reading]))
+        wanted.copy_(torch.tensor([row_hash(reading, 0) for reading in own_reading]))
     dist.broadcast(wanted, 0)
     share = global_batch_size // layout.data_ranks
-    read = [row_hash(each, b) for each in batch for b in range(len(each.input_ids))]
+    read = [row_hash(rows, b) for rows in batch for b in range(len(rows.input_ids))]
     mine = torch.tensor([len(read), *(read + [0] * share)[:share]], device=device)  # the count shows excess rows
     return _misread(gather(mine).tolist(), wanted.tolist(), layout, first=places.start)
 
 
 def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: Layout, *, first: int) -> list[Finding]:
     """Findings from `gathered`, each rank's row count and row hashes, against `wanted`, the hashes of the batch."""
-    place_of = {each: first + at for at, each in reversed(list(enumerate(wanted)))}  # equal rows: the first one
+    place_of = {hash_: first + at for at, hash_ in reversed(list(enumerate(wanted)))}  # equal rows: the first one
     inner = layout.tp * layout.cp  # consecutive ranks that read the same rows
     dealt = np.arange(len(wanted)).reshape(-1, layout.data_ranks, layout.micro_batch_size)
     own = [dealt[:, data_rank].flatten().tolist() for data_rank in range(layout.data_ranks)]
     found: dict[str, list[int]] = {}
     for rank, (count, *read) in enumerate(gathered):
         mine = own[rank // inner % layout.data_ranks]
-        wrong = {at: each for at, each in zip(mine, read, strict=True) if each != wanted[at]}
+        wrong = {at: hash_ for at, hash_ in zip(mine, read, strict=True) if hash_ != wanted[at]}
         if count != len(mine):
             found.setdefault(f"read {count} rows, not {len(mine)}", []).append(rank)
         elif wrong:
-            known = listed("row", [place_of[each] for each in wrong.values() if each in place_of])
+            known = listed("row", [place_of[hash_] for hash_ in wrong.values() if hash_ in place_of])
             instead = (
                 f"{known or 'what is no row of this step'} in place of {listed('row', [first + at for at in wrong])}"
             )
             found.setdefault(f"read {instead}", []).append(rank)
     readers = gathered[: inner * layout.data_ranks : inner]  # in a pipeline, those of the first stage
-    taken = Counter(each for _, *read in readers for each in read)
+    taken = Counter(hash_ for _, *read in readers for hash_ in read)
     uneven = (("more than once", taken - Counter(wanted)), ("by nobody", Counter(wanted) - taken))
-    by_row = [(listed("row", sorted(place_of[each] for each in few if each in place_of)), how) for how, few in uneven]
+    by_row = [
+        (listed("row", sorted(place_of[hash_] for hash_ in few if hash_ in place_of)), how) for how, few in uneven
+    ]
     return [
         *(Finding("ledger", ranks_text(ranks), text) for text, ranks in found.items()),
         *(Finding("ledger", where, f"read {how}") for where, how in by_row if where),

@@ -71,8 +71,8 @@ def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
     """A text that lists, for each set of replicas, the groups of ranks that agree."""
     texts = []
     ordered = sorted((copies, value, rank) for rank, (copies, value) in by_rank.items())
-    for _, of_copies in groupby(ordered, key=lambda each: each[0]):
-        camps = [[rank for *_, rank in camp] for _, camp in groupby(of_copies, key=lambda each: each[1])]
+    for _, of_copies in groupby(ordered, key=lambda pair: pair[0]):
+        camps = [[rank for *_, rank in camp] for _, camp in groupby(of_copies, key=lambda pair: pair[1])]
         texts.append(" against ".join(ranks_text(camp) for camp in sorted(camps)))
     return ", ".join(texts)
 
@@ -107,12 +107,16 @@ def _label(kind: str, name: str) -> str:
 def largest(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """The largest magnitude in each tensor, fp64 [tensors]; NaN if it has one; -1 for no tensor, 0 for an empty one. 0
     also for 8-bit codes, which are always finite; their scales may not be."""
-    found = torch.tensor([-1.0 if each is None else 0.0 for each in tensors], dtype=torch.float64, device=device)
+    found = torch.tensor([-1.0 if tensor is None else 0.0 for tensor in tensors], dtype=torch.float64, device=device)
     full = {
-        at: each for at, each in enumerate(tensors) if each is not None and each.numel() and each.is_floating_point()
+        at: tensor
+        for at, tensor in enumerate(tensors)
+        if tensor is not None and tensor.numel() and tensor.is_floating_point()
     }
     if full:
-        found[list(full)] = torch.stack([each.to(device, torch.float64) for each in magnitudes(list(full.values()))])
+        found[list(full)] = torch.stack(
+            [magnitude.to(device, torch.float64) for magnitude in magnitudes(list(full.values()))]
+        )
     return found
 
 

@@ -76,7 +76,7 @@ def _overdue(
     optimizer: torch.optim.Optimizer, rule: UpdateRule, parameter: Tensor, shape: tuple[int, ...], gradient: float
 ) -> str | None:
     """The reason why this rank's unchanged part of a parameter should have changed; None if it need not."""
-    group = next((each for each in optimizer.param_groups if any(p is parameter for p in each["params"])), None)
+    group = next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
     if gradient < 0 or not local(parameter).numel() or (group and float(group["lr"]) == 0):
         return None
     if group is None:

@@ -189,7 +189,9 @@ def _table(is_unsigned: bool, dtype: torch.dtype, device: torch.device) -> Tenso
     for decade in range(7):
         count = 2 ** (decade + is_unsigned)
         middles = [0.1 + 0.9 * (at + 0.5) / count for at in range(count)]
-        found += [sign * 10.0 ** (decade - 6) * each for each in middles for sign in ((1,) if is_unsigned else (1, -1))]
+        found += [
+            sign * 10.0 ** (decade - 6) * middle for middle in middles for sign in ((1,) if is_unsigned else (1, -1))
+        ]
     return torch.tensor(sorted(found), dtype=torch.float64).to(device, dtype)
 
 
