@@ -19,7 +19,7 @@ import typer
 
 from fivefold.cli import app
 from fivefold.cli.train import split_arguments
-from fivefold.config import load_config
+from fivefold.config import keys, load_config
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.layout import Layout
 from tests.commands import as_process, fivefold
@@ -116,6 +116,34 @@ def test_every_command_has_its_options_and_its_keys(
                 assert load_config(None, [*keys, *more])
             if words[0] in ("train", "verify", "data"):
                 split_arguments(arguments)
+
+
+COMING_FROM = ROOT / "docs" / "start" / "coming_from.md"
+# Placeholders of its texts -> numbers.
+PLACEHOLDERS = {r"\bvN\b": "v2", r"\b(tp|cp|pp|ep|shard)N\b": r"\g<1>2", r"^([\d]+x\d+)$": r"cp8+\1"}
+
+
+def test_words_for_people_who_come_from_another_trainer_are_ours(subtests: pytest.Subtests) -> None:
+    """In the last column of each table keys are keys, values are values, and texts of layouts are read."""
+    names, read = {key.name for key in keys()}, 0
+    sections = {name.partition(".")[0] for name in names}
+    for row in re.findall(r"^\| .*\| (.*) \|$", COMING_FROM.read_text(encoding="utf-8"), re.MULTILINE):
+        for text in re.findall(r"`([^`]+)`", row):
+            with subtests.test(msg=text):
+                key, colon, value = text.partition(": ")
+                if key.partition(".")[0] in sections and colon:
+                    is_placeholder = "FILES" in value or "..." in value
+                    assert key in names if is_placeholder else load_config(None, [f"{key}={value}"])
+                    read += 1
+                elif re.fullmatch(r"[a-z]+\.[a-z_]+", text) and text.partition(".")[0] in sections:
+                    assert text in names or any(name.startswith(f"{text}.") for name in names)
+                    read += 1
+                elif re.match(r"(tp|cp|pp|ep|shard|dp)[\dN-]|\dx\d", text):
+                    for pattern, degree in PLACEHOLDERS.items():
+                        text = re.sub(pattern, degree, text)
+                    assert Layout.parse(text)
+                    read += 1
+    assert read > 40
 
 
 def test_every_script_is_there_and_takes_its_options(subtests: pytest.Subtests) -> None:
