@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from fivefold.core import json_lines
 from fivefold.core.errors import UserError
+from fivefold.core.hub import repository
 from fivefold.generation import SEED, TEMPERATURE, TOP_K, TOP_P
 
 if TYPE_CHECKING:
@@ -173,25 +174,36 @@ def export(
     dtype: str | None = None,
     force: bool = False,
     merge: bool = False,
+    push: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
 ) -> Path:
     """Write the model of a run, or a parallelized model in its current state, as a Hugging Face folder and return it,
     as `fivefold export` does. A run with an adapter gives a PEFT folder; with `merge`, the model with it merged in.
 
     `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, or fp32 if it has none. `force` replaces
-    an existing model folder. For a parallelized model every rank calls this, and the first one writes; see
-    `fivefold.own_loop.export`. Raises `UserError` if there is no such run or step.
+    an existing model folder. `push`: `org/name`, the model repository of the Hugging Face hub to which the folder is
+    uploaded; a new one may be `private`; `revision` is a branch. For a parallelized model every rank calls this, and
+    the first one writes; see `fivefold.own_loop.export`. Raises `UserError` if there is no such run or step, or if the
+    hub refuses.
     """
+    target = repository(push, private, revision)
     if isinstance(run, Run | str | Path):
         from fivefold.checkpoint.export import export as export_run
         from fivefold.launch.memory import room
 
         where, free = run.path if isinstance(run, Run) else run, room()
-        export_run(where, Path(out), step=step, dtype=dtype, force=force, merge=merge, room=free.free if free else None)
+        export_run(
+            where, Path(out), step=step, dtype=dtype, force=force, merge=merge, push=target,
+            room=free.free if free else None,
+        )  # fmt: skip
         return Path(out)
     from fivefold import own_loop
 
     if step is not None:
         raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
+    if target is not None:
+        raise UserError("a parallelized model is not pushed", fix=f"ff.export(model, path), and hf upload {push} PATH")
     if merge:
         raise UserError(
             "the adapter of a parallelized model cannot be merged here",

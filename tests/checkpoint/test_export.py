@@ -191,15 +191,16 @@ def test_the_card_says_what_it_is_and_the_printed_lines_run(
     assert front == {
         "library_name": "transformers",
         "license": "unknown",
+        "pipeline_tag": "text-generation",
         "tags": ["fivefold"],
     }  # a folder is no hub id
     for row in (
         "| base model | hf, its own weights |", "| data | python-stdlib (weight 1) |", "| steps | 12 |",
-        "| training loss | 2.0000, nats per token |", "| validation loss | 2.2500, nats per token |",
+        "| 11 | 2.5000 | 2.2500 |", "| 12 | 2.0000 |  |", 'AutoModelForCausalLM.from_pretrained("my out")',
         "| layout | `single+fp32` |", "| weights stored in | float32 |", "transformers", "Licence: unknown.",
     ):  # fmt: skip
         assert row in card, row
-    assert str(tmp_path) not in card
+    assert str(tmp_path) not in card and "| 13 |" not in card
     python = capsys.readouterr().out.split("\n\n")[-1]
     assert python.count("\n") == 3
     exec(python, {})

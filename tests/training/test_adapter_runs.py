@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fivefold as ff
 from fivefold.checkpoint import Checkpoint, export
@@ -76,6 +77,14 @@ def test_an_exported_adapter_is_one_of_peft_and_merged_it_is_a_model(tmp_path: P
     assert train(tree).error is None
     done = export(run_dir(tree), tmp_path / "adapter")
     assert done.is_adapter
+    assert AutoTokenizer.from_pretrained(done.path).get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
+    front, text = (done.path / "README.md").read_text().split("---")[1], (done.path / "README.md").read_text()
+    assert (
+        yaml.safe_load(front)["library_name"] == "peft"
+        and 'AutoPeftModelForCausalLM.from_pretrained("adapter")' in text
+    )
+    assert "| adapter | LoRA of rank 4, alpha 16, on auto, " in text
+    assert export(run_dir(tree), tmp_path / "adapter", force=True).bytes == done.bytes
     beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
     merged = export(run_dir(tree), tmp_path / "merged", merge=True, dtype="fp32")
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,6 +19,7 @@ from fivefold.checkpoint.model_folder import beside, json_text, save_tensors
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.config import RunConfig, parse_config
 from fivefold.core.errors import UserError
+from fivefold.data.tokenizer import tokenizer_files
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel.adapters.facts import targets_of
@@ -85,25 +87,37 @@ class CheckpointAdapter:
         check = check_merged(self._model.config, base, adapter, merged, self.lora, dtype, room)
         return _Whole(merged), check
 
-    def write(self, out: Path, run: str | Path, dtype: str | None, *, force: bool) -> tuple[int, torch.dtype]:
-        """Write a folder of `peft`; returns its bytes, and the type of its weights. Raises `UserError`, `RunFailed`."""
+    def write(
+        self, out: Path, run: str | Path, dtype: str | None, *, name: str, force: bool
+    ) -> tuple[int, torch.dtype]:
+        """Write a folder of `peft`, with the tokenizer and its chat template; returns its bytes, and the type of its
+        weights. The card loads it by `name`. Raises `UserError`, `RunFailed`."""
         source = self.checkpoint.source()
         kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
-        card = model_card(self.checkpoint, run, dtype=str(kind).removeprefix("torch."))
-        base = self.config.model.name_or_path
-        return write_peft(source, out, self.lora, self._model, base=base, dtype=kind, card=card, force=force), kind
+        card = model_card(
+            self.checkpoint, run, name=name, dtype=str(kind).removeprefix("torch."), is_adapter=True,
+            parameters=self.parameters,
+        )  # fmt: skip
+        base, folder = self.config.model.name_or_path, self.checkpoint.model_folder
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in tokenizer_files(folder)}
+        files[CARD] = card.encode()
+        return write_peft(source, out, self.lora, self._model, base=base, dtype=kind, files=files, force=force), kind
 
 
 def write_peft(
     source: WholeTensors, out: Path, lora: Lora, model: Any, *, base: str, dtype: torch.dtype,
-    card: str | None = None, force: bool = False, into: bool = False,
+    files: Mapping[str, bytes] | None = None, force: bool = False, into: bool = False,
 ) -> int:  # fmt: skip
     """Write the adapter `lora` of `model` (on the meta device, without it) as the folder `out` of `peft`, through a
-    temporary folder; returns the bytes of its tensors. `base`: the name of the model. `force` replaces an existing
-    adapter, `into` keeps other files. Raises `RunFailed`, or `UserError` if the folder is at fault."""
-    there = {file.name for file in out.iterdir()} if out.is_dir() else set()
+    temporary folder; returns the bytes of its tensors. `base`: the name of the model. `files`: what lies beside it.
+    `force` replaces an existing adapter, `into` keeps other files. Raises `RunFailed`, or `UserError` if the folder is
+    at fault."""
+    there, ours = (
+        set(out.iterdir()) if out.is_dir() else set(),
+        [*(out / name for name in _FILES), *tokenizer_files(out)],
+    )
     into = into and out.is_dir()
-    is_adapter = CONFIG in there and there <= _FILES
+    is_adapter = out / CONFIG in there and there <= {*ours, *(path.parent for path in ours)}
     if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):
         raise UserError(f"{out} exists and is not empty", fix="name a new folder; --force replaces an adapter")
     targets = targets_of(facts_of(model), lora)
@@ -112,8 +126,9 @@ def write_peft(
     with beside(out) as temporary:
         save_tensors(tensors, temporary / WEIGHTS)
         (temporary / CONFIG).write_bytes(json_text(config_beside(lora, targets, model, base)))
-        if card is not None:
-            (temporary / CARD).write_text(card)
+        for name, content in (files or {}).items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).write_bytes(content)
         if into:
             for path in sorted(temporary.iterdir()):
                 os.replace(path, out / path.name)

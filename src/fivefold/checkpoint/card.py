@@ -1,5 +1,6 @@
-"""The model card of an export: base model, training data, settings and results."""
+"""The model card of an export: base model, training data, settings, results and how to load it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,61 +11,141 @@ from fivefold.checkpoint.load import Checkpoint
 from fivefold.config import RunConfig, parse_config
 from fivefold.core import json_lines
 from fivefold.core.hub import is_hub_id
+from fivefold.data.source import HUB
 
 CARD = "README.md"
+_POINTS = 10  # rows of the curve
+_UNKNOWN = "unknown"
+
+_LOAD = """```python
+from {package} import {model_class}
+from transformers import AutoTokenizer
+
+model = {model_class}.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
 
 
-def model_card(checkpoint: Checkpoint, run: str | Path, *, dtype: str) -> str:
-    """The text of README.md: front matter as the hub reads it, and a table. Unknown entries are left out, except the
-    licence, which is stated as unknown. Files are named without their folders."""
+def model_card(
+    checkpoint: Checkpoint, run: str | Path, *, name: str, dtype: str, is_adapter: bool = False, parameters: int = 0
+) -> str:
+    """The text of README.md: front matter as the hub reads it, tables, and the lines that load it.
+
+    `name`: of the folder or repository that it goes to. `parameters`: of an adapter. Unknown entries are left out,
+    except the licence: the base model's if its folder states one, else unknown. Files are named without their folders.
+    """
     file = checkpoint.path / "run.yaml"
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
-    name = config.run.name if config else Path(str(run)).name
-    front: dict[str, Any] = {"library_name": "transformers", "license": "unknown", "tags": ["fivefold"]}
+    title = config.run.name if config else Path(str(run)).name
+    licence = _licence(config.model.name_or_path) if config and config.model.init == "pretrained" else _UNKNOWN
+    front: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "license": licence,
+        "pipeline_tag": "text-generation",
+        "tags": ["fivefold", *(["lora"] if is_adapter else [])],
+    }
     if config and config.model.init == "pretrained" and is_hub_id(config.model.name_or_path):
         front["base_model"] = config.model.name_or_path
-    rows = {**(_training(config) if config else {}), **_results(checkpoint, run, dtype)}
-    table = "".join(f"| {what} | {value} |\n" for what, value in rows.items())
+        front["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    if datasets := _datasets(config) if config else []:
+        front["datasets"] = datasets
+    rows = {**(_training(config, parameters if is_adapter else 0) if config else {}), **_results(checkpoint, dtype)}
+    load = _LOAD.format(
+        package="peft" if is_adapter else "transformers",
+        model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM", name=name,
+    )  # fmt: skip
+    terms = "Licence: unknown. Those" if licence == _UNKNOWN else f"Licence of the base model: {licence}. The terms"
     return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name}\n\n"
-        f"Trained with fivefold.\n\n| | |\n|---|---|\n{table}\n"
-        "Licence: unknown. Those of the base model and of the data apply.\n"
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {title}\n\n"
+        f"Trained with fivefold.\n\n{load}\n{_table(('', ''), rows.items())}\n{_curve(checkpoint, run)}"
+        f"{terms} of the base model and of the data apply.\n"
     )
 
 
-def _training(config: RunConfig) -> dict[str, str]:
-    model, train, optimizer = config.model, config.train, config.optimizer
+def _licence(folder: str) -> str:
+    """The licence that the model card in a model's folder states."""
+    card = Path(folder).expanduser() / CARD
+    parts = card.read_text(encoding="utf-8", errors="replace").split("---", 2) if card.is_file() else []
+    try:
+        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
+    except yaml.YAMLError:
+        front = None
+    stated = front.get("license") if isinstance(front, dict) else None
+    return stated if isinstance(stated, str) and stated else _UNKNOWN
+
+
+def _datasets(config: RunConfig) -> list[str]:
+    """Repositories of the hub that the run was trained on, each once."""
+    paths = (source.path.removeprefix(HUB) for source in config.data.train if source.path.startswith(HUB))
+    return list(dict.fromkeys(path.partition("?")[0] for path in paths))
+
+
+def _training(config: RunConfig, adapted: int) -> dict[str, str]:
+    """Settings by name. `adapted`: parameters of the adapter, 0 if there is none."""
+    model, train, optimizer, scheduler, adapter = (
+        config.model, config.train, config.optimizer, config.scheduler, config.adapter,
+    )  # fmt: skip
     start = "its own weights" if model.init == "pretrained" else f"random weights, seed {train.seed}"
-    sources = [f"{_shown(one.path)} (weight {one.weight:g})" for one in config.data.train]
+    sources = [f"{_shown(source.path)} (weight {source.weight:g})" for source in config.data.train]
+    targets = ", ".join([*adapter.targets, *adapter.target_parameters])
+    size = f", {adapted:,} parameters" if adapted else ", merged"
+    packed = f", frozen weights in {adapter.quantize}" if adapter.quantize != "none" else ""
     return {
         "base model": f"{_shown(model.name_or_path)}, {start}",
+        **({"adapter": f"LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}{size}{packed}"}
+           if adapter.lora else {}),
         "tokenizer": _shown(config.tokenizer.name_or_path),
         "data": ", ".join(sources),
+        "objective": config.objective.name,
         "rows": f"{train.global_batch_size} per step, {config.data.seq_length} tokens each",
-        "optimizer": f"{optimizer.name}, peak learning rate {optimizer.learning_rate:g}, {config.scheduler.name}",
+        "optimizer": f"{optimizer.name}, weight decay {optimizer.weight_decay:g}",
+        "learning rate": f"{optimizer.learning_rate:g} at its peak, {scheduler.name}, warm-up {scheduler.warmup_steps}",
+        "clipping": f"gradient norm {optimizer.max_grad_norm:g}",
+        "seed": str(train.seed),
         "computed in": config.precision.compute,
-    }
+    }  # fmt: skip
 
 
-def _results(checkpoint: Checkpoint, run: str | Path, dtype: str) -> dict[str, str]:
+def _results(checkpoint: Checkpoint, dtype: str) -> dict[str, str]:
     manifest = checkpoint.manifest
     tokens = manifest.state.get("tokens_seen")
-    metrics = {} if is_remote(run) else _metrics(Path(run) / "metrics.jsonl", manifest.step)
     rows = {"steps": f"{manifest.step:,}"} | ({"tokens": f"{tokens:,}"} if isinstance(tokens, int) else {})
-    rows |= {name: f"{value:.4f}, nats per token" for name, value in metrics.items()}
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     return {**rows, "layout": f"`{manifest.layout}`", "weights stored in": dtype, "versions": versions}
 
 
-def _metrics(file: Path, step: int) -> dict[str, float]:
-    """The last training and validation losses up to `step`."""
-    found: dict[str, float] = {}
-    for row in json_lines.read(file).rows:
-        if row["step"] <= step:
-            for key, name in (("train/loss", "training loss"), ("eval/loss", "validation loss")):
-                if isinstance(row.get(key), float):
-                    found[name] = row[key]
-    return found
+def _curve(checkpoint: Checkpoint, run: str | Path) -> str:
+    """A table of losses up to the step of the checkpoint, or nothing for a run of which no metrics are here."""
+    file = Path(str(run)) / "metrics.jsonl"
+    known = [] if is_remote(run) else json_lines.read(file).rows
+    found: dict[int, dict[str, float]] = {}
+    for row in known:
+        losses = {key: row[key] for key in ("train/loss", "eval/loss") if isinstance(row.get(key), float)}
+        if row["step"] <= checkpoint.manifest.step and losses:
+            found.setdefault(row["step"], {}).update(losses)
+    validated = [step for step, losses in found.items() if "eval/loss" in losses]
+    rows = [
+        (f"{step:,}", *(f"{found[step][key]:.4f}" if key in found[step] else "" for key in ("train/loss", "eval/loss")))
+        for step in _spread(sorted({*(validated or found), *[*found][-1:]}))
+    ]
+    return (
+        _table(("step", "training loss", "validation loss"), rows) + "\nLosses are in nats per token.\n\n"
+        if rows
+        else ""
+    )
+
+
+def _spread(steps: Sequence[int]) -> list[int]:
+    """At most `_POINTS` of `steps`, the first and the last among them."""
+    if len(steps) <= _POINTS:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (_POINTS - 1))] for place in range(_POINTS)]
+
+
+def _table(head: Sequence[str], rows: Any) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _shown(name: str) -> str:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ import torch
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
 from fivefold.checkpoint.find import find_checkpoint
+from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
+from fivefold.core.hub import Repository
 from fivefold.models import hf_internals
 from fivefold.models.build import build_meta, load_model_config
 from fivefold.models.merged import Merged, split
@@ -40,6 +42,7 @@ class Exported:
     bytes: int
     dtype: torch.dtype
     is_adapter: bool = False  # a folder of `peft`
+    pushed: str | None = None  # its address on the hub
     check: MergeCheck | None = None  # only for a merged adapter
 
 
@@ -51,6 +54,7 @@ def export(
     dtype: str | None = None,
     force: bool = False,
     merge: bool = False,
+    push: Repository | None = None,
     room: int | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
@@ -59,15 +63,28 @@ def export(
     folder with merged weights, whose logits are compared first if `room` bytes of memory allow (None: always).
 
     `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces an
-    existing model folder. Raises `UserError` for a missing run or step, and if `out` is in the way.
+    existing model folder. `push`: the repository of the hub to which the folder is then uploaded. Raises `UserError`
+    for a missing run or step, if `out` is in the way, and if the hub refuses.
     """
     checkpoint = find_checkpoint(run, step)
+    if push is None:
+        return _export(checkpoint, run, out, out.name, dtype, force, merge, room, file_bytes)
+    push.open()  # before a large model is written
+    done = _export(checkpoint, run, out, push.name, dtype, force, merge, room, file_bytes)
+    return replace(done, pushed=push.push(out, f"step {done.step} of {Path(str(run)).name}"))
+
+
+def _export(
+    checkpoint: Checkpoint, run: str | Path, out: Path, name: str, dtype: str | None, force: bool, merge: bool,
+    room: int | None, file_bytes: int,
+) -> Exported:  # fmt: skip
+    """Write `checkpoint`; its card loads it by `name`. See `export`."""
     source: WholeTensors = checkpoint.source()
     beside = adapter_export.of(checkpoint)
     if beside is None and merge:
         raise UserError(f"{run} has no adapter to merge: the whole model was trained", fix="leave --merge out")
     if beside is not None and not merge:
-        size, kind = beside.write(out, run, dtype, force=force)
+        size, kind = beside.write(out, run, dtype, name=name, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
     came_in = model_folder.came_in(checkpoint.model_folder)
     target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
@@ -76,7 +93,7 @@ def export(
         _check_free(out, force)
         source, check = beside.merged(target, room)
     files = model_folder.contents(checkpoint.model_folder)
-    files[CARD] = model_card(checkpoint, run, dtype=_name(target)).encode()
+    files[CARD] = model_card(checkpoint, run, name=name, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)
     size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)

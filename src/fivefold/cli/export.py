@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.options import Debug
+from fivefold.core.hub import repository
 from fivefold.core.terminal import say
 from fivefold.core.units import human
 from fivefold.launch.worker import imported
@@ -36,6 +37,14 @@ def export(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the model folder OUT.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Put a run's adapter into the weights of its model.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Upload OUT to this model repository of the hub.", show_default=False),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="Branch to push to. Default: the main one.", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a run's model as a plain Hugging Face folder.
@@ -51,18 +60,22 @@ def export(
     free = room()
     done = export_run(
         run, out, step=step, dtype=dtype.value if dtype else None, force=force, merge=merge,
-        room=free.free if free else None,
+        push=repository(push, private, revision), room=free.free if free else None,
     )  # fmt: skip
     kind = str(done.dtype).removeprefix("torch.")
     if done.is_adapter:
         say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
-        for line in uses_of_adapter(str(out), run):
+        if done.pushed:
+            say(f"pushed to {done.pushed}")
+        for line in uses_of_adapter(push or str(out), run, str(out)):
             say(line)
         return
     say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
     if done.check is not None:
         say(_compared(done.check, kind))
-    for line in uses(str(out)):
+    if done.pushed:
+        say(f"pushed to {done.pushed}")
+    for line in uses(push or str(out)):
         say(line)
 
 
@@ -74,19 +87,19 @@ def _compared(check: "MergeCheck", kind: str) -> str:
     return found if check.written == check.merged else f"{found}, {check.written:.1e} with weights in {kind}"
 
 
-def uses_of_adapter(folder: str, run: str) -> list[str]:
-    """Lines on how to use an exported adapter."""
+def uses_of_adapter(name: str, run: str, folder: str) -> list[str]:
+    """Lines on how to use an exported adapter, by its folder or its `name` on the hub."""
     return [
         "",
         "from peft import AutoPeftModelForCausalLM",
-        f"model = AutoPeftModelForCausalLM.from_pretrained({folder!r})",
+        f"model = AutoPeftModelForCausalLM.from_pretrained({name!r})",
         "",
         f"fivefold export {quote(run)} {quote(folder + '-merged')} --merge   # a model folder with the adapter in it",
     ]
 
 
 def uses(folder: str) -> list[str]:
-    """Lines on how to use an exported folder, to paste into a shell or into Python."""
+    """Lines on how to use an exported folder or repository, to paste into a shell or into Python."""
     return [
         "",
         f"vllm serve {quote(folder)}",

@@ -84,7 +84,7 @@ DIFFERENT = {
     "parallelism parallel": "set the degrees under layout, or write a text: layout: shard2.tp2",
     "attn_implementation flash_attention use_flash_attention": "leave it out: the attention of fivefold is always used",
     "trust_remote_code": "leave it out: no code from a model folder is ever run",
-    "push_to_hub hub_model_id": "leave it out: fivefold export writes the folder to upload",
+    "push_to_hub hub_model_id hub_private_repo": "leave it out: fivefold export RUN OUT --push org/name uploads",
     "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters use_lora "
     "qlora peft peft_config use_peft finetuning_type": _LORA,
     "load_in_4bit quantization quantization_config quantization_bit bnb_config": "set adapter: {name: lora, quantize: "

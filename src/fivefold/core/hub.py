@@ -1,7 +1,8 @@
-"""The Hugging Face hub: what counts as a name on it, and why a name cannot be fetched. No torch."""
+"""The Hugging Face hub: what counts as a name on it, and why a name cannot be fetched or pushed to. No torch."""
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fivefold.core.errors import UserError
@@ -12,7 +13,11 @@ _SECONDS = 10  # timeout of the first request to the hub
 
 def is_hub_id(name: str) -> bool:
     """True for `org/name`, unless `org` is a folder here: a mistyped path must not become a network call."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None and not Path(name).parent.is_dir()
+    return _is_repository(name) and not Path(name).parent.is_dir()
+
+
+def _is_repository(name: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None
 
 
 def snapshot(name: str, files: Sequence[str], *, key: str) -> Path:
@@ -44,10 +49,72 @@ def config_file(name: str) -> Path:
     return file
 
 
+@dataclass(frozen=True)
+class Repository:
+    """A model repository of the hub to push to. `private`: only for one that does not exist yet. `revision`: a branch,
+    None for the main one."""
+
+    name: str
+    private: bool = False
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_repository(self.name):
+            raise UserError(f"{self.name} is no repository of the hub", fix="write org/name, or user/name")
+
+    def open(self) -> None:
+        """Create the repository and the branch where they do not exist. Raises `UserError` with the reason."""
+        from huggingface_hub import HfApi
+
+        try:
+            HfApi().create_repo(self.name, private=self.private, exist_ok=True)
+            if self.revision is not None:
+                HfApi().create_branch(self.name, branch=self.revision, exist_ok=True)
+        except Exception as error:  # from huggingface_hub or its HTTP client
+            raise self._not_pushed(error) from error
+
+    def push(self, folder: Path, message: str) -> str:
+        """Upload the files of `folder` and return the address. Raises `UserError` with the reason."""
+        from huggingface_hub import HfApi
+
+        try:
+            HfApi().upload_folder(repo_id=self.name, folder_path=folder, revision=self.revision, commit_message=message)
+        except Exception as error:
+            raise self._not_pushed(error, f"; {folder} is complete") from error
+        place = f"/tree/{self.revision}" if self.revision else ""
+        return f"{HfApi().endpoint}/{self.name}{place}"
+
+    def _not_pushed(self, error: BaseException, more: str = "") -> UserError:
+        from huggingface_hub import errors as hub
+
+        errors = list(_chain(error))
+        answers = {one.response.status_code for one in errors if isinstance(one, hub.HfHubHTTPError)}
+        if answers & {401, 403, 404} or any(isinstance(one, hub.LocalTokenNotFoundError) for one in errors):
+            what, fix = (
+                "the hub does not let you write to it",
+                "log in with a token that may: hf auth login, or HF_TOKEN",
+            )
+        else:
+            what, fix = _reason(self.name, errors)[0], f"hf upload {self.name} FOLDER, when the hub answers"
+        if any(isinstance(one, hub.OfflineModeIsEnabled) for one in errors):
+            what, fix = "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"
+        return UserError(f"{self.name} was not pushed: {what}{more}", fix=fix)
+
+
+def repository(name: str | None, private: bool, revision: str | None) -> Repository | None:
+    """The repository that three options name. Raises `UserError` for options without a name."""
+    if name is not None:
+        return Repository(name, private, revision)
+    if private or revision is not None:
+        raise UserError("private and revision are of a repository, and none is named", fix="name one: push org/name")
+    return None
+
+
 def _not_fetched(key: str, name: str, error: BaseException) -> UserError:
     """Error for a `name` that could not be fetched from the hub; `key`: that of the run file."""
     what, fix = _reason(name, list(_chain(error)))
-    return UserError(f"{key} {name}: {what}", fix=fix)
+    lacks = ", and this machine has no copy of it" if "reached" in what else ""
+    return UserError(f"{key} {name}: {what}{lacks}", fix=fix)
 
 
 def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
@@ -72,7 +139,7 @@ def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
             return f"the hub answered {error.response.status_code}", f"try again later, or {local}"
     if any(isinstance(error, OSError) or "httpx" in type(error).__module__ for error in errors):
         why = getattr(errors[-1], "strerror", None) or str(errors[-1]) or type(errors[-1]).__name__
-        return f"the Hugging Face hub cannot be reached ({why}), and this machine has no copy of it", local
+        return f"the Hugging Face hub cannot be reached ({why})", local
     return f"it cannot be read: {(str(errors[0]).splitlines() or [type(errors[0]).__name__])[0]}", local
 
 
