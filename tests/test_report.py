@@ -2,13 +2,16 @@
 
 import io
 import json
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from fivefold.report.table import Report, write
+from fivefold.core.errors import UserError
+from fivefold.report.table import Report, write, write_with_page
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,27 @@ def test_json_holds_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert alone["rows"][1] == {"what": "pp2", "state": "failed", "found": 0.5}
     write(REPORT, json=str(tmp_path / "report.json"))
     assert json.loads((tmp_path / "report.json").read_text()) == alone
+    assert "a title" in capsys.readouterr().out
+
+
+def test_files_are_written_though_nobody_reads_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit):
+            write_with_page(REPORT, json=str(tmp_path / "report.json"), html=str(tmp_path / "report.html"))
+    assert json.loads((tmp_path / "report.json").read_text())["ok"] is False
+    assert "pp2" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kind", ["json", "html"])
+def test_a_report_is_shown_though_its_file_cannot_be_written(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"):
+        write_with_page(REPORT, **{"json": None, "html": None, kind: str(tmp_path / "file" / "report")})
     assert "a title" in capsys.readouterr().out
 
 

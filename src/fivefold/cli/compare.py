@@ -48,17 +48,13 @@ def compare(
     """
     from fivefold.comparison.configurations import words
     from fivefold.comparison.launch import Request, main
-    from fivefold.report.table import write
+    from fivefold.report.table import write_with_page
 
     given = arguments or []
     files = [word for word in given if "=" not in word or Path(word).exists()]
 
     def publish(report: "CompareReport") -> None:
-        write(report, json=json)
-        if html:
-            from fivefold.report.render import write_page
-
-            write_page(report.findings(), html)
+        write_with_page(report, json=json, html=html)
 
     request = Request(
         paths=[Path(file) for file in files], overrides=[word for word in given if word not in files],

@@ -58,7 +58,7 @@ def plan(
     from fivefold.hardware.cluster import Cluster
     from fivefold.planner import plan as planner
     from fivefold.planner.estimate import Workload
-    from fivefold.report.table import write
+    from fivefold.report.table import write_with_page
 
     rows = global_batch_size or 4 * Cluster.parse(cluster).world
     try:
@@ -81,13 +81,9 @@ def plan(
             f"wrote {write_to} with {report.rows[0].layout}: {planner.to_add(model)}; then fivefold train {write_to}"
         )
         report = replace(report, closing=f"{report.closing}\n{wrote}")
-    write(report, json=json)
-    if html:
-        from fivefold.report.render import write_page
-
-        if not max_seq_length:
-            sweeps = planner.sweeps_of(model, report.estimates[0].cluster, workload, anew=no_cache)
-            report = replace(report, sweeps=sweeps)
-        write_page(report.findings(), html)
+    if html and not max_seq_length:
+        sweeps = planner.sweeps_of(model, report.estimates[0].cluster, workload, anew=no_cache)
+        report = replace(report, sweeps=sweeps)
+    write_with_page(report, json=json, html=html)
     if not report.ok:
         raise typer.Exit(1)

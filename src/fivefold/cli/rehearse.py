@@ -48,16 +48,12 @@ def rehearse(
         raise UserError("--rank and --ranks exclude each other", fix="leave one of them out")
     path, overrides = split_arguments(arguments or [])
     from fivefold.rehearsal.launch import rehearse as run
-    from fivefold.report.table import write
+    from fivefold.report.table import write_with_page
 
     found = run(
         path, overrides, cluster=cluster, rank=rank, all_kinds=ranks is not None, steps=steps, synthetic=synthetic,
         quiet=not debug,
     )  # fmt: skip
-    write(found, json=json)
-    if html:
-        from fivefold.report.render import write_page
-
-        write_page(found.findings(), html)
+    write_with_page(found, json=json, html=html)
     if not found.ok:
         raise typer.Exit(1)

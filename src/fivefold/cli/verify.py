@@ -43,15 +43,11 @@ def verify(
     Example: fivefold verify --quick --layouts tp2,shard2,shard2.tp2
     """
     path, overrides = split_arguments(arguments or [])
-    from fivefold.report.table import write
+    from fivefold.report.table import write_with_page
     from fivefold.verification import main
 
     def publish(report: "VerifyReport") -> None:
-        write(report, json=json)
-        if html:
-            from fivefold.report.render import write_page
-
-            write_page(report.findings(), html)
+        write_with_page(report, json=json, html=html)
 
     report = main(
         path, overrides, layouts=[text.strip() for text in layouts.split(",") if text.strip()], thin=thin, quick=quick,

@@ -4,7 +4,7 @@ A `Report` is typed by its rows, frozen dataclasses whose field names are the co
 """
 
 import json as json_format
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -66,13 +66,39 @@ class Shown(Protocol):
     def show(self, console: "Console") -> None: ...
 
 
-def write(report: Shown, *, json: str | None) -> None:
-    """Show `report` on the terminal; `json` names a file to write as well, `-` prints JSON alone."""
-    if json == "-":
-        print(report.to_json())
-        return
-    if json:
-        put(Path(json), f"{report.to_json()}\n".encode(), instead="name another file: --json FILE")
-    from rich.console import Console
+class Paged(Shown, Protocol):
+    """Results of a command that are also a page."""
 
-    report.show(Console())
+    def findings(self) -> Findings: ...
+
+
+def write(report: Shown, *, json: str | None, page: Callable[[], object] | None = None) -> None:
+    """Show `report` on the terminal; `json` names a file to write as well, `-` prints JSON alone. `page` writes another
+    file.
+
+    The files are written first, because a closed pipe (`| head`) ends the command while it prints. The report is shown
+    even if a file cannot be written: it may be the result of hours.
+    """
+    try:
+        if json and json != "-":
+            put(Path(json), f"{report.to_json()}\n".encode(), instead="name another file: --json FILE")
+        if page:
+            page()
+    finally:
+        if json == "-":
+            print(report.to_json())
+        else:
+            from rich.console import Console
+
+            report.show(Console())
+
+
+def write_with_page(report: Paged, *, json: str | None, html: str | None) -> None:
+    """Do as `write`; `html` names a page to write as well."""
+
+    def page() -> None:
+        from fivefold.report.render import write_page
+
+        write_page(report.findings(), html or "")
+
+    write(report, json=json, page=page if html else None)
