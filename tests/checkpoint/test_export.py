@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,6 +159,16 @@ def test_a_weight_beyond_fp16_is_refused() -> None:
         cast("a.weight", torch.tensor([1.0, -7e4]), torch.float16)
     assert cast("a.weight", torch.tensor([1.0, -7e4]), torch.bfloat16).isfinite().all()
     assert cast("count", torch.tensor([3]), torch.float16).dtype == torch.int64
+
+
+@pytest.mark.full
+def test_sigterm_leaves_nothing_beside(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, signal, sys; from fivefold.checkpoint.model_folder import beside\n"
+        "with beside(pathlib.Path(sys.argv[1])) as folder: os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out")], timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from torch import Tensor
 from fivefold.core import strict_json
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users, of_system
+from fivefold.core.interrupts import sigterm_raises
 from fivefold.data.tokenizer import tokenizer_files
 
 FOLDER = "model"
@@ -61,8 +62,9 @@ def beside(out: Path) -> Iterator[Path]:
     temporary = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
+        with sigterm_raises():  # otherwise as many bytes as the model has would stay there
+            temporary.mkdir(parents=True)
+            yield temporary
     except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
         said = of_system(error)
         if said and is_users(said):
