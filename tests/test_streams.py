@@ -16,6 +16,7 @@ from fivefold.training.display import PlainDisplay
 from tests.training.bodies import column, run_dir, run_file
 
 KEYS = [sys.executable, "-m", "fivefold", "train", "--keys"]
+HELP = [sys.executable, "-m", "fivefold", "train", "--help"]  # printed by Rich
 ASCII = os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
 
 
@@ -63,6 +64,7 @@ def ended(command: list[str], **streams: int) -> tuple[int, str]:
 @pytest.mark.full
 def test_a_verb_ends_quietly_when_nobody_reads_on() -> None:
     assert ended(KEYS, stdout=closed_pipe()) == (141, "")
+    assert ended(HELP, stdout=closed_pipe()) == (141, "")
     assert ended(["sh", "-c", f"{' '.join(KEYS)} >&-"]) == (0, "")
 
 
@@ -79,6 +81,18 @@ def test_a_pipe_that_breaks_elsewhere_is_not_standard_output_s(tmp_path: Path, m
             monkeypatch.setattr(sys, "stdout", stream)
             assert is_closed_pipe(BrokenPipeError()) is expected
             assert not is_closed_pipe(ConnectionResetError())
+
+
+@pytest.mark.full
+def test_another_broken_pipe_is_named(tmp_path: Path) -> None:
+    """Typer turns it into a silent exit with 1."""
+    script = (
+        "import os; from fivefold import cli; r, w = os.pipe(); os.close(r)\n"
+        "cli.VERBS.clear(); cli.app.command('breaks')(lambda: os.write(w, b'x')); cli.main(['breaks'])"
+    )
+    with (tmp_path / "out").open("w") as out:
+        code, said = ended([sys.executable, "-c", script], stdout=out.fileno())
+    assert code == 1 and said.startswith("BrokenPipeError")
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ from fivefold.cli import (
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.interrupts import INTERRUPTED
-from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_unwritable, let_go, make_usable
+from fivefold.core.streams import CLOSED_PIPE, is_closed_pipe, is_pipe, is_unwritable, let_go, make_usable
 from fivefold.core.terminal import say
 
 # Error texts for exhausted memory that do not come as `MemoryError`.
@@ -90,14 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     make_usable()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    was_pipe = is_pipe()
     try:
         code = app(given, prog_name="fivefold", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
     except SystemExit as stopped:
-        # Typer exits with 1, silently, if the reader has closed the pipe.
-        code = CLOSED_PIPE if is_closed_pipe(stopped.__context__) else stopped.code
+        # Typer and Rich exit with 1, silently, after any broken pipe.
+        broken = stopped.__context__
+        if is_closed_pipe(broken, was_pipe=was_pipe):
+            code = CLOSED_PIPE
+        elif isinstance(broken, BrokenPipeError) and type(stopped) is SystemExit:
+            code = _say(_unexpected(broken), debug="--debug" in given)
+        else:
+            code = stopped.code
     except UserError as error:
         code = _say(error, debug="--debug" in given)
     except Exception as error:

@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import select
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,10 +33,22 @@ def make_usable() -> None:
             stream.reconfigure(errors="replace")
 
 
-def is_closed_pipe(error: BaseException | None) -> bool:
-    """True if an error means that nobody reads standard output any more."""
+def is_pipe() -> bool:
+    """True if standard output is a pipe or a socket."""
+    try:
+        mode = os.fstat(sys.stdout.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def is_closed_pipe(error: BaseException | None, *, was_pipe: bool = False) -> bool:
+    """True if an error means that nobody reads standard output any more. `was_pipe`: it was a pipe before; Rich puts
+    the null device in the place of a closed one."""
     if not isinstance(error, BrokenPipeError):
         return False
+    if was_pipe and not is_pipe():
+        return True
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
