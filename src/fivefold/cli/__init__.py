@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     was_pipe = is_pipe()
     try:
+        _check_docstrings()
         code = app(given, prog_name="fivefold", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -138,6 +139,15 @@ def _say(error: UserError, *, debug: bool) -> int:
     with suppress(OSError):
         say(error, stream=sys.stderr)
     return error.exit_code
+
+
+def _check_docstrings() -> None:
+    """Raise `UserError` if Python leaves out docstrings: `transformers` writes parts of its own from them."""
+    if sys.flags.optimize > 1:
+        raise UserError(
+            "transformers cannot be imported without docstrings, and Python leaves them out here (-OO)",
+            fix="unset PYTHONOPTIMIZE, or set it to 1",
+        )
 
 
 def _is_nowhere() -> bool:
