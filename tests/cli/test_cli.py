@@ -245,14 +245,14 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     calls: list[Any] = []
     monkeypatch.setattr(generation_launch, "start", lambda *given, **named: calls.append((given, named)))
     done = SimpleNamespace(dtype="torch.bfloat16", parameters=1_234_567, bytes=2_469_134, is_adapter=False)
-    done.check = MergeCheck(2e-7, 1.5e-2)
+    done.check, done.pushed = MergeCheck(2e-7, 1.5e-2), None
     module = SimpleNamespace(export=lambda *given, **named: calls.append((given, named)) or done)
     monkeypatch.setitem(sys.modules, "fivefold.checkpoint.export", module)
     assert run("generate", "runs/demo", "--prompt", "def ", "--layout", "tp2", "--top-k", "5") == 0
     assert run("export", "runs/demo", "my out", "--step", "20", "--dtype", "bf16", "--force") == 0
     request = GenerateRequest(model="runs/demo", prompt="def ", layout="tp2", top_k=5)
     assert calls[0] == ((request,), {"device": "auto"})
-    options = {"step": 20, "dtype": "bf16", "force": True, "merge": False}
+    options = {"step": 20, "dtype": "bf16", "force": True, "merge": False, "push": None}
     assert calls[1][1].pop("room") > 0
     assert calls[1] == (("runs/demo", Path("my out")), options)
     said = capsys.readouterr().out
