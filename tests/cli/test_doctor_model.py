@@ -99,7 +99,9 @@ def test_what_is_refused_is_said_with_the_reason(tmp_path: Path, capsys: Any) ->
 # ---- the plan of a layout --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["tp2+fp8_rowwise+selective", "shard2.ep2+fp8+full", "pp2+zb+offload", "cp2+fp8_delayed"])
+@pytest.mark.parametrize(
+    "layout", ["tp2+fp8_rowwise+selective", "shard2.ep2+fp8+full", "pp2+zb+offload", "cp2+fp8_delayed"]
+)
 def test_what_is_done_to_layers_is_one_row_however_many_they_are(tmp_path: Path, layout: str) -> None:
     """What is done to each layer names modules beside it, too."""
 
