@@ -122,7 +122,7 @@ def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> N
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_a_gate_of_shared_experts_stays_in_the_compute_dtype(recipe: str) -> None:
-    """Also if its forward is replaced for a schedule that splits backward, or for an adapter, which is zero at first."""
+    """Also if a schedule that splits backward, or an adapter (zero at first), replaces its forward."""
     losses = {
         case: run_ranks(world, _loss_with_gate, f"{layout}+fp64+{WORDS[recipe]}", adapter)[0]
         for case, world, layout, adapter in (
