@@ -8,6 +8,7 @@ import pytest
 from transformers import BloomConfig, DeepseekV3Config, DogeConfig, MixtralConfig, Phi3Config
 
 from fivefold import cli
+from fivefold.doctor.plan import examine
 from fivefold.doctor.roles import short_names
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.layout import Layout
@@ -96,6 +97,21 @@ def test_what_is_refused_is_said_with_the_reason(tmp_path: Path, capsys: Any) ->
 
 
 # ---- the plan of a layout --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2+fp8_rowwise+selective", "shard2.ep2+fp8+full", "pp2+zb+offload", "cp2+fp8_delayed"]
+)
+def test_what_is_done_to_layers_is_one_row_however_many_they_are(tmp_path: Path, layout: str) -> None:
+    """What is done to each layer names modules beside it, too."""
+
+    def done(layers: int) -> int:
+        config = MixtralConfig(**{**SIZES, "num_hidden_layers": layers}, num_local_experts=4, num_experts_per_tok=2)
+        config.save_pretrained(tmp_path / str(layers))
+        report = examine(tmp_path / str(layers), layout=layout, seq_length=64)
+        return sum(row.part == "done to modules, in order" for row in report.rows)
+
+    assert done(8) == done(12)
 
 
 def test_the_plan_of_one_rank(capsys: Any) -> None:

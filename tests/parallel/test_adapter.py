@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fivefold.checkpoint.adapter_export import CheckpointAdapter
 from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.sources import ModelTensors
 from fivefold.parallel.adapters.by_hand import in_nf4
@@ -396,3 +397,18 @@ def test_the_config_of_an_adapter_says_its_scale_and_its_linears(rslora: bool) -
         config = peft.LoraConfig(**found)
         assert (config.r, config.lora_alpha, config.use_rslora) == (lora.rank, lora.alpha, rslora)
         assert found["target_modules"] == names
+
+
+def test_one_name_of_a_setting_is_that_name() -> None:
+    lora = Lora(targets="q_proj", target_parameters="down_proj")  # type: ignore[arg-type]
+    assert (lora.targets, lora.target_parameters) == (("q_proj",), ("down_proj",))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rank", True), ("rslora", "no"), ("rslora", 0), ("target_parameters", (1,)), ("target_parameters", ("",))],
+)
+def test_a_setting_of_another_type_is_refused(field: str, value: Any) -> None:
+    """`rslora="no"` would be true, and scale the adapter by another factor."""
+    with pytest.raises(UserError, match=f"an adapter with {field}="):
+        Lora(**{field: value})

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 from transformers.pytorch_utils import Conv1D
 
+from fivefold import own_loop
 from fivefold.core.errors import UserError
 from fivefold.models.discover import facts_of
 from fivefold.models.hf_internals import linear_dims
@@ -115,6 +117,36 @@ def test_what_is_whole_on_a_rank_is_cast_there(layout: str, recipe: str) -> None
 )
 def test_experts_are_cast_row_by_row(layout: str, family: str, recipe: str) -> None:
     equals_one_process(layout, recipe, family, 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_gate_of_shared_experts_stays_in_the_compute_dtype(recipe: str) -> None:
+    """Also if a schedule that splits backward, or an adapter (zero at first), replaces its forward."""
+    losses = {
+        case: run_ranks(world, _loss_with_gate, f"{layout}+fp64+{WORDS[recipe]}", adapter)[0]
+        for case, world, layout, adapter in (
+            ("plain", 1, "single", None), ("adapter", 1, "single", Lora(rank=2)), ("zb", 2, "pp2+zb", None),
+        )
+    }  # fmt: skip
+    assert losses["adapter"] == pytest.approx(losses["plain"], rel=1e-12)
+    assert losses["zb"] == pytest.approx(losses["plain"], rel=1e-12)
+
+
+def _loss_with_gate(layout: str, adapter: Lora | None) -> float:
+    """Loss of two equal micro batches, in the first step."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 61}
+    of_experts = {"num_experts": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = Qwen2MoeConfig(**sizes, **of_experts, **heads, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("shared_expert_gate.weight"):
+            nn.init.normal_(parameter)
+    ids = torch.randint(0, 61, (2, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    return float(own_loop.gradients(own_loop.parallelize(model, layout, adapter=adapter), [batch, batch]))
 
 
 # ---- delayed scaling -------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def _shards(plan: ParallelPlan) -> list[PlanRow]:
 
 def _done(edits: Iterable[Edit]) -> list[PlanRow]:
     """Edits of modules, with those of several layers merged."""
-    found = Counter((any_layer(edit.path), edit.kind, edit.by, edit.why) for edit in edits)
+    found = Counter((any_layer(edit.path), edit.kind, edit.by, any_layer(edit.why)) for edit in edits)
     return [
         PlanRow("done to modules, in order", name or "the model", f"{kind} ({by})", why + _times(count, ", "))
         for (name, kind, by, why), count in found.items()

@@ -140,7 +140,7 @@ class LiveParts:
         self.scales = Fp8Scales(plan, device, self._dtype)
         store = WeightGradStore() if layout.schedule.splits_backward else None
         products = fp8.products(model, mesh, self.scales.history)
-        self.linears = Linears(store, products, plan.matmuls.covers, are_outside=bool(self.scales.history.names))
+        self.linears = Linears(store, products, plan.matmuls.multiplies, are_outside=bool(self.scales.history.names))
         self.balance = balancing.balance_of(plan, self.tensor, self.context, device)
         kernels = RowKernels().compiled(self.compiled.block) if self.compiled else RowKernels()
         self.experts = expert.expert_parallel(

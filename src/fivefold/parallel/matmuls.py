@@ -43,5 +43,8 @@ class MatmulPlan(Protocol):
     def covers(self, module: str) -> bool:
         """True if the layer of a module multiplies in this precision."""
 
+    def multiplies(self, module: str) -> bool:
+        """True if this linear, or these experts, of this rank's layers multiply in this precision."""
+
     def matmuls(self, layers: Sequence[str]) -> Iterator[tuple[str, Matmul]]:
         """Yield the weights of `layers` that multiply in this precision, without the experts, by name."""

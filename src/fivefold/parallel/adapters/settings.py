@@ -22,7 +22,7 @@ def nf4_numbers(size: int) -> int:
 @dataclass(frozen=True)
 class Lora:
     """Settings of an adapter. `targets`: linears by the ends of their names (one, or several); `auto` alone: those of
-    the layers, except routers and experts. `target_parameters`: matrices of experts, by the ends of their names.
+    the layers, except routers and experts. `target_parameters`: matrices of experts, in the same way.
     `quantize`: storage of the frozen weights of linears, `nf4` (`nf4.py`) or `none`: in the compute dtype.
 
     Raises `UserError` for values that no adapter has.
@@ -36,21 +36,22 @@ class Lora:
     target_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        named = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
-        object.__setattr__(self, "targets", named)
-        object.__setattr__(self, "target_parameters", tuple(self.target_parameters))
+        for field in ("targets", "target_parameters"):
+            names = getattr(self, field)
+            object.__setattr__(self, field, (names,) if isinstance(names, str) else tuple(names))
         wrong = {
-            "rank": not isinstance(self.rank, int) or self.rank < 1,
+            "rank": type(self.rank) is not int or self.rank < 1,
             "alpha": not (isinstance(self.alpha, int | float) and isfinite(self.alpha) and self.alpha > 0),
-            "targets": not (named or self.target_parameters)
-            or not all(isinstance(module, str) and module for module in named),
+            "targets": not (self.targets or self.target_parameters) or not _are_names(self.targets),
+            "rslora": not isinstance(self.rslora, bool),
             "quantize": self.quantize not in ("none", "nf4"),
+            "target_parameters": not _are_names(self.target_parameters),
         }
         if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):
             raise UserError(
                 f"an adapter with {bad}={getattr(self, bad)!r}",
                 fix='ff.Lora(rank=16, alpha=32, targets="auto"): whole rank, alpha above 0, names of linears; '
-                "quantize none or nf4",
+                "rslora True or False, quantize none or nf4",
                 more="docs/howto/adapters.md",
             )
 
@@ -58,3 +59,7 @@ class Lora:
     def scale(self) -> float:
         """Factor of B (A x)."""
         return self.alpha / (sqrt(self.rank) if self.rslora else self.rank)
+
+
+def _are_names(values: tuple[object, ...]) -> bool:
+    return all(isinstance(value, str) and value for value in values)

@@ -37,6 +37,16 @@ class Fp8Plan:
             return False
         return self.is_used and is_within(f"{module}.", layers[high : len(layers) - high])
 
+    def multiplies(self, module: str) -> bool:
+        """True if this linear, or these experts, of this rank's layers multiply in fp8. A linear that gets a forward of
+        fivefold's for another reason (a gate of shared experts that has an adapter) need not."""
+        return module in self._modules
+
+    @cached_property
+    def _modules(self) -> frozenset[str]:
+        experts = (block.name for block in self.expert_modules)
+        return frozenset((*experts, *(linear.name.removesuffix(".weight") for linear in self.linears)))
+
     def unaligned(self, tokens: int) -> list[str]:
         """Describe what no fp8 kernel multiplies for its size; a micro batch has `tokens` tokens on this rank."""
         if not self.linears:

@@ -62,7 +62,7 @@ class LinearPlan:
         parameters, weight = self._plan.facts.parameters, f"{module}.weight"
         if role == "row":
             yield "tp", "partial sums are added up, then the bias"
-        if weight in self._in_own_precision:
+        if self._plan.matmuls.multiplies(module):
             yield self._plan.matmuls.key, self._plan.matmuls.why
         if self._plan.layout.schedule.splits_backward:
             yield "pp", "gradients of its weight are put off"
@@ -70,10 +70,6 @@ class LinearPlan:
             yield "adapter", "what its adapter makes is added"
         if parameters[weight].packing:
             yield "adapter", "its weight rests in four bits"
-
-    @cached_property
-    def _in_own_precision(self) -> frozenset[str]:
-        return frozenset(linear.name for linear in self._plan.matmuls.linears)
 
 
 def edits(plan: ParallelPlan) -> Iterator[Edit]:
