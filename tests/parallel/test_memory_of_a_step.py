@@ -159,6 +159,28 @@ def test_what_fp8_keeps_of_a_layer(layout: str, compiled: bool, more: float) -> 
     assert cast_numbers(_first_layer(plan, shape)) == more
 
 
+def test_a_layer_in_fp8_saves_casts_in_place_of_inputs() -> None:
+    """Compiled, none of the three inputs, which are made again."""
+    kept = []
+    for layout in ("single", "single+fp8_rowwise"):
+        plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
+        shape = replace(plan.step_shape(1, 1000, 1), compiled=True)
+        kept.append(layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape).kept)
+    assert kept[0] - kept[1] == (2048 + 2048 + 8192) * 1000 * 2
+
+
+def test_a_recomputed_layer_sends_its_input_alone_to_host_memory() -> None:
+    """The last layer of the stage keeps it on the device; its backward has what it recomputes there."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("single+full+offload"), 0)
+    shape, costs = plan.step_shape(1, 1000, 1), plan.facts.layer_costs
+    first, *_, last = (
+        layer_bytes(plan, layer, cost, shape) for layer, cost in zip(plan.placement.layers, costs, strict=True)
+    )
+    assert (first.kept, first.host) == (0, 2048 * 1000 * 2)
+    assert (last.kept, last.host) == (2048 * 1000 * 2, 0)
+    assert first.working == last.working
+
+
 def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:
     """Llama 2 13B, rows of 131,072 tokens on 16 ranks: 11.4 GiB more are rehearsed where all keys and values are
     gathered, 78.3 GiB beside 66.9."""

@@ -146,6 +146,7 @@ def test_the_link_of_a_group(subtests: pytest.Subtests) -> None:
         ("2x8xH100", (6, 7, 8), "InfiniBand NDR", 2, 2), ("2x8xH100", (3,), "NVLink", 1, 1),
         ("36x4xGB200", range(72), "NVLink", 1, 72), ("36x4xGB200", range(0, 144, 4), "InfiniBand NDR", 2, 18),
         ("4x4xH100", (3, 4), "InfiniBand NDR", 2, 1),
+        ("12x7xGB200", (69, 70), "InfiniBand NDR", 2, 1),  # ten whole nodes of seven in a rack of 72
     ]  # fmt: skip
     for text, ranks, kind, nodes, per_node in cases:
         with subtests.test(text=text, ranks=ranks):
@@ -162,6 +163,23 @@ def test_a_file_replaces_what_is_known(tmp_path: Path) -> None:
     mine, usual = Cluster.parse(str(file)), Cluster.parse("4x8xA100@p4d")
     assert (mine.chip.memory_gib, mine.chip.peak_tflops["fp8"], mine.node.between.decay) == (94, 500, 0.1)
     assert mine.chip.memory_bandwidth_gbs == usual.chip.memory_bandwidth_gbs and mine.node.inside == usual.node.inside
+
+
+def test_processes_share_the_cores_of_a_server(tmp_path: Path) -> None:
+    """Of two cores one process has both, each of two has one, each of four has half of one."""
+    shares = []
+    for processes in (1, 2, 4):
+        file = tmp_path / f"{processes}.toml"
+        file.write_text(f'cluster = "{processes}xcpu"\n[node]\ncores = 2\n')
+        shares.append(Cluster.parse(str(file)))
+    core = Cluster.parse("1xcpu")
+    for share, speed, wait in zip(shares, (2.0, 1.0, 0.5), (1, 1, 2), strict=True):
+        chip, inside = share.chip, share.node.inside
+        assert chip.peak_tflops == {dtype: peak * speed for dtype, peak in core.chip.peak_tflops.items()}
+        assert chip.memory_bandwidth_gbs == core.chip.memory_bandwidth_gbs * speed
+        assert chip.launch_us == core.chip.launch_us * wait
+        assert inside.gbs == core.node.inside.gbs / wait
+        assert (inside.latency_us, inside.meet_us) == (core.node.inside.latency_us * wait, 2000 * wait)
 
 
 def test_a_text_that_is_no_cluster_is_refused(subtests: pytest.Subtests) -> None:
