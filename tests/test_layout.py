@@ -216,6 +216,9 @@ def test_accumulation() -> None:
         layout.accumulation(40)
     assert "micro_batch_size 4 x dp_replicate 2 x dp_shard 2 = 16" in caught.value.what
     assert caught.value.fix == "set train.global_batch_size to 32 or 48"
+    with pytest.raises(UserError) as caught:
+        layout.accumulation(3)
+    assert caught.value.fix == "set train.global_batch_size to 16"
 
 
 def test_the_designs_own_text_is_its_own_text() -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fp8.memory import cast_numbers
 from fivefold.parallel.fsdp.memory import Units, resting_bytes
@@ -179,6 +181,23 @@ def test_a_recomputed_layer_sends_its_input_alone_to_host_memory() -> None:
     assert (first.kept, first.host) == (0, 2048 * 1000 * 2)
     assert (last.kept, last.host) == (2048 * 1000 * 2, 0)
     assert first.working == last.working
+
+
+def test_what_is_frozen_beside_an_adapter_has_no_gradient_and_no_state() -> None:
+    """It rests in bf16; the adapter's matrices, their gradients and both of their moments in fp32."""
+    facts = adapted(facts_of_config("llama-3.2-1b"), Lora(rank=8))
+    trained = sum(parameter.size for parameter in facts.parameters.values() if parameter.is_trained)
+    frozen = sum(parameter.size for parameter in facts.parameters.values()) - trained
+    plan = lower(facts, Layout.parse("single"), 0)
+    found = step_bytes(plan, plan.step_shape(1, 1000, 1))
+    assert (found.parameters, found.gradients, found.optimizer) == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
+
+
+def test_an_update_converts_the_state_of_the_largest_parameter() -> None:
+    """Of an embedding [128256, 2048] over 128 ranks: 16 bytes a number beside states in bf16."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("shard128+bf16_states"), 0)
+    found = step_bytes(plan, plan.step_shape(1, 1000, 1))
+    assert found.moments[UPDATE]["optimizer state"] - found.optimizer == 16 * 128256 * 2048 // 128
 
 
 def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:

@@ -88,6 +88,7 @@ def _efficiencies(text: str) -> str:
 def test_what_a_chip_can_do() -> None:
     chip = Cluster.parse("8xH100").chip
     assert chip.flops_per_second("bf16") == pytest.approx(989.4e12 * 0.80)
+    assert chip.flops_per_second("fp8") == pytest.approx(1978.9e12 * 0.71)
     assert chip.memory_bytes_per_second == pytest.approx(3.35e12 * 0.9)
     assert Cluster.parse("8xV100-32").chip.flops_per_second("bf16") is None
 
@@ -132,6 +133,7 @@ def test_a_type_of_nodes_replaces_links(subtests: pytest.Subtests) -> None:
             usual, other = Cluster.parse(f"2x8x{chip}"), Cluster.parse(f"2x8x{chip}@{kind}")
             assert other.text == f"2x8x{chip}@{kind}" and other.chip == usual.chip
             assert other.node.between != usual.node.between and Cluster.parse(f"2x8x{chip}@dgx") == usual
+            assert Cluster.parse(f"2x8x{chip}@{kind.upper()}") == other
 
 
 def test_bandwidth_of_a_device() -> None:
