@@ -179,6 +179,10 @@ def test_the_dtypes_of_a_step_are_told_apart() -> None:
     ]
 
 
+def test_without_a_pipeline_a_schedule_is_1f1b() -> None:
+    assert [Layout.parse(text).schedule.name for text in ("single+zb", "pp2+zb")] == ["1f1b", "zb"]
+
+
 def test_the_rest_is_filled_in() -> None:
     assert Layout(dp_shard=-1, tp=2).resolve(8).dp_shard == 4
     assert Layout.parse("tp2").resolve(2) == Layout(tp=2)

@@ -178,6 +178,14 @@ def _again(each: Violation, layout: Layout, limits: ModelLimits, world: int, bat
     return any((other.about, other.legal, other.what.split()[:2]) == (each.about, each.legal, rule) for other in found)
 
 
+def test_ulysses_deals_out_the_heads_that_attention_sees() -> None:
+    """They may be others than those that tp deals out, and they may be known alone."""
+    (found,) = violations(Layout.parse("cp4+ulysses"), ModelLimits(attended=(6, 6)))
+    assert found.about == "cp_method" and "deals 6 query and 6 key/value heads of a rank out to 4" in found.what
+    assert found.error.fix == "use auto, ring, or 4x1 or 2x2"
+    assert not violations(Layout.parse("cp4+ulysses"), ModelLimits(query=6, kv=6, attended=(8, 8)))
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     layout = Layout.parse("tp3.pp4+v2")
     found = violations(layout, ModelLimits(query=4, kv=2, layers=3), world=16, batch=7)

@@ -193,6 +193,16 @@ def test_what_is_frozen_beside_an_adapter_has_no_gradient_and_no_state() -> None
     assert (found.parameters, found.gradients, found.optimizer) == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
 
 
+def test_muon_keeps_one_number_for_each_of_a_matrix_of_a_layer() -> None:
+    """And two for each of the embedding and of norms, as AdamW."""
+    facts = facts_of_config("llama-3.2-1b")
+    matrices = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
+    others = sum(parameter.size for parameter in facts.parameters.values()) - matrices
+    plan = lower(facts, Layout.parse("single"), 0)
+    shape = replace(plan.step_shape(1, 1000, 1), optimizer="muon")
+    assert step_bytes(plan, shape).optimizer == 4 * (matrices + 2 * others)
+
+
 def test_an_update_converts_the_state_of_the_largest_parameter() -> None:
     """Of an embedding [128256, 2048] over 128 ranks: 16 bytes a number beside states in bf16."""
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("shard128+bf16_states"), 0)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,7 @@ def test_processes_share_the_cores_of_a_server(tmp_path: Path) -> None:
         file.write_text(f'cluster = "{processes}xcpu"\n[node]\ncores = 2\n')
         shares.append(Cluster.parse(str(file)))
     core = Cluster.parse("1xcpu")
+    assert core.chip.is_guess and not replace(core.chip, doubt=1.0).is_guess
     for share, speed, wait in zip(shares, (2.0, 1.0, 0.5), (1, 1, 2), strict=True):
         chip, inside = share.chip, share.node.inside
         assert chip.peak_tflops == {dtype: peak * speed for dtype, peak in core.chip.peak_tflops.items()}
