@@ -81,6 +81,11 @@ def test_a_split_of_one_number_names_one_stage() -> None:
     assert [each.what.partition(",")[0] for each in layout.violations()] == ["pp_split 8 names 1 stages"]
 
 
+def test_a_stage_without_layers_is_refused() -> None:
+    (found,) = Layout.parse("pp2+split8-0").violations()
+    assert found.about == "pp_split" and found.what.endswith("of a layer or more each")
+
+
 def test_equal_layouts_are_one_key_whatever_the_spelling() -> None:
     assert len({Layout.parse("tp2.shard2"), Layout.parse("shard2.tp2"), Layout(dp_shard=2, tp=2)}) == 1
 
