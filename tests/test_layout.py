@@ -88,6 +88,7 @@ def test_a_stage_without_layers_is_refused() -> None:
 
 def test_equal_layouts_are_one_key_whatever_the_spelling() -> None:
     assert len({Layout.parse("tp2.shard2"), Layout.parse("shard2.tp2"), Layout(dp_shard=2, tp=2)}) == 1
+    assert Layout(recompute="12 GiB") == Layout.parse("single+keep12GiB")
 
 
 def test_what_is_not_understood_is_named(subtests: pytest.Subtests) -> None:

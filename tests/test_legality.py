@@ -178,6 +178,15 @@ def _again(each: Violation, layout: Layout, limits: ModelLimits, world: int, bat
     return any((other.about, other.legal, other.what.split()[:2]) == (each.about, each.legal, rule) for other in found)
 
 
+def test_a_fused_projection_and_a_refusal_of_sequence_parallelism_limit_tp() -> None:
+    """A rank needs a key/value head of its own; without sequence parallelism the model is split."""
+    limits = ModelLimits(query=4, kv=2, fused="qkv_proj").refusing({"sequence_parallel": "it adds to all tokens"})
+    wrong = {text: violations(Layout.parse(text), limits) for text in ("tp2", "tp2+nosp", "tp4+nosp")}
+    found = {text: [each.about for each in each_wrong] for text, each_wrong in wrong.items()}
+    assert found == {"tp2": ["sequence_parallel"], "tp2+nosp": [], "tp4+nosp": ["tp"]}
+    assert wrong["tp4+nosp"][0].legal == (1, 2)
+
+
 def test_ulysses_deals_out_the_heads_that_attention_sees() -> None:
     """They may be others than those that tp deals out, and they may be known alone."""
     (found,) = violations(Layout.parse("cp4+ulysses"), ModelLimits(attended=(6, 6)))
