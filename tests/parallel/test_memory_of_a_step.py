@@ -18,9 +18,10 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
 from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.offload.spec import PART_BYTES
-from fivefold.parallel.pipeline.memory import InFlightBytes, in_flight
+from fivefold.parallel.pipeline.memory import InFlightBytes, edge_bytes, in_flight
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.memory import expensive_numbers
+from fivefold.parallel.recompute.policy import Mode, Recompute
 from fivefold.parallel.step import LayerStep
 
 
@@ -59,6 +60,49 @@ def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: list[int
         summed = 65 * 4 if zero == 1 else 0
         without = {"gradients": 0, "unreduced gradients": found[later]["unreduced gradients"] - summed}
         assert found[first] == found[later] | without
+
+
+@pytest.mark.parametrize(("layout", "shares"), [("shard2.ep2", 1), ("shard4.ep2", 2)])
+def test_units_of_experts_are_gathered_with_their_layer_and_not_ahead(layout: str, shares: int) -> None:
+    """Mixtral, whose rank gathers four of eight experts of a layer, and of the next layer attention alone."""
+    plan = lower(facts_of_config("mixtral-8x7b"), Layout.parse(layout), 0)
+    experts, matrix = 4 * 3 * 14336 * 4096, 4 * 2 * 14336 * 4096
+    attention = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 8 * 4096 + 2 * 4096
+    root, layer = 32000 * 4096 + 4096, attention + experts
+    moments = step_bytes(plan, plan.step_shape(1, 1000, 1)).moments
+    gathered = [moments[moment]["gathered parameters"] for moment in MOMENTS[:4]]
+    assert gathered == [2 * (root + layer), *[2 * (root + layer + attention)] * 2, 2 * (root + layer)]
+    waiting = [moments[moment]["unreduced gradients"] for moment in MOMENTS[:4]]
+    begun = 2 * (root + matrix)
+    assert waiting == [0, begun, begun + 4 * attention, 2 * (root + layer) + 4 * layer]
+    assert plan.placement.grid.fsdp_shards("ep") == shares
+
+
+def test_what_a_rank_has_whole_is_not_gathered_ahead() -> None:
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("single"), 0)
+    moments = step_bytes(plan, plan.step_shape(1, 1000, 1)).moments
+    assert moments["a backward begins"]["gathered parameters"] == moments["the loss"]["gathered parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "entered", "left"),
+    [("pp2", 1, 1), ("pp2+full", 0, 1), ("tp2.pp2", 1 / 2, 1 / 2), ("tp2.pp2+nosp", 1, 1)],
+)
+def test_a_stage_holds_its_input_and_its_output(layout: str, entered: float, left: float) -> None:
+    """Of a Llama 1B: a recomputed layer holds its input itself, also if a budget chose it alone."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
+    shape, size = plan.step_shape(1, 1000, 1), 2048 * 1000 * 2
+    assert edge_bytes(plan, shape) == (entered * size, left * size)
+    one: dict[str, Mode] = dict.fromkeys(plan.placement.layers, "none") | {plan.placement.layers[0]: "full"}
+    assert edge_bytes(plan, replace(shape, recompute=Recompute("1GiB", one))) == (0, left * size)
+
+
+@pytest.mark.parametrize(("layout", "part"), [("tp2+full", 2), ("tp2+nosp+full", 1)])
+def test_a_recomputed_layer_keeps_this_ranks_tokens_of_its_input(layout: str, part: int) -> None:
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
+    shape = plan.step_shape(1, 1000, 1)
+    found = layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape)
+    assert found.kept == 2048 * 1000 * 2 // part
 
 
 def test_gradients_come_with_the_first_backward() -> None:
