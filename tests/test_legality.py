@@ -182,7 +182,7 @@ def test_a_fused_projection_and_a_refusal_of_sequence_parallelism_limit_tp() -> 
     """A rank needs a key/value head of its own; without sequence parallelism the model is split."""
     limits = ModelLimits(query=4, kv=2, fused="qkv_proj").refusing({"sequence_parallel": "it adds to all tokens"})
     wrong = {text: violations(Layout.parse(text), limits) for text in ("tp2", "tp2+nosp", "tp4+nosp")}
-    found = {text: [each.about for each in each_wrong] for text, each_wrong in wrong.items()}
+    found = {text: [violation.about for violation in listed] for text, listed in wrong.items()}
     assert found == {"tp2": ["sequence_parallel"], "tp2+nosp": [], "tp4+nosp": ["tp"]}
     assert wrong["tp4+nosp"][0].legal == (1, 2)
 
