@@ -75,8 +75,21 @@ def test_words_come_in_a_fixed_order() -> None:
     )
 
 
+def test_a_split_of_one_number_names_one_stage() -> None:
+    layout = Layout.parse("pp2+split8")
+    assert layout.pp_split == "8"
+    (found,) = layout.violations()
+    assert found.what.startswith("pp_split 8 names 1 stages, and there are 2")
+
+
+def test_a_stage_without_layers_is_refused() -> None:
+    (found,) = Layout.parse("pp2+split8-0").violations()
+    assert found.about == "pp_split" and found.what.endswith("of a layer or more each")
+
+
 def test_equal_layouts_are_one_key_whatever_the_spelling() -> None:
     assert len({Layout.parse("tp2.shard2"), Layout.parse("shard2.tp2"), Layout(dp_shard=2, tp=2)}) == 1
+    assert Layout(recompute="12 GiB") == Layout.parse("single+keep12GiB")
 
 
 def test_what_is_not_understood_is_named(subtests: pytest.Subtests) -> None:
@@ -138,6 +151,8 @@ def test_more_ranks_than_can_be_counted_are_refused() -> None:
     assert Layout.parse("shard1024.tp1024").world == Layout.parse("cp1024").world * 1024
     with pytest.raises(UserError, match=r"dp_shard 1048576 x tp 1048576 is more than 1,048,576 ranks"):
         Layout.parse("shard1048576.tp1048576.ep7")
+    with pytest.raises(UserError, match="is more than 1,048,576 ranks"):
+        Layout.parse("shard-1.tp1048576.pp2")
     with pytest.raises(UserError, match="cp 1025 is not a degree") as caught:
         Layout.parse("cp1025")
     assert caught.value.fix == "cp is 1 to 1,024"
@@ -151,9 +166,35 @@ def test_degrees_multiply_but_for_ep() -> None:
     assert layout.row_multiple == 16
 
 
+def test_the_innermost_coordinate_is_that_of_tp() -> None:
+    """Ranks that tp joins are neighbours; those of a pipeline are the furthest apart."""
+    assert [Layout.parse("shard2.tp2.pp2").coordinates(rank) for rank in (1, 2, 4)] == [
+        {"tp": 1, "dp_shard": 0, "pp": 0},
+        {"tp": 0, "dp_shard": 1, "pp": 0},
+        {"tp": 0, "dp_shard": 0, "pp": 1},
+    ]
+
+
+def test_the_dtypes_of_a_step_are_told_apart() -> None:
+    """`fivefold verify` computes a reference for each of these texts."""
+    texts = ("single", "tp2+fp32+bf16_states", "single+fp64+fp8_rowwise+hp2", "single+fp8_delayed+8bit_states")
+    assert [Layout.parse(text).numerics for text in texts] == [
+        "bf16",
+        "fp32, bf16 states",
+        "fp64 with fp8 rowwise but for 2 layers at each end",
+        "bf16 with fp8 delayed, 8bit states",
+    ]
+
+
+def test_without_a_pipeline_a_schedule_is_1f1b() -> None:
+    assert [Layout.parse(text).schedule.name for text in ("single+zb", "pp2+zb")] == ["1f1b", "zb"]
+
+
 def test_the_rest_is_filled_in() -> None:
     assert Layout(dp_shard=-1, tp=2).resolve(8).dp_shard == 4
     assert Layout.parse("tp2").resolve(2) == Layout(tp=2)
+    with pytest.raises(UserError, match="ep 3 does not divide dp_shard 8"):
+        Layout.parse("shard-1.ep3").resolve(8)
     with pytest.raises(UserError, match="not known yet"):
         Layout(dp_shard=-1).world  # noqa: B018
 
@@ -186,6 +227,9 @@ def test_accumulation() -> None:
         layout.accumulation(40)
     assert "micro_batch_size 4 x dp_replicate 2 x dp_shard 2 = 16" in caught.value.what
     assert caught.value.fix == "set train.global_batch_size to 32 or 48"
+    with pytest.raises(UserError) as caught:
+        layout.accumulation(3)
+    assert caught.value.fix == "set train.global_batch_size to 16"
 
 
 def test_the_designs_own_text_is_its_own_text() -> None:

@@ -178,6 +178,23 @@ def _again(each: Violation, layout: Layout, limits: ModelLimits, world: int, bat
     return any((other.about, other.legal, other.what.split()[:2]) == (each.about, each.legal, rule) for other in found)
 
 
+def test_a_fused_projection_and_a_refusal_of_sequence_parallelism_limit_tp() -> None:
+    """A rank needs a key/value head of its own; without sequence parallelism the model is split."""
+    limits = ModelLimits(query=4, kv=2, fused="qkv_proj").refusing({"sequence_parallel": "it adds to all tokens"})
+    wrong = {text: violations(Layout.parse(text), limits) for text in ("tp2", "tp2+nosp", "tp4+nosp")}
+    found = {text: [violation.about for violation in listed] for text, listed in wrong.items()}
+    assert found == {"tp2": ["sequence_parallel"], "tp2+nosp": [], "tp4+nosp": ["tp"]}
+    assert wrong["tp4+nosp"][0].legal == (1, 2)
+
+
+def test_ulysses_deals_out_the_heads_that_attention_sees() -> None:
+    """They may be others than those that tp deals out, and they may be known alone."""
+    (found,) = violations(Layout.parse("cp4+ulysses"), ModelLimits(attended=(6, 6)))
+    assert found.about == "cp_method" and "deals 6 query and 6 key/value heads of a rank out to 4" in found.what
+    assert found.error.fix == "use auto, ring, or 4x1 or 2x2"
+    assert not violations(Layout.parse("cp4+ulysses"), ModelLimits(query=6, kv=6, attended=(8, 8)))
+
+
 def test_all_that_is_wrong_is_said_at_once() -> None:
     layout = Layout.parse("tp3.pp4+v2")
     found = violations(layout, ModelLimits(query=4, kv=2, layers=3), world=16, batch=7)

@@ -54,7 +54,13 @@ def test_a_piece_of_an_mlp_is_planned() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "family", "what"),
-    [("mlp2", "mixtral", "no dense MLP"), ("mlp2+fp8", "llama", "scales that span the tokens")],
+    [
+        ("mlp2", "mixtral", "no dense MLP"),
+        ("mlp2+fp8", "llama", "scales that span the tokens"),
+        ("mlp2+fp8_rowwise", "llama", "scales that span the tokens"),
+        ("mlp2+selective", "llama", "says what of an MLP is kept"),
+        ("mlp2+keep1GiB", "llama", "says what of an MLP is kept"),
+    ],
 )
 def test_what_is_not_run_in_pieces(layout: str, family: str, what: str) -> None:
     with pytest.raises(UserError, match=what):

@@ -378,5 +378,6 @@ def test_sizes_that_no_kernel_takes_are_named() -> None:
 
 def test_rows_are_padded_to_whole_blocks() -> None:
     assert Layout.parse("cp2+mxfp8").padded(100) == 128
+    assert Layout.parse("tp2+mxfp8").padded(130) == 192  # 32 tokens are a multiple of tp
     assert Layout.parse("cp2+fp8").padded(100) == 100
     assert Layout.parse("shard2+fp8_blockwise").padded(100) == 256

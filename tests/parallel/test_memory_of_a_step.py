@@ -8,6 +8,8 @@ import pytest
 
 from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.adapters.facts import adapted
+from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.fp8.memory import cast_numbers
 from fivefold.parallel.fsdp.memory import Units, resting_bytes
@@ -16,9 +18,10 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes, layer_numbers, step_bytes
 from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.offload.spec import PART_BYTES
-from fivefold.parallel.pipeline.memory import InFlightBytes, in_flight
+from fivefold.parallel.pipeline.memory import InFlightBytes, edge_bytes, in_flight
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.memory import expensive_numbers
+from fivefold.parallel.recompute.policy import Mode, Recompute
 from fivefold.parallel.step import LayerStep
 
 
@@ -57,6 +60,49 @@ def test_units_are_gathered_and_wait_by_zero_stage(zero: int, gathered: list[int
         summed = 65 * 4 if zero == 1 else 0
         without = {"gradients": 0, "unreduced gradients": found[later]["unreduced gradients"] - summed}
         assert found[first] == found[later] | without
+
+
+@pytest.mark.parametrize(("layout", "shares"), [("shard2.ep2", 1), ("shard4.ep2", 2)])
+def test_units_of_experts_are_gathered_with_their_layer_and_not_ahead(layout: str, shares: int) -> None:
+    """Mixtral, whose rank gathers four of eight experts of a layer, and of the next layer attention alone."""
+    plan = lower(facts_of_config("mixtral-8x7b"), Layout.parse(layout), 0)
+    experts, matrix = 4 * 3 * 14336 * 4096, 4 * 2 * 14336 * 4096
+    attention = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 8 * 4096 + 2 * 4096
+    root, layer = 32000 * 4096 + 4096, attention + experts
+    moments = step_bytes(plan, plan.step_shape(1, 1000, 1)).moments
+    gathered = [moments[moment]["gathered parameters"] for moment in MOMENTS[:4]]
+    assert gathered == [2 * (root + layer), *[2 * (root + layer + attention)] * 2, 2 * (root + layer)]
+    waiting = [moments[moment]["unreduced gradients"] for moment in MOMENTS[:4]]
+    begun = 2 * (root + matrix)
+    assert waiting == [0, begun, begun + 4 * attention, 2 * (root + layer) + 4 * layer]
+    assert plan.placement.grid.fsdp_shards("ep") == shares
+
+
+def test_what_a_rank_has_whole_is_not_gathered_ahead() -> None:
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("single"), 0)
+    moments = step_bytes(plan, plan.step_shape(1, 1000, 1)).moments
+    assert moments["a backward begins"]["gathered parameters"] == moments["the loss"]["gathered parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "entered", "left"),
+    [("pp2", 1, 1), ("pp2+full", 0, 1), ("tp2.pp2", 1 / 2, 1 / 2), ("tp2.pp2+nosp", 1, 1)],
+)
+def test_a_stage_holds_its_input_and_its_output(layout: str, entered: float, left: float) -> None:
+    """Of a Llama 1B: a recomputed layer holds its input itself, also if a budget chose it alone."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
+    shape, size = plan.step_shape(1, 1000, 1), 2048 * 1000 * 2
+    assert edge_bytes(plan, shape) == (entered * size, left * size)
+    one: dict[str, Mode] = dict.fromkeys(plan.placement.layers, "none") | {plan.placement.layers[0]: "full"}
+    assert edge_bytes(plan, replace(shape, recompute=Recompute("1GiB", one))) == (0, left * size)
+
+
+@pytest.mark.parametrize(("layout", "part"), [("tp2+full", 2), ("tp2+nosp+full", 1)])
+def test_a_recomputed_layer_keeps_this_ranks_tokens_of_its_input(layout: str, part: int) -> None:
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
+    shape = plan.step_shape(1, 1000, 1)
+    found = layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape)
+    assert found.kept == 2048 * 1000 * 2 // part
 
 
 def test_gradients_come_with_the_first_backward() -> None:
@@ -157,6 +203,55 @@ def test_what_fp8_keeps_of_a_layer(layout: str, compiled: bool, more: float) -> 
     plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
     shape = replace(plan.step_shape(1, 1000, 1), compiled=compiled)
     assert cast_numbers(_first_layer(plan, shape)) == more
+
+
+def test_a_layer_in_fp8_saves_casts_in_place_of_inputs() -> None:
+    """Compiled, none of the three inputs, which are made again."""
+    kept = []
+    for layout in ("single", "single+fp8_rowwise"):
+        plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse(layout), 0)
+        shape = replace(plan.step_shape(1, 1000, 1), compiled=True)
+        kept.append(layer_bytes(plan, plan.placement.layers[0], plan.facts.layer_costs[0], shape).kept)
+    assert kept[0] - kept[1] == (2048 + 2048 + 8192) * 1000 * 2
+
+
+def test_a_recomputed_layer_sends_its_input_alone_to_host_memory() -> None:
+    """The last layer of the stage keeps it on the device; its backward has what it recomputes there."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("single+full+offload"), 0)
+    shape, costs = plan.step_shape(1, 1000, 1), plan.facts.layer_costs
+    first, *_, last = (
+        layer_bytes(plan, layer, cost, shape) for layer, cost in zip(plan.placement.layers, costs, strict=True)
+    )
+    assert (first.kept, first.host) == (0, 2048 * 1000 * 2)
+    assert (last.kept, last.host) == (2048 * 1000 * 2, 0)
+    assert first.working == last.working
+
+
+def test_what_is_frozen_beside_an_adapter_has_no_gradient_and_no_state() -> None:
+    """It rests in bf16; the adapter's matrices, their gradients and both of their moments in fp32."""
+    facts = adapted(facts_of_config("llama-3.2-1b"), Lora(rank=8))
+    trained = sum(parameter.size for parameter in facts.parameters.values() if parameter.is_trained)
+    frozen = sum(parameter.size for parameter in facts.parameters.values()) - trained
+    plan = lower(facts, Layout.parse("single"), 0)
+    found = step_bytes(plan, plan.step_shape(1, 1000, 1))
+    assert (found.parameters, found.gradients, found.optimizer) == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
+
+
+def test_muon_keeps_one_number_for_each_of_a_matrix_of_a_layer() -> None:
+    """And two for each of the embedding and of norms, as AdamW."""
+    facts = facts_of_config("llama-3.2-1b")
+    matrices = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
+    others = sum(parameter.size for parameter in facts.parameters.values()) - matrices
+    plan = lower(facts, Layout.parse("single"), 0)
+    shape = replace(plan.step_shape(1, 1000, 1), optimizer="muon")
+    assert step_bytes(plan, shape).optimizer == 4 * (matrices + 2 * others)
+
+
+def test_an_update_converts_the_state_of_the_largest_parameter() -> None:
+    """Of an embedding [128256, 2048] over 128 ranks: 16 bytes a number beside states in bf16."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("shard128+bf16_states"), 0)
+    found = step_bytes(plan, plan.step_shape(1, 1000, 1))
+    assert found.moments[UPDATE]["optimizer state"] - found.optimizer == 16 * 128256 * 2048 // 128
 
 
 def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:

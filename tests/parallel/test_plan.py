@@ -380,6 +380,13 @@ def test_refusals_say_what_fits() -> None:
         lower(replace(found, carried="layer 1 is given more"), Layout.parse("pp2"), 0)
 
 
+@pytest.mark.parametrize("layout", ["tp2+selective", "tp2+nosp+selective", "tp2+keep1GiB"])
+def test_recompute_that_saves_no_products_of_rows_is_refused_beside_an_adapter(layout: str) -> None:
+    """With sequence parallelism or without, and for a budget, which may choose it."""
+    with pytest.raises(UserError, match="keeps nothing that the gradient of an adapter needs"):
+        lower(adapted(facts(), Lora(rank=3)), Layout.parse(layout), 0)
+
+
 # ---- 405B on 16,384 ranks --------------------------------------------------------------------------------------------
 
 LARGE = LlamaConfig(

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def _efficiencies(text: str) -> str:
 def test_what_a_chip_can_do() -> None:
     chip = Cluster.parse("8xH100").chip
     assert chip.flops_per_second("bf16") == pytest.approx(989.4e12 * 0.80)
+    assert chip.flops_per_second("fp8") == pytest.approx(1978.9e12 * 0.71)
     assert chip.memory_bytes_per_second == pytest.approx(3.35e12 * 0.9)
     assert Cluster.parse("8xV100-32").chip.flops_per_second("bf16") is None
 
@@ -132,6 +134,7 @@ def test_a_type_of_nodes_replaces_links(subtests: pytest.Subtests) -> None:
             usual, other = Cluster.parse(f"2x8x{chip}"), Cluster.parse(f"2x8x{chip}@{kind}")
             assert other.text == f"2x8x{chip}@{kind}" and other.chip == usual.chip
             assert other.node.between != usual.node.between and Cluster.parse(f"2x8x{chip}@dgx") == usual
+            assert Cluster.parse(f"2x8x{chip}@{kind.upper()}") == other
 
 
 def test_bandwidth_of_a_device() -> None:
@@ -146,6 +149,7 @@ def test_the_link_of_a_group(subtests: pytest.Subtests) -> None:
         ("2x8xH100", (6, 7, 8), "InfiniBand NDR", 2, 2), ("2x8xH100", (3,), "NVLink", 1, 1),
         ("36x4xGB200", range(72), "NVLink", 1, 72), ("36x4xGB200", range(0, 144, 4), "InfiniBand NDR", 2, 18),
         ("4x4xH100", (3, 4), "InfiniBand NDR", 2, 1),
+        ("12x7xGB200", (69, 70), "InfiniBand NDR", 2, 1),  # ten whole nodes of seven in a rack of 72
     ]  # fmt: skip
     for text, ranks, kind, nodes, per_node in cases:
         with subtests.test(text=text, ranks=ranks):
@@ -162,6 +166,24 @@ def test_a_file_replaces_what_is_known(tmp_path: Path) -> None:
     mine, usual = Cluster.parse(str(file)), Cluster.parse("4x8xA100@p4d")
     assert (mine.chip.memory_gib, mine.chip.peak_tflops["fp8"], mine.node.between.decay) == (94, 500, 0.1)
     assert mine.chip.memory_bandwidth_gbs == usual.chip.memory_bandwidth_gbs and mine.node.inside == usual.node.inside
+
+
+def test_processes_share_the_cores_of_a_server(tmp_path: Path) -> None:
+    """Of two cores one process has both, each of two has one, each of four has half of one."""
+    shares = []
+    for processes in (1, 2, 4):
+        file = tmp_path / f"{processes}.toml"
+        file.write_text(f'cluster = "{processes}xcpu"\n[node]\ncores = 2\n')
+        shares.append(Cluster.parse(str(file)))
+    core = Cluster.parse("1xcpu")
+    assert core.chip.is_guess and not replace(core.chip, doubt=1.0).is_guess
+    for share, speed, wait in zip(shares, (2.0, 1.0, 0.5), (1, 1, 2), strict=True):
+        chip, inside = share.chip, share.node.inside
+        assert chip.peak_tflops == {dtype: peak * speed for dtype, peak in core.chip.peak_tflops.items()}
+        assert chip.memory_bandwidth_gbs == core.chip.memory_bandwidth_gbs * speed
+        assert chip.launch_us == core.chip.launch_us * wait
+        assert inside.gbs == core.node.inside.gbs / wait
+        assert (inside.latency_us, inside.meet_us) == (core.node.inside.latency_us * wait, 2000 * wait)
 
 
 def test_a_text_that_is_no_cluster_is_refused(subtests: pytest.Subtests) -> None:
