@@ -1,6 +1,6 @@
 """What a layer, the head and a step are priced at, by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Item, Step, Workload, estimate
 from fivefold.planner.parts import ITEMS, LayerPrice, Prices
-from fivefold.planner.price import PriceList
+from fivefold.planner.price import PriceList, work_layout
 from fivefold.planner.rank_memory import BUFFERS, matmul_bytes, runtime_bytes
 from fivefold.planner.sums import crowded
 
@@ -134,3 +134,16 @@ def test_matmuls_in_fp8_have_a_rate_of_their_own_and_numbers_that_are_cast_first
     assert all(
         later > earlier for later, earlier in zip(*(times(x, "element-wise") for x in (after, before)), strict=True)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithAnotherKey(Layout):
+    """A layout with a key that the planner has never seen."""
+
+    cap: int = 0
+
+
+def test_a_new_key_of_a_layout_is_priced() -> None:
+    """A list of the keys that count would leave it out, and its bytes with it."""
+    layout = _WithAnotherKey(tp=2, pp=2, dp_shard=4, zero=1, recompute="full", precision="fp32", cap=3)
+    assert work_layout(layout) == _WithAnotherKey(tp=2, precision="fp32", cap=3)

@@ -9,8 +9,9 @@ import pytest
 
 from fivefold.config import load_config
 from fivefold.core.errors import UserError
+from fivefold.training.optimizers import build_optimizer
 from tests.parallel.test_parity import truth
-from tests.parity import Case, assert_proved, on_rank, outcome
+from tests.parity import Case, assert_proved, build, on_rank, outcome
 from tests.pool import run_ranks
 from tests.training import bodies
 from tests.training.sgd import knowing, known
@@ -73,6 +74,20 @@ def test_a_layout_is_proved_with_it(tmp_path: Path) -> None:
     rows = {row["what"]: row["ok"] for row in found["rows"]}
     assert not found["refused"] and all(rows.values()), rows
     assert "momentum" in rows and "update" in rows
+
+
+@pytest.mark.full
+def test_its_state_is_in_fp32_and_a_smaller_type_is_refused() -> None:
+    """It was kept in fp32 all the same, and planned in half."""
+    (error,) = run_ranks(1, knowing, refused, Case("single+bf16_states", optimizer="sgd"))
+    assert error == "sgd keeps its state in fp32, and cannot keep it in bf16"
+
+
+def refused(case: Case) -> str:
+    """What the error says with which building its optimizer ends."""
+    with pytest.raises(UserError) as error:
+        build_optimizer(build(case), case.options)
+    return str(error.value.what)
 
 
 def test_its_keys_are_its_own() -> None:

@@ -19,7 +19,7 @@ from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
 from fivefold.parallel.calls import calls, layer_calls, unit_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, computes_in_copies
-from fivefold.parallel.layout import Layout
+from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.loss.spec import logit_bytes
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import layer_bytes
@@ -334,15 +334,22 @@ def _is_of(module: str, layer: str) -> bool:
     return module == layer or is_within(module, [layer])
 
 
+# Keys that make no difference to a micro batch of a rank, or are priced beside the layout. Every other key is kept, so
+# that its bytes and its collectives count.
+_BESIDE = {
+    name: KEYS[name].default
+    for name in (
+        "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "micro_batch_size", "recompute",
+        "offload_activations", "offload_parameters", "offload_optimizer", "state_dtype",
+    )
+}  # fmt: skip
+
+
 def work_layout(layout: Layout) -> Layout:
     """The smallest layout whose ranks do the same in a micro batch, rows and recompute aside: one stage, and no more
     shards than `ep` needs."""
     shards = layout.ep // gcd(layout.ep, layout.cp * layout.tp // layout.etp)
-    return Layout(
-        dp_shard=shards, tp=layout.tp, cp=layout.cp, ep=layout.ep, cp_method=layout.cp_method,
-        sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, precision=layout.precision,
-        mlp_chunks=layout.mlp_chunks,
-    )  # fmt: skip
+    return replace(layout, **_BESIDE, dp_shard=shards).multiplying_plainly()
 
 
 def shard_layout(layout: Layout) -> Layout:

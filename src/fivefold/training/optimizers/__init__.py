@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.config import OptimizerSection
+from fivefold.core.errors import UserError
 from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
 from fivefold.parallel.placement import Placement
+from fivefold.parallel.state import state_of
 
 UNTOUCHED = "did not change at all"  # a finding only if it holds for all parts of a tensor
 
@@ -90,5 +92,16 @@ def register(rule: UpdateRule) -> None:
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
-    """Build the optimizer named in `options` over the parameters of a parallelized `model`."""
-    return rule_of(options.name).build(model, options)
+    """Build the optimizer named in `options` over the parameters of a parallelized `model`.
+
+    Raises `UserError` if the layout has state in a smaller type, and the optimizer has no `KeptStates`.
+    """
+    optimizer = rule_of(options.name).build(model, options)
+    dtype = state_of(model).plan.layout.state_dtype
+    if dtype != "fp32" and not hasattr(optimizer, "kept"):
+        raise UserError(
+            f"{options.name} keeps its state in fp32, and cannot keep it in {dtype}",
+            fix="set optimizer.state_dtype: fp32, or optimizer.name: adamw",
+            more="docs/explain/memory.md",
+        )
+    return optimizer
