@@ -4,17 +4,18 @@ Each is the proof of a step (`tests/verification/cases.py`) in one of `MODELS`, 
 divide, or of four; its loss is computed in three chunks or at once. Cases of one model stand together: each layout
 loads what the one before it saved.
 
-`write()` makes the lines; a campaign test proves that they still cover all pairs.
+`python -m tests.matrix` prints the lines: those that are there, and more for pairs that no line has yet, such as those
+of a new schedule. A campaign test proves that they cover all pairs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from fivefold.core.schedule import SCHEDULES
 from fivefold.parallel.layout import DEGREES, Layout
-from tests.allpairs import Choice, Pair, all_pairs, reachable
+from tests.allpairs import Choice, Pair, all_pairs, pairs_of, reachable
 from tests.verification.cases import ProvedCase, model_of
 
 ROWS, RANKS = 8, 4
@@ -105,11 +106,12 @@ def case_of(choice: Choice) -> ProvedCase:
     return ProvedCase("step", layout, replace(model, changes=deep.changes, is_chunked=choice["chunks"]))
 
 
-def write() -> Iterator[str]:
-    """The lines of `CASES`, with the seed of the fewest."""
-    found = min((all_pairs(OPTIONS, legal=is_legal, needed=needed(), seed=seed) for seed in range(9)), key=len)
+def write(kept: Sequence[ProvedCase] = ()) -> Iterator[str]:
+    """The lines of the cases `kept`, and of those that the pairs need that these lack, with the seed of the fewest."""
+    missing = needed() - {pair for case in kept for pair in pairs_of(choice_of(case))}
+    found = min((all_pairs(OPTIONS, legal=is_legal, needed=missing, seed=seed) for seed in range(9)), key=len)
     order = [model.family for model in MODELS]
-    cases = [case_of(choice) for choice in found]
+    cases = [*kept, *map(case_of, found)]
     yield from map(str, sorted(cases, key=lambda case: (order.index(case.model.family), case.model.changes)))
 
 
@@ -170,3 +172,6 @@ step dp2.cp2+zero2+allgather+mb2+full deepseek_v3/3-kv4
 step tp4.ep4+mb8 deepseek_v3/3-kv4-unchunked
 step cp4+zero2+allgather+mb4 deepseek_v3/3-kv4-unchunked
 """.strip().splitlines()]  # fmt: skip
+
+if __name__ == "__main__":
+    print(*write(CASES), sep="\n")

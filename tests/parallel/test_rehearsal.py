@@ -15,7 +15,11 @@ from tests.tiers import every, put_off
 
 pytestmark = pytest.mark.full
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved+v2", "zb", "zb+v2", "zbv", "dualpipev")
+# Each with the fewest stages a rank, and zb with two as well.
+SCHEDULES = (
+    *(f"{name}+v2" if record.stages[0] == 2 and not record.is_v else name for name, record in RECORDS.items()),
+    "zb+v2",
+)
 DENSE = (
     "single", "shard8", "dp2.shard4", "shard2.tp2.cp2", "pp2.shard2.tp2", "cp4", "cp4+ring", "cp4+allgather",
     "cp4+ulysses", "cp4+2x2", "tp8", "tp4+full", "tp2+nosp", "dp2.shard2.tp2+zero1", "shard4+zero2",
