@@ -37,7 +37,7 @@ def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     """Start Weights & Biases, with its files in the run folder. W&B itself drops steps that its run already has."""
     import wandb
 
-    ours = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir)}
+    ours: dict[str, Any] = {"project": PROJECT, "name": config.run.name, "dir": str(config.run_dir)}
     name = known or secrets.token_hex(4)
     run = wandb.init(
         **{key: value for key, value in ours.items() if f"WANDB_{key.upper()}" not in os.environ},
