@@ -95,8 +95,7 @@ class CheckpointAdapter:
         source = self.checkpoint.source()
         kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
         card = model_card(
-            self.checkpoint, run, name=name, dtype=str(kind).removeprefix("torch."), is_adapter=True,
-            parameters=self.parameters,
+            self.checkpoint, run, name=name, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
         )  # fmt: skip
         base, folder = self.config.model.name_or_path, self.checkpoint.model_folder
         files = {str(path.relative_to(folder)): path.read_bytes() for path in tokenizer_files(folder)}
@@ -112,10 +111,8 @@ def write_peft(
     temporary folder; returns the bytes of its tensors. `base`: the name of the model. `files`: what lies beside it.
     `force` replaces an existing adapter, `into` keeps other files. Raises `RunFailed`, or `UserError` if the folder is
     at fault."""
-    there, ours = (
-        set(out.iterdir()) if out.is_dir() else set(),
-        [*(out / name for name in _FILES), *tokenizer_files(out)],
-    )
+    there = set(out.iterdir()) if out.is_dir() else set()
+    ours = [*(out / name for name in _FILES), *tokenizer_files(out)]
     into = into and out.is_dir()
     is_adapter = out / CONFIG in there and there <= {*ours, *(path.parent for path in ours)}
     if not into and out.exists() and (not out.is_dir() or there) and not (force and is_adapter):

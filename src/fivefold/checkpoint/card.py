@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import metadata_load
 
 from fivefold.checkpoint.find import is_remote
 from fivefold.checkpoint.load import Checkpoint
@@ -27,20 +28,20 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 """
 
 
-def model_card(
-    checkpoint: Checkpoint, run: str | Path, *, name: str, dtype: str, is_adapter: bool = False, parameters: int = 0
-) -> str:
+def model_card(checkpoint: Checkpoint, run: str | Path, *, name: str, dtype: str, adapted: int = 0) -> str:
     """The text of README.md: front matter as the hub reads it, tables, and the lines that load it.
 
-    `name`: of the folder or repository that it goes to. `parameters`: of an adapter. Unknown entries are left out,
-    except the licence: the base model's if its folder states one, else unknown. Files are named without their folders.
+    `name`: of the folder or repository that it goes to. `adapted`: parameters of an adapter, 0 for a model. Unknown
+    entries are left out, except the licence: the base model's if its folder states one, else unknown. Files are named
+    without their folders.
     """
     file = checkpoint.path / "run.yaml"
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
+    is_adapter, package = adapted > 0, "peft" if adapted else "transformers"
     title = config.run.name if config else Path(str(run)).name
     licence = _licence(config.model.name_or_path) if config and config.model.init == "pretrained" else _UNKNOWN
     front: dict[str, Any] = {
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": package,
         "license": licence,
         "pipeline_tag": "text-generation",
         "tags": ["fivefold", *(["lora"] if is_adapter else [])],
@@ -50,10 +51,9 @@ def model_card(
         front["base_model_relation"] = "adapter" if is_adapter else "finetune"
     if datasets := _datasets(config) if config else []:
         front["datasets"] = datasets
-    rows = {**(_training(config, parameters if is_adapter else 0) if config else {}), **_results(checkpoint, dtype)}
+    rows = {**(_training(config, adapted) if config else {}), **_results(checkpoint, dtype)}
     load = _LOAD.format(
-        package="peft" if is_adapter else "transformers",
-        model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM", name=name,
+        package=package, model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM", name=name,
     )  # fmt: skip
     terms = "Licence: unknown. Those" if licence == _UNKNOWN else f"Licence of the base model: {licence}. The terms"
     return (
@@ -66,12 +66,11 @@ def model_card(
 def _licence(folder: str) -> str:
     """The licence that the model card in a model's folder states."""
     card = Path(folder).expanduser() / CARD
-    parts = card.read_text(encoding="utf-8", errors="replace").split("---", 2) if card.is_file() else []
     try:
-        front = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
-    except yaml.YAMLError:
+        front = metadata_load(card) if card.is_file() else None
+    except (ValueError, yaml.YAMLError):  # not UTF-8, or no front matter of keys
         front = None
-    stated = front.get("license") if isinstance(front, dict) else None
+    stated = (front or {}).get("license")
     return stated if isinstance(stated, str) and stated else _UNKNOWN
 
 

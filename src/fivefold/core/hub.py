@@ -112,13 +112,13 @@ def repository(name: str | None, private: bool, revision: str | None) -> Reposit
 
 def _not_fetched(key: str, name: str, error: BaseException) -> UserError:
     """Error for a `name` that could not be fetched from the hub; `key`: that of the run file."""
-    what, fix = _reason(name, list(_chain(error)))
-    lacks = ", and this machine has no copy of it" if "reached" in what else ""
-    return UserError(f"{key} {name}: {what}{lacks}", fix=fix)
+    what, fix = _reason(name, list(_chain(error)), besides=", and this machine has no copy of it")
+    return UserError(f"{key} {name}: {what}", fix=fix)
 
 
-def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
-    """The problem and its fix. The most specific error counts, however deep it lies."""
+def _reason(name: str, errors: list[BaseException], *, besides: str = "") -> tuple[str, str]:
+    """The problem and its fix. The most specific error counts, however deep it lies. `besides`: said of a hub that
+    cannot be reached."""
     from huggingface_hub import errors as hub
 
     local = f"name a local folder (hf download {name} --local-dir DIR fills one where there is a network)"
@@ -139,7 +139,7 @@ def _reason(name: str, errors: list[BaseException]) -> tuple[str, str]:
             return f"the hub answered {error.response.status_code}", f"try again later, or {local}"
     if any(isinstance(error, OSError) or "httpx" in type(error).__module__ for error in errors):
         why = getattr(errors[-1], "strerror", None) or str(errors[-1]) or type(errors[-1]).__name__
-        return f"the Hugging Face hub cannot be reached ({why})", local
+        return f"the Hugging Face hub cannot be reached ({why}){besides}", local
     return f"it cannot be read: {(str(errors[0]).splitlines() or [type(errors[0]).__name__])[0]}", local
 
 
