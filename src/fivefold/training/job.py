@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fivefold.config import RunConfig
+from fivefold.core.best import Best
 from fivefold.core.interrupts import StopRequest
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
@@ -49,6 +50,7 @@ class Job:
     skipped: int = 0
     in_a_row: int = 0
     last_eval: float | None = None
+    best: Best = field(default_factory=Best)
     checked: int | None = None  # the last step of this start whose standing checks passed
     began: float = field(default_factory=time.monotonic)  # this start
     stop: StopRequest = field(default_factory=StopRequest)

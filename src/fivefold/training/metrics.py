@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fivefold.training.job import Job
@@ -31,6 +32,11 @@ def row(job: Job, result: StepResult, rate: float, *, seconds: float, waited: fl
         **result.balance.metrics(),
         **{name: finite(number) for name, number in result.metrics.items()},
     }
+
+
+def of_evaluation(loss: float, more: Mapping[str, float]) -> dict[str, Any]:
+    """The part of a row that an evaluation adds. `more`: metrics of a preference objective."""
+    return {"eval/loss": finite(loss), **{f"eval/{name}": finite(number) for name, number in more.items()}}
 
 
 def finite(number: float) -> float | None:
