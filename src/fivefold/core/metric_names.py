@@ -16,6 +16,8 @@ METRICS = {
     "perf/tokens_per_second_per_device": "tokens/s; the same, divided by the number of devices",
     "perf/tflops_per_device": "TFLOP/s; model FLOPs of this step, with causal attention halved and no recompute",
     "perf/mfu_pct": "%; these FLOPs against the peak of the device; null if the peak is unknown",
+    "perf/matmul_pct": "%; these FLOPs against the large matmuls that fivefold calibrate measured; CPUs with "
+    "layout.hardware alone",
     "perf/step_seconds": "s; wall clock of this step",
     "perf/data_wait_pct": "%; part of the step that waited for rows",
     "perf/elapsed_seconds": "s; time since the run began, summed over its starts",

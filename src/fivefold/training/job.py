@@ -79,3 +79,9 @@ class Job:
     @cached_property
     def peak_tflops(self) -> float | None:
         return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
+
+    @cached_property
+    def measured_tflops(self) -> float | None:
+        """The matmul rate of a worker of this CPU, if a calibration file has it."""
+        hardware = self.config.hardware if self.world.device == "cpu" else ""
+        return flops.measured_tflops(hardware, self.config.precision.compute, self.world.local_size)

@@ -173,7 +173,10 @@ class Trainer(Job):
             ("compared", self.goals.told), ("teacher", teacher), ("best", best), ("memory", tried), ("DISK", tight),
         )  # fmt: skip
         lines += [(label, text) for label, text in more if text]
-        self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
+        self.log.open(
+            stack, self.config, lines, about, step=self.step, total_steps=self.total_steps,
+            total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps),
+        )  # fmt: skip
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
         """The history's record of a start: machine, versions, layout, schedule and data."""
@@ -221,8 +224,9 @@ class Trainer(Job):
             if self._due(self.config.eval.every) and self.data.validation:
                 self.last_eval, more = self._evaluate(self.data.validation)
                 row |= metrics.of_evaluation(self.last_eval, more)
-                self.log.display.evaluated(self.step, self.last_eval)
             is_best = self._due(self.config.eval.every) and self._compare(row)
+            if "eval/loss" in row and self.last_eval is not None:
+                self.log.display.evaluated(self.step, self.last_eval, self.best)
             self._write(row)
             self.log.events.tell("step", row)
             if "eval/loss" in row:

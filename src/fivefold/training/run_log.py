@@ -42,12 +42,12 @@ class RunLog:
 
     def open(
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
-        step: int, total_steps: int,
+        step: int, total_steps: int, total_tokens: float | None = None,
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
-        of this start."""
+        of this start. `total_tokens`: those of all steps, about."""
         replace(config.run_dir / "run.yaml", config.to_yaml().encode())
-        self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
+        self.display = stack.enter_context(open_display(total_steps=total_steps, total_tokens=total_tokens, start=step))
         self.display.header(lines)
         say = self.display.note
         # Before rows are written or truncated: a tracker may fail to start, and all read an earlier attempt's last row.
