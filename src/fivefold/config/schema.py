@@ -101,6 +101,13 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _conversations(value: Any) -> Any:
+    """Convert a text, a list of turns, or a list of either to a list of conversations. A text is a user's turn."""
+    items = value if isinstance(value, list | tuple) else [value]
+    items = [items] if items and all(isinstance(item, dict) for item in items) else items
+    return [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in items]
+
+
 Count = Annotated[int, BeforeValidator(parse_count)]
 Length = Annotated[int, BeforeValidator(parse_length)]
 Whole = Annotated[int, BeforeValidator(_no_bool)]
@@ -559,7 +566,24 @@ class EvalSection(Section):
 
 class SampleSection(Section):
     every: Every = Field(default=250, description="optimizer steps between samples; 0 = never")
-    prompts: Names = Field(default=(), description="texts to continue; none = no samples")
+    prompts: Names = Field(default=(), description="texts to continue")
+    messages: Annotated[
+        tuple[tuple[dict[str, Any], ...], ...],
+        BeforeValidator(_conversations, json_schema_input_type=str | list[str | dict[str, Any] | list[dict[str, Any]]]),
+    ] = Field(
+        default=(),
+        description="conversations to answer through the chat template: each a user's text, or a list of turns "
+        "with role and content",
+    )
+    file: PathText = Field(
+        default="", description="more of both, the first 16: .jsonl with prompt or messages, or a text with one a line"
+    )
+    max_new_tokens: Count = Field(default=48, ge=1, description="tokens of a sample, at most")
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is anything to sample."""
+        return self.every > 0 and bool(self.prompts or self.messages or self.file)
 
 
 class LogSection(Section):

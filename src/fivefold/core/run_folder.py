@@ -3,7 +3,8 @@
 RUN_FILES = {
     "run.yaml": "the resolved run file: every key with its value; `fivefold train runs/NAME` reads it",
     "metrics.jsonl": "a row for each logged step, one JSON object a line",
-    "samples.jsonl": "a line for each sample: step, prompt, text; only with sample.prompts",
+    "samples.jsonl": "a line for each sample: step, prompt, text, and messages of a conversation; only with "
+    "sample.prompts, messages or file",
     "history.jsonl": "a line for each start, its end, and events between: versions, machine, layout, data, schedule",
     "spread.json": "which rank holds what, what a step sends, when the slots of a pipeline ran; for fivefold report",
     "checkpoints/step-NNNNNN/": "a checkpoint; the newest checkpoint.keep are kept, and the best checkpoint.keep_best",

@@ -96,18 +96,27 @@ def best_kept_step(config: RunConfig) -> int | None:
 
 
 def next_commands(
-    config: RunConfig, *, step: int, total_steps: int, best: int | None = None, stopped_early: bool = False
-) -> list[str]:
+    config: RunConfig, *, step: int, total_steps: int, best: int | None = None, stopped_early: bool = False,
+    converses: bool = False,
+) -> list[str]:  # fmt: skip
     """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell. `best`: the
-    step of the best validation, if its checkpoint is kept. `stopped_early`: no validation improved."""
+    step of the best validation, if its checkpoint is kept. `stopped_early`: no validation improved. `converses`: it was
+    trained on conversations."""
     run = quote(str(config.run_dir))
-    prompt = next((text for text in config.sample.prompts if text.isprintable()), "The")
+    asked = [
+        str(turn.get("content")) for turns in config.sample.messages for turn in turns if turn.get("role") == "user"
+    ]
+    texts, otherwise = (asked, "Hello") if converses else (config.sample.prompts, "The")
+    prompt = next((text for text in texts if text.isprintable()), otherwise)
     hf = config.run_dir / "hf"
     is_best_older = best is not None and best != step
     longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
     longer += " eval.stop.patience=0" if stopped_early else ""
     at_best, chosen = (f" --step {best}", " --best") if is_best_older else ("", "")
-    uses = [f"fivefold report {run}", f"fivefold generate {run}{at_best} --prompt {quote(prompt)}"]
+    uses = [
+        f"fivefold report {run}",
+        f"fivefold generate {run}{at_best}{' --chat' * converses} --prompt {quote(prompt)}",
+    ]
     uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}{chosen}"]
     goes_on = f"{longer}   # {'makes it longer' if step >= total_steps else 'goes on'}"
     return [*uses, goes_on] if step >= total_steps or stopped_early else [goes_on, *uses]

@@ -181,6 +181,7 @@ def closing_lines(job: Job, why: str | None) -> list[tuple[str, str]]:
     best, is_kept = job.best.step, job.best.step in steps(run / "checkpoints")
     commands = next_commands(
         job.config, step=job.step, total_steps=job.total_steps, best=best if is_kept else None,
+        converses=job.data.converses,
         stopped_early=job.step < job.total_steps and job.best.is_over(job.config.eval.stop.patience),
     )  # fmt: skip
     return [

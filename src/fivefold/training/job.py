@@ -24,6 +24,7 @@ from fivefold.training.distillation import Teacher
 from fivefold.training.environment import Environment
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.run_log import RunLog
+from fivefold.training.samples import Samples
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Job:
     memory: PeakMemory
     costs: Costs
     total_steps: int
+    samples: Samples
     goals: reference.ObjectiveSpecs = field(default_factory=reference.ObjectiveSpecs)
     teacher: Teacher | None = None
     attention: str = ""  # see `kernels.choose`

@@ -138,7 +138,9 @@ def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
     warmup = before.scheduler.warmup_steps
     if not isinstance(warmup, int) or before != settled(config, total, before=warmup):
         return False
-    commands = next_commands(config, step=total, total_steps=total, best=best_kept_step(config))
+    commands = next_commands(
+        config, step=total, total_steps=total, best=best_kept_step(config), converses=data.converses
+    )
     with open_display(total_steps=total, start=total) as display:
         done = f"this run is finished: {total} of {total} steps are done"
         display.closing([("done", done), *(("" if at else "next", line) for at, line in enumerate(commands))])

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
 
 from fivefold import checkpoint
 from fivefold.config import RunConfig, check_best, check_supported, parse_config
@@ -29,8 +27,6 @@ from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
-from fivefold.data.tokenizer import encoding
-from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models import kernels
@@ -52,10 +48,10 @@ from fivefold.training.out_of_memory import advised
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.preference import mean_over_pairs
 from fivefold.training.run_log import RunLog
+from fivefold.training.samples import Samples
 from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
 
-SAMPLE_TOKENS = 48  # length of a sample
 COUNTED = ("tokens_seen", "skipped", "in_a_row")  # attributes of `Trainer` saved in checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
@@ -110,6 +106,7 @@ class Trainer(Job):
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source, compared = environment.load_source(config, model, facts), reference.Reference.of(config, model)
+        samples = Samples(config, model, data)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
@@ -130,8 +127,8 @@ class Trainer(Job):
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
         job = cls(
-            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, attention,
-            environment,
+            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, samples, goals, teacher,
+            attention, environment,
         )  # fmt: skip
         stack.callback(keeper.close)
         resumed = environment.resume(keeper, config)
@@ -235,7 +232,7 @@ class Trainer(Job):
             if update:
                 self._check(update, batch, result)
             if self._due(self.config.sample.every):
-                self._sample()
+                self.log.sampled(list(self.samples.draw(self.step)))
             if self._due(self.config.checkpoint.every) or self._is_over or is_best or result.stop:
                 self.keeper.save(self.config, self.step, {name: getattr(self, name) for name in COUNTED}, self.best)
             if self._is_over:
@@ -372,19 +369,6 @@ class Trainer(Job):
             return
         row |= self.memory.over_ranks()
         self.log.row(row)
-
-    def _sample(self) -> None:
-        for prompt in self.config.sample.prompts:
-            ends = (self.data.tokenizer.eos_token_id,)
-            with encoding(self.data.tokenizer.folder, self._tokenizer, [prompt]):
-                ids = encode_prompt(self._tokenizer, prompt, ends, self.data.tokenizer.bos_token_ids)
-            options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
-            text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
-            self.log.sampled(self.step, prompt, text)
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return self.data.tokenizer.load()
 
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
