@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import TrainingArguments, get_scheduler
 
-from fivefold.config import RunConfig, load_config
+from fivefold.config import RunConfig, check_best, load_config
 from fivefold.convert import convert
 from fivefold.convert.given import Converted
 from fivefold.convert.schema import NO_COUNTERPART, REFUSED, RULES, schema
@@ -193,6 +193,47 @@ def test_a_text_column_of_axolotl_has_its_name(tmp_path: Path) -> None:
     text = "base_model: a/b\nlearning_rate: 1e-5\nsequence_len: 64\nmax_steps: 10\n"
     found = converted(tmp_path, text + "pretraining_dataset: [{path: p.jsonl, text_column: body}]\n")
     assert [each["text_key"] for each in found.tree["data"]["train"]] == ["body"]
+
+
+# ---- the best checkpoint ---------------------------------------------------------------------------------------------
+
+ASKS = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 50, "save_total_limit": 3}
+HELD_OUT = {"axolotl": {"val_set_size": 0.1}, "llamafactory": {"val_size": 0.1}, "trl": {}}
+
+
+@pytest.mark.parametrize("source", LEAST)
+def test_the_best_checkpoint_is_carried(tmp_path: Path, source: str) -> None:
+    patience = {"early_stopping_steps" if source == "llamafactory" else "early_stopping_patience": 4}
+    config = RunConfig.model_validate(
+        converted(tmp_path, yaml.safe_load(LEAST[source]) | HELD_OUT[source] | ASKS | patience).tree
+    )
+    assert (config.checkpoint.keep_best, config.checkpoint.keep, config.checkpoint.export_hf) == (1, 2, "best")
+    assert (config.eval.every, config.eval.metric, config.eval.direction) == (50, "eval/loss", "min")
+    assert (config.eval.stop.patience, config.eval.stop.min_delta) == (4, 0.0)
+    check_best(config)
+
+
+def test_words_for_the_best_checkpoint(tmp_path: Path) -> None:
+    least = yaml.safe_load(LEAST["trl"]) | ASKS
+    dpo = least | {
+        "loss_type": ["sigmoid"], "metric_for_best_model": "eval_rewards/accuracies", "greater_is_better": True,
+        "early_stopping_patience": 2, "early_stopping_threshold": 0.01,
+    }  # fmt: skip
+    found = converted(tmp_path, dpo)
+    config = RunConfig.model_validate(found.tree)
+    assert (config.eval.metric, config.eval.mode, config.eval.stop.min_delta) == (
+        "eval/rewards/accuracies",
+        "max",
+        0.01,
+    )
+    assert "add up" in found.changed["eval.stop"]
+    check_best(config)
+    assert "wer is not measured" in refusal(tmp_path, least | {"metric_for_best_model": "wer"})
+    only_best = converted(tmp_path, least | {"load_best_model_at_end": False, "save_strategy": "best"}).tree
+    assert only_best["checkpoint"] == {"every": 0, "keep": 3, "export_hf": True, "keep_best": 3}
+    for without in ({"eval_strategy": "no", "eval_steps": None}, {"load_best_model_at_end": False}):
+        left = converted(tmp_path, least | {"metric_for_best_model": "loss"} | without)
+        assert "metric_for_best_model" in left.left and "keep_best" not in left.tree["checkpoint"]
 
 
 # ---- every key of every schema ---------------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ ASKED = {
     "lr_scheduler_type": "scheduler.name",
     "save_steps": "checkpoint.every",
     "eval_steps": "eval.every",
+    "load_best_model_at_end": "checkpoint.keep_best: 1",
+    "early_stopping_patience": "eval.stop.patience",
+    "metric_for_best_model": "eval.metric",
     "logging_steps": "log.every",
     "report_to": "log.to",
     "tensor_parallel_size": "layout.tp",
@@ -82,7 +85,7 @@ def test_every_key_that_an_answer_names_is_one() -> None:
     assert set(SAME) <= KEYS
     sections = {key.split(".")[0] for key in KEYS}
     for text in DIFFERENT.values():
-        named = {word for word in re.findall(r"\b[a-z]+\.[a-z_]+\b", text) if word.split(".")[0] in sections}
+        named = {word for word in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", text) if word.split(".")[0] in sections}
         assert named <= KEYS, text
 
 

@@ -139,11 +139,11 @@ def _default(schema: Mapping[str, Any], key: Key) -> str:
 
 
 def _section(schema: Mapping[str, Any], key: Key) -> Mapping[str, Any]:
-    """The schema of the object that has the key: that of a section, or of the items of a list in it."""
+    """The schema of the object that has the key: that of a section, of a section in it, or of the items of a list."""
     reference = schema["properties"][key.section]
     names = re.findall(r"#/\$defs/(\w+)", json.dumps(reference))
     section = schema["$defs"][names[0]]
-    if "[]" in key.name:
+    if key.name.count(".") > 1:
         inner = section["properties"][key.name.split(".")[1].removesuffix("[]")]
         section = schema["$defs"][re.findall(r"#/\$defs/(\w+)", json.dumps(inner))[0]]
     found: Mapping[str, Any] = section

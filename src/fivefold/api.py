@@ -29,6 +29,12 @@ class Run:
     path: Path
 
     @property
+    def best(self) -> tuple[int, float] | None:
+        """The step of the best validation by `eval.metric`, and its value; None before the first."""
+        rows = [row for row in self.metrics if row.get("eval/best") is not None]
+        return (rows[-1]["eval/best_step"], rows[-1]["eval/best"]) if rows else None
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl`, one per logged step, in order; empty before the first.
 
@@ -56,7 +62,7 @@ def train(
     layout on a thin model. Starts its own workers unless this process is one already. Raises `UserError` and
     `RunFailed`.
 
-    `on_step` receives the row of every step as in `metrics.jsonl`, `on_eval` the step and `eval/loss` of every
+    `on_step` receives the row of every step as in `metrics.jsonl`, `on_eval` the step and the `eval/` metrics of every
     evaluation, `on_save` the folder of every checkpoint once it is published. They run in this process, in order: in
     one of its threads, while the workers continue to train; if this process is a worker, on the first rank, between
     steps. An exception in one stops the run after a step, which is saved, and is raised here. After a restart, steps
@@ -171,6 +177,7 @@ def export(
     out: str | Path,
     *,
     step: int | None = None,
+    best: bool = False,
     dtype: str | None = None,
     force: bool = False,
     merge: bool = False,
@@ -180,6 +187,7 @@ def export(
 ) -> Path:
     """Write the model of a run, or a parallelized model in its current state, as a Hugging Face folder and return it,
     as `fivefold export` does. A run with an adapter gives a PEFT folder; with `merge`, the model with it merged in.
+    `best`: the step of the best validation, in place of the newest.
 
     `dtype`: bf16, fp16 or fp32; None: that of the model the run started from, or fp32 if it has none. `force` replaces
     an existing model folder. `push`: `org/name`, the model repository of the Hugging Face hub to which the folder is
@@ -194,14 +202,14 @@ def export(
 
         where, free = run.path if isinstance(run, Run) else run, room()
         export_run(
-            where, Path(out), step=step, dtype=dtype, force=force, merge=merge, push=target,
+            where, Path(out), step=step, best=best, dtype=dtype, force=force, merge=merge, push=target,
             room=free.free if free else None,
         )  # fmt: skip
         return Path(out)
     from fivefold import own_loop
 
-    if step is not None:
-        raise UserError("a parallelized model has no steps to choose from", fix="leave step out")
+    if step is not None or best:
+        raise UserError("a parallelized model has no steps to choose from", fix="leave step and best out")
     if target is not None:
         raise UserError("a parallelized model is not pushed", fix=f"ff.export(model, path), and hf upload {push} PATH")
     if merge:

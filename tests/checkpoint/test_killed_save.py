@@ -47,12 +47,13 @@ class Dying:
         return call
 
 
-def save_step(directory: Path, step: int, keep: int) -> None:
-    """What `Saver` does for two ranks that each own half of every tensor; all values are `step`."""
-    save_at(directory / step_folder(step), step, keep)
+def save_step(directory: Path, step: int, keep: int, best: tuple[int, ...] = ()) -> None:
+    """What `Saver` does for two ranks that each own half of every tensor; all values are `step`. `best`: steps, of
+    which the first one that is there stays."""
+    save_at(directory / step_folder(step), step, keep, best)
 
 
-def save_at(published: Path, step: int, keep: int | None) -> None:
+def save_at(published: Path, step: int, keep: int | None, best: tuple[int, ...] = ()) -> None:
     """The same as the folder `published`; `keep` None: in place of what is there, as `ff.save` with `overwrite`."""
     beside = published.parent / f".tmp-{published.name}"
     alone = None if keep else [beside, saving._damaged(published)]
@@ -65,15 +66,15 @@ def save_at(published: Path, step: int, keep: int | None) -> None:
             for name in NAMES
         ]
         snapshot = saving._Snapshot(
-            about=save_about(step), layout="shard2", names=NAMES, slices=slices, scalars={},
+            about=save_about(step, best), layout="shard2", names=NAMES, slices=slices, scalars={},
             texts={"run.yaml": b"step\n" * step, "model/config.json": b"{}"},
         )  # fmt: skip
         parts.append(saving._told(beside, snapshot, rank))
     saving._publish(snapshot, parts, beside, published, keep)
 
 
-def save_about(step: int) -> Any:
-    return saving.Metadata(step=step, state={"step": step})
+def save_about(step: int, best: tuple[int, ...]) -> Any:
+    return saving.Metadata(step=step, state={"step": step}, best=best, keep_best=1)
 
 
 def in_child(action: Callable[[], None], at: int | None) -> tuple[int, int]:
@@ -129,6 +130,34 @@ def test_the_old_step_or_the_new_one_never_a_mix(tmp_path: Path, monkeypatch: py
         save_step(directory, step + 1, keep)  # the next save works, and clears away what this one left
         assert [path.name for path in directory.iterdir()] == [step_folder(step + 1)]
     assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2}  # one moment divides old from new
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("best", [(1, 2, 3), (3, 1, 2)], ids=["an older one", "the one that is saved"])
+def test_the_best_stays_whenever_a_save_is_killed(tmp_path: Path, best: tuple[int, ...]) -> None:
+    """A better one is there before it goes, and it is never what a run goes on from where a newer one is whole."""
+
+    def prepare(directory: Path) -> None:
+        save_step(directory, 1, 1)
+        save_step(directory, 2, 1, (1,))
+        assert sorted(path.name for path in directory.iterdir()) == [step_folder(1), step_folder(2)]
+
+    prepare(tmp_path / "whole")
+    _, calls = in_child(lambda: save_step(tmp_path / "whole", 3, 1, best), None)
+    outcomes = []
+    for at in (*range(0, calls - 40, 37), *range(calls - 40, calls)):  # renames and removals are among the last
+        directory = tmp_path / f"{at}"
+        prepare(directory)
+        died, _ = in_child(lambda: save_step(directory, 3, 1, best), at)  # noqa: B023
+        assert died == signal.SIGKILL
+        there = {step for step in (1, 2, 3) if is_valid(directory / step_folder(step))}
+        outcomes.append(max(there))
+        assert next(step for step in best if step in {*there, 1}) in there and max(there) in (2, 3)
+        assert newest(directory) == directory / step_folder(max(there))
+        save_step(directory, 4, 1, best)
+        kept = next(step for step in best if step in there)
+        assert sorted(path.name for path in directory.iterdir()) == [step_folder(kept), step_folder(4)]
+    assert outcomes == sorted(outcomes) and set(outcomes) == {2, 3}
 
 
 class Cached:

@@ -377,14 +377,14 @@ class Letters:
 
 
 def test_a_record_says_its_system_text_and_its_tools() -> None:
-    request = GenerateRequest(model="x", prompts="p", chat=True, system="ours", stop=("#",))
+    options: dict[str, Any] = {"chat": True, "system": "ours", "stop": ("#",)}
     record = {"messages": [{"role": "user", "content": "q"}], "system": "its", "tools": [{"name": "TOOL"}]}
-    prompt = prompts._prompt(Letters(), request, record, "line 1")  # type: ignore[arg-type]
+    prompt = prompts.prompt_of(Letters(), record, "line 1", **options)  # type: ignore[arg-type]
     said = "".join(map(chr, prompt.ids))
     assert said == "[TOOL]<|im_start|>system\nits<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.stop == ("#", "<folder>", "<|im_end|>")
     del record["system"]
-    prompt = prompts._prompt(Letters(), request, record, "line 1")  # type: ignore[arg-type]
+    prompt = prompts.prompt_of(Letters(), record, "line 1", **options)  # type: ignore[arg-type]
     assert "system\nours<|im_end|>" in "".join(map(chr, prompt.ids))
 
 

@@ -6,14 +6,15 @@ What goes wrong in real runs is put in on purpose: a run that stops at a step, l
 import io
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from math import inf, nan
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ MODEL = {
     "max_position_embeddings": 64, "vocab_size": 263, "tie_word_embeddings": False,
 }  # fmt: skip
 SEQ = 61  # prime
+saving = sys.modules["fivefold.checkpoint.save"]  # `fivefold.checkpoint.save` is the function
 
 
 class Stopped(Exception):
@@ -87,10 +89,11 @@ def train(tree: Mapping[str, Any], world: int = 2, **options: Any) -> Ran:
 
 def on_rank(
     tree: Mapping[str, Any], *, stop_at: int = 0, nan_loss: Collection[int] = (), inf_gradient: Collection[int] = (),
-    lacks: str = "",
+    lacks: str = "", evaluated: Sequence[float] = (), unsaved: tuple[int, type[Exception]] | None = None,
 ) -> Ran:  # fmt: skip
     """Train on this rank. `stop_at`: the call of `train_step` that never happens; faults by call as well, from 1.
-    `lacks`: what the memory of a GPU does not suffice for, of `STARVED`."""
+    `lacks`: what the memory of a GPU does not suffice for, of `STARVED`. `evaluated`: the losses that evaluations find,
+    in order. `unsaved`: the step whose save ends before it is published, and by which error."""
     config = RunConfig.model_validate(tree)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     screen, error = io.StringIO(), None
@@ -99,6 +102,10 @@ def on_rank(
         stack.enter_context(redirect_stdout(screen))
         stack.enter_context(_stopping(stop_at))
         stack.enter_context(_poisoned(nan_loss, inf_gradient))
+        if evaluated:
+            stack.enter_context(patch.object(run_module, "mean_loss", Mock(side_effect=evaluated)))
+        if unsaved:
+            stack.enter_context(_unsaved(*unsaved))
         if lacks:
             stack.enter_context(patch(STARVED[lacks], _starved(lacks)))
         try:
@@ -163,6 +170,19 @@ def _stopping(stop_at: int) -> Iterator[None]:
         return plain(*args, **options)
 
     with patch.object(run_module, "train_step", train_step):
+        yield
+
+
+@contextmanager
+def _unsaved(step: int, error: type[Exception]) -> Iterator[None]:
+    plain = saving._publish
+
+    def publish(snapshot: Any, *rest: Any) -> None:
+        if snapshot.about.step == step:
+            raise error(f"step {step} is not saved")
+        plain(snapshot, *rest)
+
+    with patch.object(saving, "_publish", publish):
         yield
 
 

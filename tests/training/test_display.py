@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from fivefold.core.best import Best
 from fivefold.training.display import (
     LiveDisplay,
     Pace,
@@ -98,19 +99,26 @@ def panel(display: LiveDisplay, width: int) -> list[str]:
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_panel_fits_the_terminal(width: int) -> None:
     clock = Clock()
-    display = LiveDisplay(console(terminal=True, width=width), total_steps=200, clock=clock)
+    screen = console(terminal=True, width=width)
+    display = LiveDisplay(screen, total_steps=200, total_tokens=1_670_000, clock=clock)
     assert len(panel(display, width)) == 3  # before the first step
     for step in range(1, 121):
         clock.now += 0.5
-        display.step(ROW | {"step": step, "train/loss": 10.0 - step / 20})
-    display.evaluated(100, 2.66)
+        display.step(ROW | {"step": step, "train/loss": 10.0 - step / 20, "perf/elapsed_seconds": clock.now})
+    best = Best()
+    for step, loss in ((25, 2.9), (50, 2.4), (100, 2.66)):
+        best = best.after(step, loss)
+        display.evaluated(step, loss, best)
     lines = panel(display, width)
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert {len(line) for line in lines} == {width}
     text = "\n".join(lines)
-    assert "step 120/200" in text and "0:40 left" in text and "loss 4.000" in text
+    assert "step 120/200, 1M of 1.67M tokens" in text and "loss 4.000" in text
+    assert "1:00 elapsed, 0:40 left" in text and "val  2.660 @100   best 2.400 @50" in text
+    clock.now += 5.0
+    assert "1:05 elapsed" in "\n".join(panel(display, width))  # it goes on between two steps
     if width >= 80:
-        assert "val 2.660 @100" in text and "█" in text and "▁" in text
+        assert "best 2.400 @50   before 2.400 @50" in text and "█" in text and "▁" in text
         assert "9.32k tok/s   lr 8.1e-4   grad 0.93   data wait 1%   0.41 GiB" in text
         assert "mfu" not in text  # unknown on this device: left out
 
@@ -130,6 +138,30 @@ def test_evaluations_samples_and_notes_scroll_above_the_panel() -> None:
         assert said in text
     assert "step 7: skipped" in text and "done" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is back
+
+
+def test_another_metric_is_named_beside_the_best() -> None:
+    display = LiveDisplay(console(terminal=True), total_steps=10)
+    display.step(ROW | {"step": 5})
+    best = Best("eval/rewards/accuracies", "max")
+    display.evaluated(5, 0.6, best)
+    assert "best" not in "".join(panel(display, 80))  # no value is finite yet
+    display.evaluated(10, 0.5, best.after(10, 0.75))
+    assert "val  0.500 @10   best eval/rewards/accuracies 0.750 @10   before 0.600 @5" in "".join(panel(display, 80))
+
+
+def test_plain_lines_name_the_best_validation() -> None:
+    screen = console(terminal=False)
+    display = PlainDisplay(screen, total_steps=9, total_tokens=9e6)
+    display.evaluated(1, 2.0, Best().after(1, 2.0))
+    display.evaluated(2, 2.5, Best().after(1, 2.0).after(2, 2.5))
+    display.evaluated(3, float("nan"), Best())
+    display.step(ROW | {"step": 9, "perf/elapsed_seconds": 65.0, "perf/matmul_pct": 43.2})
+    first, second, third, fourth = printed(screen).splitlines()
+    assert first == "step 1/9  validation loss 2.0000  (best)"
+    assert second == "step 2/9  validation loss 2.5000  best: step 1: eval/loss 2.0000"
+    assert third == "step 3/9  validation loss nan"
+    assert "matmul 43%" in fourth and fourth.endswith("1M of 9M tokens  1:05 elapsed, 0:00 left")
 
 
 def test_an_error_leaves_the_terminal_in_order() -> None:

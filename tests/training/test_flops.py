@@ -1,12 +1,16 @@
 """Peaks of devices by the names that CUDA and ROCm give them, and the weights of a model of experts."""
 
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
+from fivefold.calibration.hardware_file import text
 from fivefold.hardware.chip import bf16_peak
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.models.flops import Costs
+from fivefold.training.flops import measured_tflops
 
 PEAKS = {
     "NVIDIA GB300": 2500.0,
@@ -70,3 +74,19 @@ def test_experts_per_token_may_differ_by_layer() -> None:
     )
     assert listed.per_token == plain.per_token
     assert plain.per_token - one.per_token == 6 * 2 * 3 * 32 * 24
+
+
+def test_the_matmul_rate_of_a_cpu_is_that_of_its_calibration_file(tmp_path: Path) -> None:
+    """Measured on each of four cores; two workers have two of them each, eight half a one."""
+    file = tmp_path / "hardware.toml"
+    tables = {
+        "cluster": "4xcpu", "chip": {"doubt": 1, "peak_tflops": {"fp32": 0.2}, "matmul_fraction": {"fp32": 0.5}},
+        "node": {"cores": 4},
+    }  # fmt: skip
+    file.write_text(text(tables))
+    rates = [measured_tflops(str(file), "fp32", workers) for workers in (1, 2, 4, 8)]
+    assert rates == pytest.approx([0.4, 0.2, 0.1, 0.05])
+    assert measured_tflops("", "fp32", 2) is None
+    assert measured_tflops(str(tmp_path / "gone.toml"), "fp32", 2) is None
+    assert measured_tflops("8xH100", "bf16", 8) is None  # a GPU
+    assert measured_tflops("4xcpu", "fp32", 4) is None  # a guess

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fivefold.config import RunConfig, load_config
+from fivefold.core.best import Best
 from fivefold.launch.folder import next_commands
 from fivefold.training import header
 
@@ -28,7 +29,7 @@ class Rows:
 def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:
     return SimpleNamespace(
         config=config, step=step, total_steps=20, last_eval=1.5, skipped=0, tokens_seen=1000, peak_tflops=peak,
-        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows()),
+        world=SimpleNamespace(device=device), data=SimpleNamespace(train=Rows(), converses=False), best=Best(),
     )  # fmt: skip
 
 
@@ -54,6 +55,26 @@ def test_a_stopped_run_names_the_command_that_goes_on() -> None:
     assert ("next", "fivefold train runs/demo   # goes on") in lines
     assert commands(lines)[1] == ["fivefold", "report", "runs/demo"]
     assert load_config(None, ["train.max_steps=14"]).train.max_steps == 14  # the key that makes it longer
+
+
+def test_a_run_that_stopped_early_names_its_best_step(tmp_path: Path) -> None:
+    """Commands for the best step stand there where its checkpoint does."""
+    config = load_config(None, [f"run.dir={tmp_path}", "eval.stop.patience=2", 'sample.prompts=["der"]'])
+    run = tmp_path / "demo"
+    stopped = job(config, step=7)
+    stopped.best = Best(ranking=((3, 1.25), (5, 1.5)), improved=1.25, waited=2)
+    lines = header.closing_lines(stopped, "stopped early")
+    assert ("best", "step 3: eval/loss 1.2500; not kept (checkpoint.keep_best)") in lines
+    assert not any("--best" in text or "--step" in text for _, text in lines)
+    (run / "checkpoints" / "step-000003").mkdir(parents=True)
+    lines = header.closing_lines(stopped, "stopped early")
+    assert ("best", "step 3: eval/loss 1.2500") in lines
+    assert commands(lines) == [
+        ["fivefold", "report", str(run)],
+        ["fivefold", "generate", str(run), "--step", "3", "--prompt", "der"],
+        ["fivefold", "export", str(run), str(run / "hf"), "--best"],
+        ["fivefold", "train", str(run), "eval.stop.patience=0"],
+    ]
 
 
 def test_a_prompt_of_several_lines_is_not_pasted() -> None:

@@ -32,7 +32,10 @@ def tree_of(folder: Path, objective: dict[str, Any] | None = None, **changes: An
 
 @pytest.mark.full
 def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
-    tree = tree_of(tmp_path, train__max_steps=8, data__validation=0.2, eval__every=4)
+    tree = tree_of(
+        tmp_path, train__max_steps=8, data__validation=0.2, eval__every=4, eval__metric="eval/rewards/margins",
+        checkpoint__keep_best=1,
+    )  # fmt: skip
     ran = train(tree)
     assert ran.error is None and "compared" in ran.screen and "with the first weights" in ran.screen
     assert "computed now" in ran.screen
@@ -43,6 +46,10 @@ def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
     assert all(set(METRICS) <= set(row) for row in rows)
     evaluated = [row["eval/loss"] for row in rows if "eval/loss" in row]
     assert len(evaluated) == 2 and evaluated[1] < evaluated[0] < math.log(2)
+    margins = [row["eval/rewards/margins"] for row in rows if "eval/loss" in row]
+    assert 0 < margins[0] < margins[1] and rows[-1]["eval/best"] == margins[1] and rows[-1]["eval/best_step"] == 8
+    assert f"step 8: eval/rewards/margins {margins[1]:.4f}" in ran.screen
+    assert {f"eval/{name}" for name in METRICS} <= set(rows[-1])
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ tokenizer: {name_or_path: byte}
 data: {train: text.txt, validation: 10%, seq_length: 64}
 train: {max_steps: 4, global_batch_size: 4, micro_batch_size: 2}
 eval: {every: 2}
+sample: {every: 2, messages: ["2 times 2?"], prompts: ["3 times 3 is "], max_new_tokens: 4}
 checkpoint: {every: 2}
 log: {to: [jsonl, wandb, mlflow, trackio, tensorboard]}
 run: {name: tracked}
@@ -55,6 +56,13 @@ def test_a_run_that_goes_on_is_one_run_of_each_tracker(tmp_path: Path, monkeypat
     assert tensorboard_rows(run, "train/loss") == {
         step: struct.unpack("f", struct.pack("f", loss))[0] for step, loss in losses.items()
     }
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    written = sorted((row["step"], row["prompt"], row["text"]) for row in samples)
+    assert [row[0] for row in written] == [2, 2, 4, 4, 6, 6]
+    assert wandb_samples(run) == mlflow_samples(ids["mlflow"]) == written
+    assert trackio_samples(tmp_path / "trackio") == written
+    assert tensorboard_texts(run) == [(step, "".join(f"    {line}\n" for line in f"{prompt}{text}".split("\n")))
+                                      for step, prompt, text in written]  # fmt: skip
 
 
 def wandb_rows(run: Path, name: str, key: str) -> dict[int, float]:
@@ -106,8 +114,9 @@ def trackio_rows(folder: Path, name: str, key: str) -> dict[int, float]:
     (file,) = folder.glob("*.db")
     with sqlite3.connect(file) as database:
         rows: list[Any] = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert {row[0] for row in rows} == {name} and len({row[1] for row in rows}) == len(rows)
-    return {step: json.loads(values)[key] for _, step, values in rows if key in json.loads(values)}
+    found = [(step, json.loads(values)[key]) for _, step, values in rows if key in json.loads(values)]
+    assert {row[0] for row in rows} == {name} and len({step for step, _ in found}) == len(found)
+    return dict(found)
 
 
 def tensorboard_rows(run: Path, key: str) -> dict[int, float]:
@@ -116,3 +125,37 @@ def tensorboard_rows(run: Path, key: str) -> dict[int, float]:
     read = EventAccumulator(str(run / "tensorboard"))
     read.Reload()
     return {point.step: point.value for point in read.Scalars(key)}
+
+
+Samples = list[tuple[int, str, str]]  # step, prompt, text
+
+
+def wandb_samples(run: Path) -> Samples:
+    tables = [json.loads(file.read_text()) for file in run.rglob("wandb/offline-run-*/files/**/*.table.json")]
+    assert all(table["columns"] == ["step", "prompt", "text"] for table in tables)
+    return sorted(tuple(row) for table in tables for row in table["data"])
+
+
+def mlflow_samples(name: str) -> Samples:
+    import mlflow
+
+    mlflow.set_experiment("fivefold")  # in which it looks for the run
+    table = mlflow.load_table("samples.json", run_ids=[name])
+    return sorted(zip(table["step"], table["prompt"], table["text"], strict=True))
+
+
+def trackio_samples(folder: Path) -> Samples:
+    (file,) = folder.glob("*.db")
+    with sqlite3.connect(file) as database:
+        rows = [json.loads(values) for (values,) in database.execute("select metrics from metrics")]
+    found = [row["samples"]["_value"] for row in rows if "samples" in row]
+    return sorted((row["step"], row["prompt"], row["text"]) for table in found for row in table)
+
+
+def tensorboard_texts(run: Path) -> list[tuple[int, str]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard"))
+    read.Reload()
+    texts = [point for number in range(2) for point in read.Tensors(f"samples/{number}/text_summary")]
+    return sorted((point.step, point.tensor_proto.string_val[0].decode()) for point in texts)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fivefold.config import check_supported, load_config
 from fivefold.core.errors import UserError
@@ -52,6 +53,30 @@ def test_each_is_told_the_run_its_config_and_every_row(tmp_path: Path) -> None:
         "id": "", "resume": "allow", "project": "fivefold", "name": "run", "dir": str(run_dir(tree)),
     }  # fmt: skip
     assert [told[name].ended for name in NAMES] == [[0], ["FINISHED"], ["finished"]]
+
+
+@pytest.mark.full
+def test_each_is_sent_the_samples_of_a_step_as_a_table(tmp_path: Path) -> None:
+    tree = run_file(
+        tmp_path, log__to=[*ALL, "tensorboard"], train__max_steps=4, checkpoint__every=2, sample__every=2,
+        sample__prompts=["der "], sample__messages=["Wer?"], sample__max_new_tokens=3,
+    )  # fmt: skip
+    ran, told = train(tree)
+    assert ran.error is None
+    rows = [json.loads(line) for line in (run_dir(tree) / "samples.jsonl").read_text().splitlines()]
+    columns = {
+        step: {name: [row[name] for row in rows if row["step"] == step] for name in ("step", "prompt", "text")}
+        for step in (2, 4)
+    }
+    assert columns[4]["prompt"] == ["der ", "user: Wer?\nassistant: "]
+    for name in NAMES:
+        steps = (None, None) if name == "mlflow" else (2, 4)
+        assert told[name].tables == [(steps[0], columns[2]), (steps[1], columns[4])], name
+    events = EventAccumulator(str(run_dir(tree) / "tensorboard")).Reload()
+    (first, second), tag = events.Tensors("samples/1/text_summary"), columns[2]["text"][1]
+    assert [first.step, second.step] == [2, 4]
+    written = first.tensor_proto.string_val[0].decode()
+    assert written == "".join(f"    {line}\n" for line in f"user: Wer?\nassistant: {tag}".split("\n"))
 
 
 @pytest.mark.full

@@ -14,11 +14,13 @@ NAMES = ("wandb", "mlflow", "trackio")
 
 @dataclass
 class Told:
-    """What a stand-in was told: how a run began, its parameters where they go apart, its rows, how it ended."""
+    """What a stand-in was told: how a run began, its parameters where they go apart, its rows, its tables of samples as
+    (step, columns), how it ended. MLflow's tables have no step of their own."""
 
     started: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    tables: list[tuple[int | None, dict[str, list[Any]]]] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
 
     @property
@@ -36,7 +38,10 @@ def stand_ins(fail_at: int = 0, fail_to_start: bool = False) -> Iterator[dict[st
         if fail_to_start:
             raise ConnectionError("no route to host\nand more lines")
 
-    def log(name: str, values: dict[str, float], step: int) -> None:
+    def log(name: str, values: dict[str, Any], step: int) -> None:
+        if "samples" in values:
+            told[name].tables.append((step, values["samples"]))
+            return
         assert all(type(value) in (int, float) for value in values.values())
         told[name].rows.append((step, values))
         if len(told[name].rows) == fail_at:
@@ -64,7 +69,10 @@ def _fill_wandb(module: Any, told: Told, start: Any, log: Any) -> None:
     def finish(exit_code: int) -> None:
         told.ended.append(exit_code)
 
-    module.init, module.Settings = init, SimpleNamespace
+    def table(columns: list[str], data: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
+        return {name: [row[at] for row in data] for at, name in enumerate(columns)}
+
+    module.init, module.Settings, module.Table = init, SimpleNamespace, table
 
 
 def _fill_mlflow(module: Any, told: Told, start: Any, log: Any) -> None:
@@ -77,6 +85,7 @@ def _fill_mlflow(module: Any, told: Told, start: Any, log: Any) -> None:
     module.log_params = told.config.update
     module.log_metrics = lambda values, step: log("mlflow", values, step)
     module.end_run = told.ended.append
+    module.log_table = lambda data, artifact_file: told.tables.append((None, data))
 
 
 def _fill_trackio(module: Any, told: Told, start: Any, log: Any) -> None:
@@ -84,6 +93,6 @@ def _fill_trackio(module: Any, told: Told, start: Any, log: Any) -> None:
         start("trackio", name=name, resume=resume, project=project)
         told.config.update(config)
 
-    module.init = init
+    module.init, module.Table = init, lambda dataframe: dataframe.to_dict("list")
     module.log = lambda values, step: log("trackio", values, step)
     module.finish = lambda: told.ended.append("finished")

@@ -2,7 +2,7 @@
 
 from fivefold.checkpoint.agreement import WARMUP, agreement, check_agreement
 from fivefold.checkpoint.export import Exported, export
-from fivefold.checkpoint.find import CheckpointRef, candidates, find_checkpoint, is_remote, newest
+from fivefold.checkpoint.find import CheckpointRef, best_step, candidates, find_checkpoint, is_remote, newest
 from fivefold.checkpoint.load import Checkpoint, restore
 from fivefold.checkpoint.manifest import CorruptCheckpoint, Manifest
 from fivefold.checkpoint.remote import Remote
@@ -20,6 +20,7 @@ __all__ = [
     "Remote",
     "Saver",
     "agreement",
+    "best_step",
     "candidates",
     "check_agreement",
     "export",

@@ -17,7 +17,7 @@ import torch
 
 from fivefold.checkpoint import adapter_export, model_folder
 from fivefold.checkpoint.card import CARD, model_card
-from fivefold.checkpoint.find import find_checkpoint
+from fivefold.checkpoint.find import best_step, find_checkpoint
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.whole_tensors import WholeTensors, cast, export_dtype
 from fivefold.core.errors import UserError
@@ -51,6 +51,7 @@ def export(
     out: Path,
     *,
     step: int | None = None,
+    best: bool = False,
     dtype: str | None = None,
     force: bool = False,
     merge: bool = False,
@@ -58,15 +59,18 @@ def export(
     room: int | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the checkpoint of `step` (None: the newest) of `run`, a run folder or the address of its copy, as the
-    Hugging Face folder `out`, with a model card. An adapter becomes a folder of `peft`, or, with `merge`, a model
-    folder with merged weights, whose logits are compared first if `room` bytes of memory allow (None: always).
+    """Write the checkpoint of `step` (None: the newest, or with `best` that of the best validation) of `run`, a run
+    folder or the address of its copy, as the Hugging Face folder `out`, with a model card. An adapter becomes a folder
+    of `peft`, or, with `merge`, a model folder with merged weights, whose logits are compared first if `room` bytes of
+    memory allow (None: always).
 
     `dtype`: see `export_dtype`. Files grow to `file_bytes` (a larger tensor still stays in one). `force` replaces an
     existing model folder. `push`: the repository of the hub to which the folder is then uploaded. Raises `UserError`
     for a missing run or step, if `out` is in the way, and if the hub refuses.
     """
-    checkpoint = find_checkpoint(run, step)
+    if best and step is not None:
+        raise UserError(f"the best step and step {step} are both asked for", fix="leave one out")
+    checkpoint = find_checkpoint(run, best_step(run) if best else step)
     if push is None:
         return _export(checkpoint, run, out, out.name, dtype, force, merge, room, file_bytes)
     push.open()  # before a large model is written

@@ -7,6 +7,7 @@ from pathlib import Path
 from fivefold.checkpoint.load import Checkpoint
 from fivefold.checkpoint.manifest import WEIGHT, CorruptCheckpoint, Manifest, read_manifest
 from fivefold.checkpoint.remote import Remote
+from fivefold.core.best import Best
 from fivefold.core.cache import cache_root, entry, key_of
 from fivefold.core.errors import UserError
 from fivefold.core.step_folders import step_folder, steps
@@ -49,6 +50,32 @@ def newest(directory: Path) -> Path | None:
             candidate.manifest()
             return candidate.folder()
     return None
+
+
+def best_step(run: str | Path) -> int:
+    """The step of the best validation of the run `run`, a folder or the address of its copy. Raises `UserError` if it
+    has none, or if the checkpoint of that step is not there."""
+    remote = Remote(str(run)) if is_remote(run) else None
+    directory = Path(run, "checkpoints")
+    there = [CheckpointRef(step, directory, remote) for step in (remote.steps() if remote else steps(directory))]
+    best = None
+    for candidate in reversed(there):
+        with suppress(CorruptCheckpoint):
+            best = Best.of_state(candidate.manifest().state)
+            break
+    if best is None or best.step is None:
+        raise UserError(
+            f"{run} has no validation with a finite value, so no step of it is the best",
+            fix="set eval.every and data.validation before training; without --best, the newest step is taken",
+        )
+    stand = [step for step in best.steps if step in {candidate.step for candidate in there}]
+    if best.step not in stand:
+        second = f"of those that are there step {stand[0]} is the best: --step {stand[0]}; " if stand else ""
+        raise UserError(
+            f"the best validation of {run} was at {best}, and its checkpoint is not there",
+            fix=f"{second}checkpoint.keep_best keeps the best ones of a run",
+        )
+    return best.step
 
 
 def is_remote(run: str | Path) -> bool:

@@ -7,7 +7,7 @@ is read back and compared with the original, so that retention never leaves wors
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from xxhash import xxh3_128
 
 from fivefold.checkpoint.manifest import NAME, Manifest
 from fivefold.core import files
+from fivefold.core.best import retained
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.step_folders import step_folder, steps_of
 
@@ -80,11 +81,12 @@ class Remote:
         files.rename(beside, folder)
         return folder
 
-    def retain(self, published: str, keep: int) -> None:
-        """Remove all but the newest `keep` copies up to the step folder `published`, and the remains of interrupted
-        copies of older steps. Newer ones were passed over on resume, and stay."""
+    def retain(self, published: str, keep: int, best: Sequence[int] = (), keep_best: int = 0) -> None:
+        """Remove all copies up to the step folder `published` but the newest `keep` and those that `retained` adds, and
+        the remains of interrupted copies of older steps. Newer ones were passed over on resume, and stay."""
         newest = steps_of([published])[0]
-        kept = [step for step in self.steps() if step <= newest][-keep:]
+        there = [step for step in self.steps() if step <= newest]
+        kept = retained(there, keep=keep, best=best, keep_best=keep_best)
         with self._answers():
             doomed = [step for step in self._begun() if step <= newest and step not in kept]
         for step in doomed:

@@ -39,6 +39,7 @@ from fivefold.checkpoint.remote import Remote
 from fivefold.checkpoint.staging import Staging
 from fivefold.config import RunConfig
 from fivefold.core import files
+from fivefold.core.best import retained
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import cannot_write, is_users
 from fivefold.core.optimizers import SCALE
@@ -59,13 +60,17 @@ Write = Callable[..., list[str]]  # like `write_together`
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """Contents of a checkpoint apart from its tensors: JSON values, or sources of files. `None` values are left out."""
+    """Contents of a checkpoint apart from its tensors: JSON values, or sources of files. `None` values are left out.
+
+    `best`: the steps of the best validations so far, of which retention keeps the first `keep_best` that are there."""
 
     step: int
     state: Mapping[str, Any]
     agreement: Mapping[str, Any] = field(default_factory=dict)
     config: RunConfig | None = None
     tokenizer_dir: Path | None = None
+    best: Sequence[int] = ()
+    keep_best: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,8 @@ class Saver:
         self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None,
         write: Write | None = None,
     ) -> None:  # fmt: skip
-        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` in both. `write`: in
-        place of `write_together`."""
+        """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` in both, and the best.
+        `write`: in place of `write_together`."""
         self._write = write or write_together
         self._directory, self._keep, self._asynchronous, self._remote = directory, keep, asynchronous, remote
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
@@ -192,10 +197,10 @@ class Saver:
         published = self._directory / step_folder(snapshot.about.step)
         written = self._write(snapshot, published, self.group, keep=self._keep)
         if self._remote:
-            self._copy(published, self._remote, (*written, *snapshot.texts))
+            self._copy(published, self._remote, (*written, *snapshot.texts), snapshot.about)
         return published
 
-    def _copy(self, published: Path, remote: Remote, written: Iterable[str]) -> None:
+    def _copy(self, published: Path, remote: Remote, written: Iterable[str], about: Metadata) -> None:
         """Copy to remote storage: every rank its own files, then the first rank the manifest."""
         step = published.name
         on_first_rank(lambda: remote.withdraw(step), self.group)
@@ -206,7 +211,7 @@ class Saver:
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
             if error:
                 raise RunFailed(f"{published} is saved, but not copied: {error.what}", fix=error.fix)
-            remote.retain(step, self._keep)
+            remote.retain(step, self._keep, about.best, about.keep_best)
 
         on_first_rank(publish, self.group)
 
@@ -425,7 +430,7 @@ def _publish(
     if keep is None:
         _clear_away(_damaged(published))
     else:
-        _retain(published, keep)
+        _retain(published, keep, snapshot.about)
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -489,14 +494,17 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, F
     )
 
 
-def _retain(published: Path, keep: int) -> None:
-    """Delete all but the newest `keep` up to the published one; newer ones were passed over on resume, and stay.
+def _retain(published: Path, keep: int, about: Metadata) -> None:
+    """Delete all up to the published one but the newest `keep` and the best; newer ones were passed over on resume, and
+    stay.
 
     They are renamed first, so that no half-deleted folder has a step's name.
     """
     directory = published.parent
     newest = steps_of([published.name])[0]
-    for step in [step for step in steps(directory) if step <= newest][:-keep]:
+    there = [step for step in steps(directory) if step <= newest]
+    kept = retained(there, keep=keep, best=about.best, keep_best=about.keep_best)
+    for step in [step for step in there if step not in kept]:
         doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
         _clear_away(directory / step_folder(step), doomed)
     for damaged in directory.glob(f"{_BESIDE}damaged-*"):

@@ -31,6 +31,9 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint. Default: the newest.", show_default=False)
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The step of the best validation; checkpoint.keep_best keeps it.")
+    ] = False,
     dtype: Annotated[
         DType | None,
         typer.Option(help="Type of the weights. Default: that of the model the run started from.", show_default=False),
@@ -59,9 +62,11 @@ def export(
 
     free = room()
     done = export_run(
-        run, out, step=step, dtype=dtype.value if dtype else None, force=force, merge=merge,
+        run, out, step=step, best=best, dtype=dtype.value if dtype else None, force=force, merge=merge,
         push=repository(push, private, revision), room=free.free if free else None,
     )  # fmt: skip
+    if best:
+        say(f"step {done.step} had the best validation")
     kind = str(done.dtype).removeprefix("torch.")
     if done.is_adapter:
         say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")

@@ -20,7 +20,7 @@ from fivefold.parallel import legality
 # Set in every run: turns off what a comparison does not need, or what would count in its time.
 ALWAYS = (
     "log.every=1", "log.to=[jsonl]", "sample.every=0", "checkpoint.keep=1", "checkpoint.export_hf=false",
-    "checkpoint.remote=null", "checkpoint.resume=auto",
+    "checkpoint.remote=null", "checkpoint.resume=auto", "checkpoint.keep_best=0", "eval.stop.patience=0",
 )  # fmt: skip
 _DIFFERENT_TEXT = ("tokenizer", "data")  # if these sections differ, losses per token are not comparable
 

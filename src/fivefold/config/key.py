@@ -42,12 +42,18 @@ def keys_of(config: type[BaseModel]) -> Iterator[Key]:
 
 
 def _fields(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every field of every section with its dotted name; those of a list's items follow the list."""
+    """Yield every field of every section with its dotted name; those of a list's items follow the list, and those of a
+    section inside a section stand in its place."""
     for section_name, section in config.model_fields.items():
         name = section.alias or section_name
         for key, field in type(section.default).model_fields.items():
-            yield f"{name}.{field.alias or key}", field
             default = field.get_default()
+            if isinstance(default, BaseModel):
+                yield from (
+                    (f"{name}.{key}.{inner}", of_inner) for inner, of_inner in type(default).model_fields.items()
+                )
+                continue
+            yield f"{name}.{field.alias or key}", field
             if isinstance(default, tuple) and default and isinstance(default[0], BaseModel):
                 for inner, of_item in type(default[0]).model_fields.items():
                     yield f"{name}.{key}[].{inner}", of_item

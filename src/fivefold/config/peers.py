@@ -52,6 +52,10 @@ SAME = {
     "checkpoint.every":
         "save_steps save_interval save_every save_freq checkpoint_interval checkpointing_steps",
     "checkpoint.keep": "save_total_limit keep_last",
+    "checkpoint.keep_best": "save_top_k keep_best_n",
+    "eval.metric": "metric_for_best_model monitor",
+    "eval.stop.patience": "early_stopping_patience early_stopping_steps",
+    "eval.stop.min_delta": "early_stopping_threshold",
     "eval.every": "eval_steps eval_interval eval_every eval_freq val_check_interval",
     "log.every": "logging_steps log_interval log_steps log_freq log_every_n_steps",
     "log.to": "report_to logger loggers",
@@ -76,6 +80,9 @@ DIFFERENT = {
     "and run.name: first",
     "resume_from_checkpoint auto_resume": "checkpoint.resume: auto, the default, goes on from the newest "
     "checkpoint in the run folder",
+    "load_best_model_at_end": "set checkpoint.keep_best: 1 and checkpoint.export_hf: best",
+    "greater_is_better": "set eval.mode: max or min; auto follows eval.metric",
+    "early_stopping": "set eval.stop.patience to a number of validations",
     "bf16": "set precision.compute: bf16, which is the default",
     "fp16": "fp16 is not built; precision.compute: bf16 needs no loss scaling",
     "fp32 tf32": "set precision.compute: fp32",

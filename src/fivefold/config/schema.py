@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from fivefold.config.key import Key, keys_of
 from fivefold.config.runfile import COMMAND_LINE, READ_MORE, RunFile, explained
+from fivefold.core.best import METRICS, MOST
 from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.keys import LayoutKey, moved
@@ -98,6 +99,13 @@ def _fraction_or_sources(value: Any) -> Any:
 def _listed(value: Any) -> Any:
     """Convert a single name to a list."""
     return [value] if isinstance(value, str) else value
+
+
+def _conversations(value: Any) -> Any:
+    """Convert a text, a list of turns, or a list of either to a list of conversations. A text is a user's turn."""
+    items = value if isinstance(value, list | tuple) else [value]
+    items = [items] if items and all(isinstance(item, dict) for item in items) else items
+    return [[{"role": "user", "content": item}] if isinstance(item, str) else item for item in items]
 
 
 Count = Annotated[int, BeforeValidator(parse_count)]
@@ -496,6 +504,12 @@ class BalanceSection(Section):
 class CheckpointSection(Section):
     every: Every = Field(default=250, description="optimizer steps between checkpoints; 0 = only the last")
     keep: Whole = Field(default=3, ge=1, description="newest checkpoints kept")
+    keep_best: Whole = Field(
+        default=0,
+        ge=0,
+        le=MOST // 2,
+        description="checkpoints of the best validations by eval.metric kept beside them, saved as they are made",
+    )
     asynchronous: bool = Field(
         default=True,
         alias="async",
@@ -510,7 +524,9 @@ class CheckpointSection(Section):
     remote: str | None = Field(
         default=None, description="where checkpoints are copied to, such as s3://bucket/runs; what fsspec knows"
     )
-    export_hf: bool = Field(default=False, description="write a Hugging Face folder at the end")
+    export_hf: bool | Literal["best"] = Field(
+        default=False, description="write a Hugging Face folder at the end: true: of the last step; best: of the best"
+    )
 
     @field_validator("remote")
     @classmethod
@@ -522,14 +538,52 @@ class CheckpointSection(Section):
         return value
 
 
+class StopSection(Section):
+    patience: Whole = Field(
+        default=0, ge=0, description="validations in a row without an improvement that end the run; 0 = never"
+    )
+    min_delta: Number = Field(
+        default=0.0, ge=0, description="an improvement is a change of eval.metric by more than this, in its unit"
+    )
+
+
 class EvalSection(Section):
     every: Every = Field(default=250, description="optimizer steps between evaluations; 0 = never")
     max_tokens: Count = Field(default=1_000_000, ge=1, description="tokens of one evaluation; 1M")
+    metric: Literal[tuple(METRICS)] = Field(  # type: ignore[valid-type]
+        default="eval/loss", description="metric by which validations are compared"
+    )
+    mode: Literal["auto", "min", "max"] = Field(
+        default="auto", description="which of its values are better; auto: smaller losses, larger rewards"
+    )
+    stop: StopSection = Field(default=StopSection(), description="early stopping")
+
+    @property
+    def direction(self) -> Literal["min", "max"]:
+        """`mode`, resolved."""
+        return METRICS[self.metric] if self.mode == "auto" else self.mode
 
 
 class SampleSection(Section):
     every: Every = Field(default=250, description="optimizer steps between samples; 0 = never")
-    prompts: Names = Field(default=(), description="texts to continue; none = no samples")
+    prompts: Names = Field(default=(), description="texts to continue")
+    messages: Annotated[
+        tuple[tuple[dict[str, Any], ...], ...],
+        BeforeValidator(_conversations, json_schema_input_type=str | list[str | dict[str, Any] | list[dict[str, Any]]]),
+    ] = Field(
+        default=(),
+        description="conversations to answer through the chat template: each a user's text, or a list of turns "
+        "with role and content",
+    )
+    file: PathText = Field(
+        default="", description="more of both, the first 16: .jsonl with prompt or messages, or a text with one a line"
+    )
+    max_new_tokens: Count = Field(default=48, ge=1, description="tokens of a sample, at most")
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is anything to sample."""
+        return self.every > 0 and bool(self.prompts or self.messages or self.file)
 
 
 class LogSection(Section):
@@ -732,6 +786,7 @@ def check_supported(config: RunConfig) -> None:
             raise UserError(
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
             )
+    check_best(config)
     if config.objective.compares and config.balance.capacity_factor is not None:
         raise UserError(
             f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
@@ -745,6 +800,36 @@ def check_supported(config: RunConfig) -> None:
             fix="set model.init: random, or name a Hugging Face folder or hub id",
             more=READ_MORE,
         )
+
+
+def check_best(config: RunConfig, *, has_validation: bool = True) -> None:
+    """Raise `UserError` if the run compares validations and has none, or none with its `eval.metric`. `has_validation`:
+    False if no document was held out."""
+    asks = {
+        "checkpoint.keep_best": config.checkpoint.keep_best > 0,
+        "eval.stop.patience": config.eval.stop.patience > 0,
+        "checkpoint.export_hf: best": config.checkpoint.export_hf == "best",
+    }
+    asked = next((key for key, is_set in asks.items() if is_set), None)
+    if asked is None:
+        return
+    metric, objective = config.eval.metric, config.objective
+    what, fix = "", "eval.metric: eval/loss"
+    if config.checkpoint.export_hf == "best" and not config.checkpoint.keep_best:
+        what, fix = "checkpoint.keep_best is 0, so the best may be gone at the end", "checkpoint.keep_best: 1"
+    elif not config.eval.every:
+        what, fix = "eval.every is 0: there are no validations to compare", "set eval.every to a number of steps"
+    elif metric.startswith("eval/") and not (has_validation and config.data.validation):
+        what, fix = "no text is held out", "set data.validation to a part of the documents, or to files"
+    elif "rewards" in metric and not objective.has_answers:
+        what = f"eval.metric {metric} is one of answers, and objective.name is {objective.name}"
+    elif metric == "eval/rewards/accuracies" and objective.name == "kto":
+        what, fix = (
+            f"{metric} is one of pairs of answers, and kto rates single ones",
+            "eval.metric: eval/rewards/margins",
+        )
+    if what:
+        raise UserError(f"{asked} is set, but {what}", fix=fix, more="docs/howto/best.md")
 
 
 def _limits(model: ModelSection) -> ModelLimits:

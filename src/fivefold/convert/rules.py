@@ -29,6 +29,10 @@ _LOSSES: Mapping[str, Mapping[str, str]] = {
 _COMPARING = ("dpo", "ipo", "kto")
 _LOGS = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "wandb_project": "wandb", "use_mlflow": "mlflow",
          "use_trackio": "trackio"}  # fmt: skip
+_METRICS = {
+    None: "eval/loss", "loss": "eval/loss", "rewards/accuracies": "eval/rewards/accuracies",
+    "rewards/margins": "eval/rewards/margins",
+}  # fmt: skip
 _TRACKERS = sorted(set(_LOGS.values()))
 _8_BITS = "frozen weights rest in 8 bits there"
 
@@ -297,7 +301,7 @@ def run(given: Given) -> Keys:
         yield "run.dir", str(Path(out).parent)
         yield "run.name", Path(out).name
     strategy, every = given("save_strategy"), given("save_steps")
-    if strategy in ("no", False):
+    if strategy in ("no", "best", False):
         yield "checkpoint.every", 0
     elif strategy in (None, "steps") and _is_count(every):
         yield "checkpoint.every", int(every)
@@ -335,3 +339,44 @@ def evaluation(given: Given) -> Keys:
     elif strategy not in (None, "no", False):
         for name in ("eval_strategy", "eval_steps"):
             given.leave(name, "evaluations are made every so many steps: eval.every")
+
+
+def best(given: Given) -> Keys:
+    """The best checkpoint, and early stopping: of transformers' Trainer, which all of them have."""
+    loads, saves, patience = (
+        bool(given("load_best_model_at_end")), given("save_strategy") == "best", given("early_stopping_patience"),
+    )  # fmt: skip
+    keys, has = given.found.keys, loads or saves or patience
+    if not (has and keys.get("eval.every") and keys.get("data.validation")):
+        why = "no validation is made every so many steps" if has else "nothing asks for the best"
+        asked = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold")
+        for name in (*asked, "metric_for_best_model", "greater_is_better", *(["save_strategy"] if saves else [])):
+            given.leave(name, why)
+        return
+    named, is_greater = given("metric_for_best_model"), given("greater_is_better")
+    metric = _METRICS.get(named and str(named).removeprefix("eval_"))
+    if metric is None:
+        given.refuse("metric_for_best_model", f"{named} is not measured; eval_loss is")
+    yield "eval.metric", metric
+    if is_greater is not None:
+        yield "eval.mode", "max" if is_greater else "min"
+    if patience:
+        threshold = float(given("early_stopping_threshold") or 0)
+        changed = (
+            "improvements of less than min_delta add up; there each is compared with the best" if threshold else ""
+        )
+        yield "eval.stop", {"patience": int(patience), "min_delta": threshold}, changed
+    elif given("early_stopping_threshold"):
+        given.leave("early_stopping_threshold", "early_stopping_patience is not set")
+    limit = int(given("save_total_limit") or 0)
+    if loads:
+        yield "checkpoint.keep_best", 1
+        yield (
+            "checkpoint.export_hf",
+            "best",
+            "the folder hf is of the best step; the run ends with its last",
+        )
+        if limit:
+            yield "checkpoint.keep", max(1, limit - 1)  # the best one is among them there
+    elif saves:
+        yield "checkpoint.keep_best", limit or 1, "" if limit else "the best one; there every one that was the best"

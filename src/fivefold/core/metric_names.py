@@ -16,6 +16,8 @@ METRICS = {
     "perf/tokens_per_second_per_device": "tokens/s; the same, divided by the number of devices",
     "perf/tflops_per_device": "TFLOP/s; model FLOPs of this step, with causal attention halved and no recompute",
     "perf/mfu_pct": "%; these FLOPs against the peak of the device; null if the peak is unknown",
+    "perf/matmul_pct": "%; these FLOPs against the large matmuls that fivefold calibrate measured; CPUs with "
+    "layout.hardware alone",
     "perf/step_seconds": "s; wall clock of this step",
     "perf/data_wait_pct": "%; part of the step that waited for rows",
     "perf/elapsed_seconds": "s; time since the run began, summed over its starts",
@@ -24,6 +26,9 @@ METRICS = {
     "memory/peak_reserved_gib": "GiB; reserved by the caching allocator at the peak, the largest of all ranks; "
     "GPUs alone",
     "eval/loss": "nats per target; loss on the held-out rows, at steps with an evaluation",
+    "eval/best": "unit of eval.metric; the best value of it at any evaluation so far",
+    "eval/best_step": "count; the step of that evaluation, of equal ones the first",
+    "eval/kl": "nats; kl on the held-out rows",
     "moe/aux_loss": "number; loss for uneven load of experts, before its coefficient",
     "moe/z_loss": "number; loss for large router logits, before its coefficient",
     "moe/load_max": "number; tokens of the busiest expert over the mean of its layer, the largest of all layers",
@@ -38,4 +43,9 @@ METRICS = {
     "rewards/accuracies": "part of 1; pairs whose chosen answer has the larger reward",
     "logps/chosen": "nats; log-probability of chosen answers, mean over pairs; orpo and simpo: per token",
     "logps/rejected": "nats; the same of rejected answers",
+}
+METRICS |= {
+    f"eval/{name}": f"{meaning}; on the held-out rows"
+    for name, meaning in METRICS.items()
+    if name.startswith(("rewards/", "logps/"))
 }

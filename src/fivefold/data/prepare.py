@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from fractions import Fraction
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
 from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
 from fivefold.data.source import FileList, Source, resolve
+from fivefold.data.spans import Turn
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
 from fivefold.data.store import BLOCK, Say, TokenStore, store_for
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
@@ -45,6 +46,21 @@ class PreparedData:
     validation: PackedRows | None
     counts: DataCounts
     fingerprint: str
+
+    @cached_property
+    def converses(self) -> bool:
+        """True if examples are written by the chat template: the first row has what it writes before an answer."""
+        if not self.counts.train.examples:
+            return False
+        turns: list[Turn] = [{"role": "user", "content": "ok"}]
+        try:
+            asked, answering = (self.tokenizer.template.render(turns, answer=answer) for answer in (False, True))
+        except UserError:  # a template of other turns
+            return True
+        one = {"data_rank": 0, "data_ranks": 1, "micro_batch_size": 1, "row_multiple": 1}
+        (row,) = self.train.batch(0, global_batch_size=1, **one)
+        text = self.tokenizer.load().decode(row.input_ids[0].tolist(), skip_special_tokens=False)
+        return answering.removeprefix(asked).strip() in text
 
 
 def prepare(

@@ -117,7 +117,8 @@ def read_prompts(opened: Opened, request: GenerateRequest) -> list[Prompt]:
     """The prompts of a file: its lines, or for .jsonl the `prompt` or the `messages` of each record."""
     path = Path(str(request.prompts))
     try:
-        found = [_prompt(opened, request, record, where) for record, where in read_records(path)]
+        options: dict[str, Any] = {"chat": request.chat, "system": request.system, "stop": request.stop}
+        found = [prompt_of(opened, record, where, **options) for record, where in read_records(path)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}", fix="a text file, one prompt a line", more=_MORE) from error
     if not found:
@@ -161,17 +162,22 @@ def _at(where: str) -> Iterator[None]:
         raise UserError(f"{where}: {error.what}", fix=error.fix, more=_MORE) from error
 
 
-def _prompt(opened: Opened, request: GenerateRequest, record: dict[str, Any], where: str) -> Prompt:
+def prompt_of(
+    opened: Opened, record: dict[str, Any], where: str, *,
+    chat: bool = False, system: str | None = None, stop: Sequence[str] = (),
+) -> Prompt:  # fmt: skip
+    """The prompt of a record with `prompt` or `messages`; `chat`: a text is a user's turn, too. `system`: the system's
+    turn of conversations without one; `stop`: more texts that end the answer. Raises `UserError` naming `where`."""
     said = record.get("messages", record.get("prompt"))
-    if isinstance(said, str) and not request.chat:
+    if isinstance(said, str) and not chat:
         text = examples.encodable(said, where)
         with _at(where):
-            return Prompt(opened.prompt(text)[0].tolist(), record, opened.ends, (*request.stop, *opened.stop))
+            return Prompt(opened.prompt(text)[0].tolist(), record, opened.ends, (*stop, *opened.stop))
     turns = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    example = examples.chat(where, turns, system=record.get("system", request.system), tools=record.get("tools"))
+    example = examples.chat(where, turns, system=record.get("system", system), tools=record.get("tools"))
     if example.turns[-1]["role"] == "assistant":
         raise UserError(f"{where}: the last turn is the assistant's", fix="leave it out: it is to be written")
-    ends, stop = endings(opened)
+    ends, of_template = endings(opened)
     with _at(where):
         ids = asked_ids(opened, example.turns, example.tools)
-    return Prompt(ids, record, ends, (*request.stop, *stop))
+    return Prompt(ids, record, ends, (*stop, *of_template))

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from fivefold.config import RunConfig, load_config
+from fivefold.core import json_lines
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, check_place, replace, writing
 from fivefold.core.step_folders import steps
@@ -84,16 +85,41 @@ def last_saved_step(config: RunConfig) -> int:
     return max(steps(config.run_dir / "checkpoints"), default=0)
 
 
-def next_commands(config: RunConfig, *, step: int, total_steps: int) -> list[str]:
-    """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell."""
+def best_kept_step(config: RunConfig) -> int | None:
+    """The step of the best validation by the rows of `metrics.jsonl`; None if its checkpoint is not there."""
+    try:
+        rows = json_lines.read(config.run_dir / "metrics.jsonl").rows
+    except OSError:
+        return None
+    best = next((row["eval/best_step"] for row in reversed(rows) if row.get("eval/best_step") is not None), None)
+    return best if best in steps(config.run_dir / "checkpoints") else None
+
+
+def next_commands(
+    config: RunConfig, *, step: int, total_steps: int, best: int | None = None, stopped_early: bool = False,
+    converses: bool = False,
+) -> list[str]:  # fmt: skip
+    """The commands to suggest after a run, or after it was stopped: each line can be pasted into a shell. `best`: the
+    step of the best validation, if its checkpoint is kept. `stopped_early`: no validation improved. `converses`: it was
+    trained on conversations."""
     run = quote(str(config.run_dir))
-    prompt = next((text for text in config.sample.prompts if text.isprintable()), "The")
+    asked = [
+        str(turn.get("content")) for turns in config.sample.messages for turn in turns if turn.get("role") == "user"
+    ]
+    texts, otherwise = (asked, "Hello") if converses else (config.sample.prompts, "The")
+    prompt = next((text for text in texts if text.isprintable()), otherwise)
     hf = config.run_dir / "hf"
+    is_best_older = best is not None and best != step
     longer = f"fivefold train {run}" + (f" train.max_steps={2 * total_steps}" if step >= total_steps else "")
-    uses = [f"fivefold report {run}", f"fivefold generate {run} --prompt {quote(prompt)}"]
-    uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}"]
+    longer += " eval.stop.patience=0" if stopped_early else ""
+    at_best, chosen = (f" --step {best}", " --best") if is_best_older else ("", "")
+    uses = [
+        f"fivefold report {run}",
+        f"fivefold generate {run}{at_best}{' --chat' * converses} --prompt {quote(prompt)}",
+    ]
+    uses += [] if hf.exists() else [f"fivefold export {run} {quote(str(hf))}{chosen}"]
     goes_on = f"{longer}   # {'makes it longer' if step >= total_steps else 'goes on'}"
-    return [*uses, goes_on] if step >= total_steps else [goes_on, *uses]
+    return [*uses, goes_on] if step >= total_steps or stopped_early else [goes_on, *uses]
 
 
 class FolderLock:

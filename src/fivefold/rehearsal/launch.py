@@ -111,7 +111,8 @@ def changes(folder: Path, steps: int, *, is_full: bool) -> list[str]:
     """Overrides of the run file for a rehearsal: where it writes, and evaluation and save at the end only."""
     return [
         f"run.dir={folder}", "run.name=rehearsal", f"eval.every={steps}", "sample.every=0", "checkpoint.every=0",
-        "checkpoint.remote=null", "checkpoint.export_hf=false", 'log.to=["jsonl"]', "log.every=1",
+        "checkpoint.remote=null", "checkpoint.export_hf=false", "checkpoint.keep_best=0", "eval.stop.patience=0",
+        'log.to=["jsonl"]', "log.every=1",
         "memory.trial=false",  # a trial runs the same phases as the run
         "train.check_every=0",  # these checks compare values, and run in one step of a hundred
         f"train.device={'cuda' if is_full else 'cpu'}", *([] if is_full else ["train.compile=false"]),

@@ -181,7 +181,8 @@ def _facts(
         "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
         "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
         "validation": f"loss {validation[-1][0]:.4f} at step {validation[-1][1]} (perplexity "
-        f"{curves.perplexity(validation[-1][0])}), best {min(validation)[0]:.4f}" if validation else "",
+        f"{curves.perplexity(validation[-1][0])})" if validation else "",
+        "best": _best(config, rows, steps(run / "checkpoints")),
         **_speed(rows, spans),
         "skipped": f"{skipped} steps without a finite loss or gradient"
         if (skipped := last.get("train/skipped_steps")) else "",
@@ -192,6 +193,16 @@ def _facts(
         "versions": versions or "not recorded",
     }  # fmt: skip
     return {name: text for name, text in facts.items() if text}
+
+
+def _best(config: RunConfig, rows: Rows, kept: Sequence[int]) -> str:
+    """The best validation by `eval.metric`, and whether its checkpoint is kept; "" before the first."""
+    metric, direction = config.eval.metric, config.eval.direction
+    found = [(row[metric], row["step"]) for row in rows if "eval/best" in row and row.get(metric) is not None]
+    if not found:
+        return ""
+    value, step = min(found, key=lambda entry: (entry[0] if direction == "min" else -entry[0], entry[1]))
+    return f"{metric} {value:.4f} at step {step}{', whose checkpoint is kept' if step in kept else ''}"
 
 
 def _speed(rows: Rows, spans: Sequence[story.Span]) -> dict[str, str]:

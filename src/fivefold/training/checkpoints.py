@@ -13,6 +13,7 @@ from fivefold import checkpoint
 from fivefold.checkpoint.base import weights_beside
 from fivefold.checkpoint.save import Write
 from fivefold.config import RunConfig
+from fivefold.core.best import STATE, Best
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
 from fivefold.training.run_log import RunLog
@@ -72,14 +73,16 @@ class CheckpointManager:
             self._log.folder.saved = opened.step if Path(folder).parent == self._directory else 0
             return Resumed(opened.step, opened.state, where, tuple(passed.values()), warmup_steps)
 
-    def save(self, config: RunConfig, step: int, state: Mapping[str, Any]) -> None:
-        """Save after `step` steps, or start an asynchronous save. Waits for an earlier save first."""
+    def save(self, config: RunConfig, step: int, state: Mapping[str, Any], best: Best) -> None:
+        """Save after `step` steps, or start an asynchronous save. Waits for an earlier save first. `best`: the best
+        validations so far; it becomes part of `state`."""
         self.report(step, wait=True)
         self._log.folder.look(self._log.display.note)
         tokenizer, is_own = self._data.tokenizer, config.tokenizer.name_or_path == "auto"
         about = checkpoint.Metadata(
-            step=step, state=state, agreement=self._agreement(config), config=config,
+            step=step, state={**state, STATE: best.to_json()}, agreement=self._agreement(config), config=config,
             tokenizer_dir=tokenizer.folder if is_own else tokenizer.saved,
+            best=best.steps, keep_best=config.checkpoint.keep_best,
         )  # fmt: skip
         self._saver.save(self._model, self._optimizer, about)
         self._under_way = step

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fivefold.core.best import Best
 from fivefold.core.terminal import shown
 from fivefold.core.units import human
 
@@ -31,11 +32,15 @@ Row = Mapping[str, Any]
 Line = tuple[str, str]  # (label, text); an empty label continues the line above
 
 
-def open_display(*, total_steps: int, start: int = 0, console: Console | None = None) -> "PlainDisplay":
-    """A live panel when standard output is a terminal, plain lines otherwise. `start` steps are done already."""
+def open_display(
+    *, total_steps: int, total_tokens: float | None = None, start: int = 0, console: Console | None = None
+) -> "PlainDisplay":
+    """A live panel when standard output is a terminal, plain lines otherwise. `start` steps are done already.
+    `total_tokens`: input tokens of all steps, about."""
     console = console or Console(file=sys.stdout, highlight=False)
     is_live = console.is_terminal and not console.is_dumb_terminal
-    return (LiveDisplay if is_live else PlainDisplay)(console, total_steps=total_steps, start=start)
+    kind = LiveDisplay if is_live else PlainDisplay
+    return kind(console, total_steps=total_steps, total_tokens=total_tokens, start=start)
 
 
 def unseen() -> "PlainDisplay":
@@ -69,9 +74,11 @@ class PlainDisplay:
     """
 
     def __init__(
-        self, console: Console, *, total_steps: int, start: int = 0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, console: Console, *, total_steps: int, total_tokens: float | None = None, start: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._console, self._total, self._start, self._clock = console, total_steps, start, clock
+        self._total_tokens = total_tokens
         self._pace = Pace(total_steps, start, clock)
         self._said: float | None = None
 
@@ -91,13 +98,25 @@ class PlainDisplay:
         now = self._clock()
         if self._said is None or now - self._said >= PLAIN_SECONDS or row["step"] >= self._total:
             self._said = now
-            left = clock_time(self._pace.remaining())
             loss = f"loss {number(row.get('train/loss'), '.4f')}"
-            self._say(f"step {row['step']}/{self._total}  {loss}  " + "  ".join(details(row)) + f"  {left} left")
+            parts = [f"step {row['step']}/{self._total}", loss, *details(row), self._tokens(row), self._times(row)]
+            self._say("  ".join(filter(None, parts)))
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Show a validation loss, in nats per token."""
-        self._say(f"step {step}/{self._total}  validation loss {loss:.4f}")
+    def _tokens(self, row: Row) -> str:
+        """The tokens seen, of those of all steps; "" if they are not known."""
+        seen = row.get("train/tokens_seen")
+        of_all = f" of {human(max(self._total_tokens, seen or 0))}" if self._total_tokens else ""
+        return f"{human(seen)}{of_all} tokens" if seen is not None else ""
+
+    def _times(self, row: Row, since: float = 0.0) -> str:
+        """The time since the run began, `since` seconds after this row, and the remaining time."""
+        before, left = row.get("perf/elapsed_seconds"), f"{clock_time(self._pace.remaining())} left"
+        return left if before is None else f"{clock_time(before + since)} elapsed, {left}"
+
+    def evaluated(self, step: int, loss: float, best: Best | None = None) -> None:
+        """Show a validation loss, in nats per token. `best`: the best validations so far, this one included."""
+        at_best = f"  best: {best}" if best and best.step not in (None, step) else "  (best)" if best else ""
+        self._say(f"step {step}/{self._total}  validation loss {loss:.4f}{at_best if best and best.ranking else ''}")
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         """Show `text`, the model's continuation of `prompt`."""
@@ -123,8 +142,10 @@ class LiveDisplay(PlainDisplay):
     def __init__(self, console: Console, **options: Any) -> None:
         super().__init__(console, **options)
         self._row: Row = {}
+        self._row_time = 0.0  # of the clock
         self._losses: list[float] = []
-        self._validation: tuple[int, float] | None = None
+        self._validations: deque[tuple[int, float]] = deque(maxlen=2)
+        self._best: Best | None = None
         self._live = Live(get_renderable=self.panel, console=console, refresh_per_second=4)
 
     def __exit__(self, *_: object) -> None:
@@ -136,13 +157,13 @@ class LiveDisplay(PlainDisplay):
 
     def step(self, row: Row) -> None:
         self._pace.mark(row["step"])
-        self._row = row
+        self._row, self._row_time = row, self._clock()
         if row.get("train/loss") is not None:
             self._losses.append(row["train/loss"])
 
-    def evaluated(self, step: int, loss: float) -> None:
-        before = self._validation
-        self._validation = (step, loss)
+    def evaluated(self, step: int, loss: float, best: Best | None = None) -> None:
+        before, self._best = self._validations[-1] if self._validations else None, best
+        self._validations.append((step, loss))
         change = f"  ({loss - before[1]:+.3f})" if before else ""
         self._console.print(
             Text.assemble((f"step {step}", "cyan"), "  validation loss ", (f"{loss:.3f}", "bold"), change)
@@ -167,22 +188,32 @@ class LiveDisplay(PlainDisplay):
     def panel(self) -> RenderableType:
         """The panel in its current state."""
         done = self._row.get("step", self._start)
-        left = clock_time(self._pace.remaining())
-        waiting = "the first step takes longest" if not self._row else f"{left} left"
+        since = self._clock() - self._row_time
+        waiting = "the first step takes longest" if not self._row else self._times(self._row, since)
         body = [_line(ProgressBar(total=max(1, self._total), completed=done), Text(waiting), wide=0)]
         if self._row:
             health = Text("   ".join(details(self._row)), style="dim", overflow="ellipsis", no_wrap=True)
-            body += [self._loss_line(), health]
-        return Panel(
-            Group(*body), title=f"step {done}/{self._total}", title_align="left", border_style="cyan", padding=(0, 1)
-        )
+            body += [self._loss_line(), *self._validation_lines(), health]
+        title = ", ".join(filter(None, (f"step {done}/{self._total}", self._tokens(self._row))))
+        return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 
     def _loss_line(self) -> RenderableType:
-        validation = f"val {self._validation[1]:.3f} @{self._validation[0]}" if self._validation else ""
-        room = max(8, self._console.width - 24 - len(validation))
         loss = number(self._row.get("train/loss"), ".3f")
-        losses = Text(sparkline(self._losses, room), style="green")
-        return _line(Text.assemble("loss ", (loss, "bold green")), losses, Text(validation), wide=1)
+        losses = Text(sparkline(self._losses, max(8, self._console.width - 20)), style="green")
+        return _line(Text.assemble("loss ", (loss, "bold green")), losses, Text(), wide=1)
+
+    def _validation_lines(self) -> list[RenderableType]:
+        """The last validation, the best one and the one before the last; nothing before the first."""
+        if not self._validations:
+            return []
+        *before, last = (f"{loss:.3f} @{step}" for step, loss in self._validations)
+        best = self._best if self._best and self._best.ranking else None
+        metric = f" {best.metric}" if best and best.metric != "eval/loss" else ""
+        more = [f"best{metric} {best.value:.3f} @{best.step}"] if best else []
+        more += [f"before {text}" for text in before]
+        return [
+            Text.assemble("val  ", (last, "bold"), *(f"   {text}" for text in more), overflow="ellipsis", no_wrap=True)
+        ]
 
 
 def _line(*cells: RenderableType, wide: int) -> RenderableType:
@@ -208,6 +239,7 @@ def details(row: Row) -> list[str]:
     said: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("perf/tokens_per_second", lambda value: f"{human(value)} tok/s"),
         ("perf/mfu_pct", lambda value: f"mfu {value:.1f}%"),
+        ("perf/matmul_pct", lambda value: f"matmul {value:.0f}%"),
         ("train/learning_rate", lambda value: f"lr {value:.1e}".replace("e-0", "e-")),
         ("train/grad_norm", lambda value: f"grad {value:.2f}"),
         ("perf/data_wait_pct", lambda value: f"data wait {value:.0f}%"),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
+from fivefold.core.step_folders import steps
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.folder import next_commands
 from fivefold.launch.world import multiplies_bf16
@@ -177,9 +178,15 @@ def closing_lines(job: Job, why: str | None) -> list[tuple[str, str]]:
     val = f"validation loss {job.last_eval:.3f}   " if job.last_eval is not None else ""
     skipped = f"   {job.skipped} steps skipped" if job.skipped else ""
     there = [name for name in _FILES if (run / name.rstrip("/")).exists()]
-    commands = next_commands(job.config, step=job.step, total_steps=job.total_steps)
+    best, is_kept = job.best.step, job.best.step in steps(run / "checkpoints")
+    commands = next_commands(
+        job.config, step=job.step, total_steps=job.total_steps, best=best if is_kept else None,
+        converses=job.data.converses,
+        stopped_early=job.step < job.total_steps and job.best.is_over(job.config.eval.stop.patience),
+    )  # fmt: skip
     return [
         ("done", why or f"{val}{job.step} steps, {job.tokens_seen:,} tokens{skipped}"),
+        *([("best", f"{job.best}{'' if is_kept else '; not kept (checkpoint.keep_best)'}")] if best else []),
         ("read", schedule.epochs_text(job.config, job.data, job.step)),
         ("files", f"{run}/  {'  '.join(there)}"),
         *(("" if number else "next", line) for number, line in enumerate(commands)),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fivefold.config import RunConfig
+from fivefold.core.best import Best
 from fivefold.core.interrupts import StopRequest
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData
@@ -23,6 +24,7 @@ from fivefold.training.distillation import Teacher
 from fivefold.training.environment import Environment
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.run_log import RunLog
+from fivefold.training.samples import Samples
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Job:
     memory: PeakMemory
     costs: Costs
     total_steps: int
+    samples: Samples
     goals: reference.ObjectiveSpecs = field(default_factory=reference.ObjectiveSpecs)
     teacher: Teacher | None = None
     attention: str = ""  # see `kernels.choose`
@@ -49,6 +52,7 @@ class Job:
     skipped: int = 0
     in_a_row: int = 0
     last_eval: float | None = None
+    best: Best = field(default_factory=Best)
     checked: int | None = None  # the last step of this start whose standing checks passed
     began: float = field(default_factory=time.monotonic)  # this start
     stop: StopRequest = field(default_factory=StopRequest)
@@ -77,3 +81,9 @@ class Job:
     @cached_property
     def peak_tflops(self) -> float | None:
         return flops.peak_tflops(torch.device(self.world.device), self.config.precision.compute)
+
+    @cached_property
+    def measured_tflops(self) -> float | None:
+        """The matmul rate of a worker of this CPU, if a calibration file has it."""
+        hardware = self.config.hardware if self.world.device == "cpu" else ""
+        return flops.measured_tflops(hardware, self.config.precision.compute, self.world.local_size)

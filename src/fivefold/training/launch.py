@@ -18,6 +18,7 @@ from fivefold.launch.events import Listener, following
 from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
 from fivefold.launch.folder import (
     began_with,
+    best_kept_step,
     claim_fresh,
     last_logged_step,
     last_saved_step,
@@ -137,7 +138,9 @@ def _is_finished(config: RunConfig, data: "PreparedData") -> bool:
     warmup = before.scheduler.warmup_steps
     if not isinstance(warmup, int) or before != settled(config, total, before=warmup):
         return False
-    commands = next_commands(config, step=total, total_steps=total)
+    commands = next_commands(
+        config, step=total, total_steps=total, best=best_kept_step(config), converses=data.converses
+    )
     with open_display(total_steps=total, start=total) as display:
         done = f"this run is finished: {total} of {total} steps are done"
         display.closing([("done", done), *(("" if at else "next", line) for at, line in enumerate(commands))])

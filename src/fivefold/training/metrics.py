@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fivefold.training.job import Job
@@ -13,7 +14,7 @@ def row(job: Job, result: StepResult, rate: float, *, seconds: float, waited: fl
     tokens_per_second = result.tokens / seconds
     flops_done = job.costs.per_token * result.tokens + job.costs.per_squared_length * result.squared_lengths
     tflops = flops_done / seconds / job.world.size / 1e12
-    peak = job.peak_tflops
+    peak, measured = job.peak_tflops, job.measured_tflops
     return {
         "step": job.step,
         "train/loss": finite(result.loss),
@@ -25,12 +26,18 @@ def row(job: Job, result: StepResult, rate: float, *, seconds: float, waited: fl
         "perf/tokens_per_second_per_device": tokens_per_second / job.world.size,
         "perf/tflops_per_device": tflops,
         "perf/mfu_pct": 100 * tflops / peak if peak else None,
+        **({"perf/matmul_pct": 100 * tflops / measured} if measured else {}),
         "perf/step_seconds": seconds,
         "perf/data_wait_pct": 100 * waited / seconds,
         "perf/elapsed_seconds": job.log.seconds_before + time.monotonic() - job.began,
         **result.balance.metrics(),
         **{name: finite(number) for name, number in result.metrics.items()},
     }
+
+
+def of_evaluation(loss: float, more: Mapping[str, float]) -> dict[str, Any]:
+    """The part of a row that an evaluation adds. `more`: metrics of a preference objective."""
+    return {"eval/loss": finite(loss), **{f"eval/{name}": finite(number) for name, number in more.items()}}
 
 
 def finite(number: float) -> float | None:

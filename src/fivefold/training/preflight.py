@@ -164,7 +164,8 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
     """
     folder = config.run_dir / "checkpoints"
     held = [_size(folder / step_folder(step)) for step in steps(folder)]
-    saves, size, keep = saves_left(config, step, total_steps), checkpoint_bytes(model, config), config.checkpoint.keep
+    saves, size = saves_left(config, step, total_steps), checkpoint_bytes(model, config)
+    best, keep = config.checkpoint.keep_best, config.checkpoint.keep + config.checkpoint.keep_best
     disk = shutil.disk_usage(config.run_dir)
     if not saves or not disk.total:  # some network filesystems do not say
         return ""
@@ -178,7 +179,9 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
     needed = more_bytes(size, held, keep=keep, saves=saves)
     if disk.free >= needed:
         return ""
-    fitting = [fewer for fewer in range(1, keep) if more_bytes(size, held, keep=fewer, saves=saves) <= disk.free]
+    fitting = [
+        fewer for fewer in range(1, keep - best) if more_bytes(size, held, keep=fewer + best, saves=saves) <= disk.free
+    ]
     advice = f"set checkpoint.keep: {fitting[-1]}, free space, " if fitting else "free space "
     return (
         f"saving will fail: {keep} checkpoint{'s' * (keep != 1)} of {human_bytes(size)}, and the next beside them, "
@@ -196,10 +199,12 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:
-    """The number of checkpoints still to be written: one every `checkpoint.every` steps, and the last one."""
+    """The largest number of checkpoints still to be written: one every `checkpoint.every` steps, and the last one; with
+    `checkpoint.keep_best` one at each validation, too."""
     every = config.checkpoint.every
     on_time = total_steps // every - step // every if every else 0
-    return on_time + int(step < total_steps and not (every and total_steps % every == 0))
+    at_best = total_steps // config.eval.every - step // config.eval.every if config.checkpoint.keep_best else 0
+    return on_time + at_best + int(step < total_steps and not (every and total_steps % every == 0))
 
 
 def more_bytes(size: int, held: list[int], *, keep: int, saves: int) -> int:

@@ -12,24 +12,21 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
 
 from fivefold import checkpoint
-from fivefold.config import RunConfig, check_supported, parse_config
+from fivefold.config import RunConfig, check_best, check_supported, parse_config
 from fivefold.core import history
+from fivefold.core.best import Best
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
 from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
-from fivefold.data.tokenizer import encoding
-from fivefold.generation.text import encode_prompt, pieces
 from fivefold.launch.events import Events, events_of
 from fivefold.launch.world import World
 from fivefold.models import kernels
@@ -51,10 +48,10 @@ from fivefold.training.out_of_memory import advised
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.preference import mean_over_pairs
 from fivefold.training.run_log import RunLog
+from fivefold.training.samples import Samples
 from fivefold.training.step import StepResult, mean_loss, train_step
 from fivefold.training.watchdog import watching
 
-SAMPLE_TOKENS = 48  # length of a sample
 COUNTED = ("tokens_seen", "skipped", "in_a_row")  # attributes of `Trainer` saved in checkpoints
 MAX_SKIPPED = 3  # steps in a row without a finite loss and gradient before the run is stopped
 
@@ -98,6 +95,7 @@ class Trainer(Job):
         """Build everything that the first step needs; `stack` closes it. `environment`: None is that of a real run."""
         environment = environment or Environment()
         preflight.check_ranks_agree(config, data)
+        check_best(config, has_validation=data.validation is not None)
         memory = PeakMemory(torch.device(world.device))
         layout = config.layout.resolve(world.size)
         refuse(legality.violations(layout, batch=config.train.global_batch_size))
@@ -108,6 +106,7 @@ class Trainer(Job):
         total_steps = schedule.total_steps(config, data)
         compiled = compile_pays(config, costs, data, world, total_steps)
         source, compared = environment.load_source(config, model, facts), reference.Reference.of(config, model)
+        samples = Samples(config, model, data)
         scarce = preflight.check_memory(facts, config, layout, world)
         if scarce and world.is_first:
             print(f"note: {scarce}", flush=True)
@@ -128,8 +127,8 @@ class Trainer(Job):
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
         job = cls(
-            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, attention,
-            environment,
+            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, samples, goals, teacher,
+            attention, environment,
         )  # fmt: skip
         stack.callback(keeper.close)
         resumed = environment.resume(keeper, config)
@@ -137,13 +136,14 @@ class Trainer(Job):
         job.config = config = schedule.settled(config, total_steps, before=resumed.warmup_steps)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
+        job.best, told = Best.resumed(resumed.state, config.eval.metric, config.eval.direction)
         tight = checkpoint.on_first_rank(
             lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
         record.write(model, config, device=world.device, parameters=costs.parameters)
         tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
         checkpoint.on_first_rank(
-            lambda: job._open_log(stack, compiled=compiled, resumed=resumed, tight=tight, tried=tried)
+            lambda: job._open_log(stack, compiled=compiled, resumed=resumed, best=told, tight=tight, tried=tried)
         )
         stack.push(lambda _, error, __: job.log.close(job.step, error))
         stack.callback(job.prefetch.shutdown, wait=True)
@@ -157,16 +157,23 @@ class Trainer(Job):
         self.memory = PeakMemory(torch.device(self.world.device)) if self.world.device != "cpu" else self.memory
         return header.memory_line(self, peaks) if self.world.is_first else ""
 
-    def _open_log(self, stack: ExitStack, *, compiled: bool, resumed: Resumed, tight: str, tried: str) -> None:
+    def _open_log(
+        self, stack: ExitStack, *, compiled: bool, resumed: Resumed, best: str, tight: str, tried: str
+    ) -> None:
         """Open the display and the files, on rank 0."""
         about = self._about_this_start(resumed)
         lines = header.lines(self, compiled=compiled, resumed=resumed)
         if resumed.where:
             lines += header.changed(history.load(self.config.run_dir), about, step=self.step)
         teacher = "" if self.teacher is None else self.teacher.told
-        more = (("compared", self.goals.told), ("teacher", teacher), ("memory", tried), ("DISK", tight))
+        more = (
+            ("compared", self.goals.told), ("teacher", teacher), ("best", best), ("memory", tried), ("DISK", tight),
+        )  # fmt: skip
         lines += [(label, text) for label, text in more if text]
-        self.log.open(stack, self.config, lines, about, step=self.step, total_steps=self.total_steps)
+        self.log.open(
+            stack, self.config, lines, about, step=self.step, total_steps=self.total_steps,
+            total_tokens=schedule.total_tokens(self.config, self.data, self.total_steps),
+        )  # fmt: skip
 
     def _about_this_start(self, resumed: Resumed) -> dict[str, Any]:
         """The history's record of a start: machine, versions, layout, schedule and data."""
@@ -186,8 +193,9 @@ class Trainer(Job):
 
     def run(self) -> None:
         """Run steps until the end, then the last evaluation, checkpoint and sample; show what to type next."""
-        if self.step >= self.total_steps:
-            self._close(f"this run is finished: {self.step} of {self.total_steps} steps are done")
+        if self._is_over:
+            all_done = f"this run is finished: {self.step} of {self.total_steps} steps are done"
+            self._close(self._why_stopped or all_done)
             return
         for batch, waited in self._batches():
             started = time.perf_counter() - waited
@@ -211,31 +219,57 @@ class Trainer(Job):
             self.keeper.report(self.step)
             row = metrics.row(self, result, rate, seconds=seconds, waited=waited)
             if self._due(self.config.eval.every) and self.data.validation:
-                self.last_eval = self._evaluate(self.data.validation)
-                row["eval/loss"] = metrics.finite(self.last_eval)
-                self.log.display.evaluated(self.step, self.last_eval)
+                self.last_eval, more = self._evaluate(self.data.validation)
+                row |= metrics.of_evaluation(self.last_eval, more)
+            is_best = self._due(self.config.eval.every) and self._compare(row)
+            if "eval/loss" in row and self.last_eval is not None:
+                self.log.display.evaluated(self.step, self.last_eval, self.best)
             self._write(row)
             self.log.events.tell("step", row)
             if "eval/loss" in row:
-                self.log.events.tell("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
+                self.log.events.tell("eval", {key: row[key] for key in row if key == "step" or key.startswith("eval/")})
             self._stop_if_diverged()
             if update:
                 self._check(update, batch, result)
             if self._due(self.config.sample.every):
-                self._sample()
-            if self._due(self.config.checkpoint.every) or self.step == self.total_steps or result.stop:
-                self.keeper.save(self.config, self.step, {name: getattr(self, name) for name in COUNTED})
-            if result.stop and self.step < self.total_steps:
-                self._stop_early()
+                self.log.sampled(list(self.samples.draw(self.step)))
+            if self._due(self.config.checkpoint.every) or self._is_over or is_best or result.stop:
+                self.keeper.save(self.config, self.step, {name: getattr(self, name) for name in COUNTED}, self.best)
+            if self._is_over:
+                break
+            if result.stop:
+                self._stop_on_request()
+        if self._why_stopped:
+            self.log.happened("stopped early", self.step, self._why_stopped)
         self.keeper.finish()
-        self._close()
+        self._close(self._why_stopped)
+
+    @property
+    def _is_over(self) -> bool:
+        """True after the last step, and after the step at which the run stops early."""
+        return self.step >= self.total_steps or bool(self._why_stopped)
+
+    @property
+    def _why_stopped(self) -> str | None:
+        """The reason of an early stop; None if there is none, or if all steps are done."""
+        stop = self.config.eval.stop
+        is_early = self.step < self.total_steps and self.best.is_over(stop.patience)
+        return self.best.why_over(self.step, stop.min_delta) if is_early else None
+
+    def _compare(self, row: dict[str, Any]) -> bool:
+        """Compare this validation with those before, and add the best one to `row`. True if its step is to be kept.
+        The metric, and so the answer, is the same on all ranks."""
+        self.best = self.best.after(self.step, row.get(self.best.metric), min_delta=self.config.eval.stop.min_delta)
+        if self.best.step is not None:
+            row |= {"eval/best": self.best.value, "eval/best_step": self.best.step}
+        return self.step in self.best.steps[: self.config.checkpoint.keep_best]
 
     @property
     def _is_to_stop(self) -> bool:
         """True if this rank asks all ranks to stop after the step."""
         return self.stop.by is not None or self.keeper.failed is not None or self.log.events.stop_asked
 
-    def _stop_early(self) -> None:
+    def _stop_on_request(self) -> None:
         """Wait for this step's save, then raise `Stopped` on every rank, or the error of a failed save."""
         self.keeper.finish()
         if self.keeper.failed:
@@ -256,12 +290,12 @@ class Trainer(Job):
                 ahead = self.prefetch.submit(self.batch, step + 1)
             yield batch, waited
 
-    def _evaluate(self, rows: PackedRows) -> float:
+    def _evaluate(self, rows: PackedRows) -> tuple[float, Mapping[str, float]]:
         """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`. For a preference
-        objective the mean loss over the pairs there. Equal on all ranks."""
+        objective the mean loss over the pairs there, and its metrics. Equal on all ranks."""
         if self.goals.validation:
-            return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)[0]
-        return mean_loss(self.model, self.evaluation(rows))
+            return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)
+        return mean_loss(self.model, self.evaluation(rows)), {}
 
     def _learning_rate(self, step: int) -> float:
         return schedule.learning_rate(step, **self.schedule)
@@ -331,28 +365,16 @@ class Trainer(Job):
     # ---- what is written ---------------------------------------------------------------------------------------------
 
     def _write(self, row: dict[str, Any]) -> None:
-        if not self._due(self.config.log.every) and "eval/loss" not in row:
+        if not self._due(self.config.log.every) and not any(name.startswith("eval/") for name in row):
             return
         row |= self.memory.over_ranks()
         self.log.row(row)
 
-    def _sample(self) -> None:
-        for prompt in self.config.sample.prompts:
-            ends = (self.data.tokenizer.eos_token_id,)
-            with encoding(self.data.tokenizer.folder, self._tokenizer, [prompt]):
-                ids = encode_prompt(self._tokenizer, prompt, ends, self.data.tokenizer.bos_token_ids)
-            options: dict[str, Any] = {"max_new_tokens": SAMPLE_TOKENS, "seed": self.config.train.seed}
-            text = "".join(pieces(self.model, self._tokenizer, ids, ends, temperature=0.7, top_k=40, **options))
-            self.log.sampled(self.step, prompt, text)
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return self.data.tokenizer.load()
-
     def _close(self, why: str | None = None) -> None:
         if self.config.checkpoint.export_hf and self.world.is_first:
             shutil.rmtree(self.config.run_dir / "hf", ignore_errors=True)  # an earlier step's
-            checkpoint.export(self.config.run_dir, self.config.run_dir / "hf")
+            best = self.config.checkpoint.export_hf == "best"
+            checkpoint.export(self.config.run_dir, self.config.run_dir / "hf", best=best)
         self._tell(why)
 
     def _tell(self, why: str | None) -> None:

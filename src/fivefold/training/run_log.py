@@ -5,7 +5,7 @@ Only the first rank reports. On the other ranks a `RunLog` is never opened, so n
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from fivefold.launch.events import Events, Listener
 from fivefold.launch.folder import LOCK, FolderLock
 from fivefold.training import record
 from fivefold.training.display import Line, open_display, unseen
+from fivefold.training.samples import Sample
 from fivefold.training.trackers import TRACKERS, TrackerSink
 
 
@@ -42,12 +43,12 @@ class RunLog:
 
     def open(
         self, stack: ExitStack, config: RunConfig, lines: list[Line], about: Mapping[str, Any], *,
-        step: int, total_steps: int,
+        step: int, total_steps: int, total_tokens: float | None = None,
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
-        of this start."""
+        of this start. `total_tokens`: those of all steps, about."""
         replace(config.run_dir / "run.yaml", config.to_yaml().encode())
-        self.display = stack.enter_context(open_display(total_steps=total_steps, start=step))
+        self.display = stack.enter_context(open_display(total_steps=total_steps, total_tokens=total_tokens, start=step))
         self.display.header(lines)
         say = self.display.note
         # Before rows are written or truncated: a tracker may fail to start, and all read an earlier attempt's last row.
@@ -55,7 +56,7 @@ class RunLog:
         rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say)
         self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)
         self._sinks = [rows, *trackers]
-        if config.sample.every and config.sample.prompts:
+        if config.sample.is_on:
             self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say)
         for sink in (*self._sinks, self._samples):
             stack.push(partial(_close_sink, sink))
@@ -82,11 +83,15 @@ class RunLog:
             sink.write(row)
         self.display.step(row)
 
-    def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Write and show a sample."""
-        if self._samples:
-            self._samples.write({"step": step, "prompt": prompt, "text": text})
-        self.display.sampled(step, prompt, text)
+    def sampled(self, samples: Sequence[Sample]) -> None:
+        """Write and show the samples of a step."""
+        for sample in samples:
+            if self._samples:
+                self._samples.write(sample.row)
+            self.display.sampled(sample.step, sample.prompt, sample.text)
+        for sink in self._sinks:
+            if isinstance(sink, TrackerSink) and samples:
+                sink.samples(samples)
 
 
 def _close_sink(sink: JsonLines | TrackerSink | None, kind: type[BaseException] | None, *_: object) -> None:

@@ -44,6 +44,11 @@ def total_steps(config: RunConfig, data: PreparedData) -> int:
     return max(1, ceil((train.max_tokens or 0) / tokens_per_step))
 
 
+def total_tokens(config: RunConfig, data: PreparedData, total: int) -> float:
+    """Input tokens of `total` steps by the mean of the rows; the steps of a run read about as many."""
+    return data.train.tokens_per_row * config.train.global_batch_size * total
+
+
 def settled(config: RunConfig, total: int, *, before: int | None) -> RunConfig:
     """The config with a number for `scheduler.warmup_steps`.
 

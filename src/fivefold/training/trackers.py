@@ -8,7 +8,7 @@ earlier attempt sent are not sent again.
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,25 @@ from fivefold.config import RunConfig
 from fivefold.core.errors import UserError, first_line
 from fivefold.core.files import replace
 from fivefold.launch.folder import last_logged_step
+from fivefold.training.samples import Sample
 
 PROJECT = "fivefold"
 IDS = "trackers.json"
+SAMPLES = "samples"
 _LONGEST_PARAM = 6000  # characters that MLflow keeps of a parameter's value
+
+
+Table = Mapping[str, Sequence[Any]]  # column -> its values: step, prompt, text
 
 
 @dataclass(frozen=True)
 class Tracker:
     """A tracker that has started or resumed its run `id` ("": it has no ids). `log` takes values and their step,
-    `finish` whether the run failed."""
+    `table` the samples of a step, a value of `Table` and the step, and `finish` whether the run failed."""
 
     id: str
     log: Callable[[dict[str, float], int], object]
+    table: Callable[[Table, int], object]
     finish: Callable[[bool], object]
 
 
@@ -50,6 +56,9 @@ def to_wandb(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     return Tracker(
         name,
         lambda values, step: run.log(values, step=step),
+        lambda table, step: run.log(
+            {SAMPLES: wandb.Table(columns=[*table], data=[*zip(*table.values(), strict=True)])}, step=step
+        ),
         lambda failed: run.finish(exit_code=int(failed)),
     )
 
@@ -66,6 +75,7 @@ def to_mlflow(config: RunConfig, known: str | None, last_step: int) -> Tracker:
     return Tracker(
         str(run.info.run_id),
         lambda values, step: mlflow.log_metrics(values, step=step),
+        lambda table, _: mlflow.log_table(dict(table), f"{SAMPLES}.json"),  # appends to the table that is there
         lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED"),
     )
 
@@ -76,7 +86,13 @@ def to_trackio(config: RunConfig, known: str | None, last_step: int) -> Tracker:
 
     name = known or config.run.name
     trackio.init(PROJECT, name=name, config=flat(_plain(config)), resume="allow" if known else "never")
-    return Tracker(name, lambda values, step: trackio.log(values, step=step), lambda _: trackio.finish())
+
+    def log_table(table: Table, step: int) -> None:
+        from pandas import DataFrame  # which trackio needs itself
+
+        trackio.log({SAMPLES: trackio.Table(dataframe=DataFrame(table))}, step=step)
+
+    return Tracker(name, lambda values, step: trackio.log(values, step=step), log_table, lambda _: trackio.finish())
 
 
 def to_tensorboard(config: RunConfig, known: str | None, last_step: int) -> Tracker:
@@ -89,7 +105,12 @@ def to_tensorboard(config: RunConfig, known: str | None, last_step: int) -> Trac
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
-    return Tracker("", log, lambda _: writer.close())
+    def log_texts(table: Table, step: int) -> None:
+        for number, (prompt, text) in enumerate(zip(table["prompt"], table["text"], strict=True)):
+            as_written = "".join(f"    {line}\n" for line in f"{prompt}{text}".split("\n"))  # not as Markdown
+            writer.add_text(f"{SAMPLES}/{number}", as_written, step)
+
+    return Tracker("", log, log_texts, lambda _: writer.close())
 
 
 # Each starts a tracker run, or resumes the one with id `known`. `last_step`: the step resumed from, else 0.
@@ -135,6 +156,13 @@ class TrackerSink:
         values = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
         if row["step"] > self._sent:
             self._tell(lambda tracker: tracker.log(values, row["step"]))
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Send the samples of a step, unless an earlier attempt has."""
+        step = samples[0].step
+        table = {name: [getattr(sample, name) for sample in samples] for name in ("step", "prompt", "text")}
+        if step > self._sent:
+            self._tell(lambda tracker: tracker.table(table, step))
 
     def close(self, *, failed: bool = False) -> None:
         self._tell(lambda tracker: tracker.finish(failed))

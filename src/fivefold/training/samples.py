@@ -1,0 +1,81 @@
+"""The samples of a run: texts that it continues and conversations that it answers, drawn between steps."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold import checkpoint
+from fivefold.config import RunConfig
+from fivefold.core.errors import UserError
+from fivefold.data.prepare import PreparedData
+from fivefold.generation.opened import Opened
+from fivefold.generation.prompts import Prompt, prompt_of, read_records
+from fivefold.generation.text import pieces
+
+OF_FILE = 16  # records of `sample.file` that are answered
+DRAWING = {"temperature": 0.7, "top_k": 40}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model wrote after `step` steps. `prompt`: the text before it; of a conversation, as people read it, and
+    its turns are `messages`."""
+
+    step: int
+    prompt: str
+    text: str
+    messages: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The line of `samples.jsonl`."""
+        turns = {"messages": self.messages} if self.messages else {}
+        return {"step": self.step, "prompt": self.prompt, **turns, "text": self.text}
+
+
+class Samples:
+    """The prompts of a run's samples, as tokens. Every rank has them, and makes the same calls."""
+
+    def __init__(self, config: RunConfig, model: Any, data: PreparedData) -> None:
+        """Read the prompts; every rank calls this. Raises `UserError`, before the first step, for one that the chat
+        template does not take, or a file that cannot be read."""
+        self._options: dict[str, Any] = {**DRAWING, "seed": config.train.seed}
+        self._options |= {"max_new_tokens": config.sample.max_new_tokens}
+        self._prompts: list[Prompt] = []
+        if config.sample.is_on:
+            info = data.tokenizer
+            self._opened = Opened(info.folder, model, info.load(), info, (info.eos_token_id,), {})
+            records = checkpoint.on_first_rank(lambda: list(_records(config)))
+            self._prompts = [prompt_of(self._opened, record, where) for record, where in records]
+
+    def draw(self, step: int) -> Iterator[Sample]:
+        """Write on from each prompt; every rank consumes all samples."""
+        for prompt in self._prompts:
+            ids, turns = torch.tensor([prompt.ids]), prompt.given.get("messages", ())
+            written = pieces(
+                self._opened.model, self._opened.tokenizer, ids, prompt.ends, stop=prompt.stop, **self._options
+            )
+            yield Sample(step, as_text(turns) or prompt.given["prompt"], "".join(written), turns)
+
+
+def as_text(turns: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation for people, up to the beginning of the answer; "" without turns."""
+    lines = [f"{turn.get('role')}: {turn.get('content') or ''}\n" for turn in turns]
+    return "".join([*lines, "assistant: "]) if lines else ""
+
+
+def _records(config: RunConfig) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of all prompts, and the place of each: texts, conversations, those of a file."""
+    sample = config.sample
+    yield from (({"prompt": text}, f"sample.prompts[{at}]") for at, text in enumerate(sample.prompts))
+    yield from (({"messages": list(turns)}, f"sample.messages[{at}]") for at, turns in enumerate(sample.messages))
+    if sample.file:
+        try:
+            yield from islice(read_records(Path(sample.file)), OF_FILE)
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"sample.file {sample.file} cannot be read: {getattr(error, 'strerror', None) or error}"
+            raise UserError(what, fix="name a .jsonl of prompt or messages, or a text with a prompt a line") from error
