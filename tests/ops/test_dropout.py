@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.ops.dropout import Drop, attention_drops, feature_hashes, key_of, of_site, threshold, token_hashes
+from fivefold.ops.dropout import Drop, attention_drops, feature_hashes, kept, key_of, of_site, token_hashes
 
 ROWS, LENGTH, FEATURES, P = 8, 256, 384, 0.1
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ def mask(*, site: str = "layers.0/module0", step: int = 0, seed: int = 1, first_
     """1 where an element is dropped, fp64 [B, T, D], less its mean."""
     tokens = of_site(token_hashes(seed, step, first_row, ROWS, LENGTH, CPU), key(seed, site))
     hashes = feature_hashes(seed, site, torch.arange(FEATURES, dtype=torch.int32))
-    return ((tokens.unsqueeze(-1) * hashes) < threshold(P)).double() - P
+    return 1 - P + kept(tokens.unsqueeze(-1) * hashes, P).double()
 
 
 def key(seed: int, site: str) -> Tensor:
@@ -67,7 +67,7 @@ def test_four_corners_of_a_rectangle_are_independent() -> None:
 def test_heads_and_keys_of_attention_are_independent() -> None:
     heads = feature_hashes(1, "attention", torch.arange(4, dtype=torch.int32))
     drops = attention_drops(token_hashes(1, 0, 0, 2, LENGTH, CPU), key(1, "attention"), heads, P)
-    found = (drops.queries[:, :, None, None] * drops.keys[:, None] < threshold(P)).double() - P  # [B, T, S, H]
+    found = 1 - P + kept(drops.queries[:, :, None, None] * drops.keys[:, None], P).double()  # [B, T, S, H]
     assert abs(float(found.mean())) <= 4 * (P * (1 - P) / found.numel()) ** 0.5
     assert z(found[..., 0] * found[..., 1]) <= 4
     assert z(found[:, :, 1:] * found[:, :, :-1]) <= 4

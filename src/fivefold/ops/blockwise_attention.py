@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fivefold.ops.cpu_attention import AttentionParams
-from fivefold.ops.dropout import AttentionDrops, threshold
+from fivefold.ops.dropout import AttentionDrops, kept, scaled
 
 # Scores per block: few enough to stay in a CPU's cache, or enough to fill a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
@@ -118,9 +118,9 @@ def _drop(weights_NGXS: Tensor, drops: AttentionDrops | None, queries: slice, ke
     if drops is not None:
         documents, _, _, size = weights_NGXS.shape
         q_NL, k_NSH = drops.queries[:, queries], drops.keys[:, keys]
-        bits_NHLS = q_NL[:, None, :, None] * k_NSH.permute(0, 2, 1).unsqueeze(2)
+        mask_NHLS = kept(q_NL[:, None, :, None] * k_NSH.permute(0, 2, 1).unsqueeze(2).contiguous(), drops.p)
         weights_NHLS = weights_NGXS.view(documents, k_NSH.shape[2], -1, size)
-        weights_NHLS.masked_fill_(bits_NHLS < threshold(drops.p), 0.0).mul_(1 / (1 - drops.p))
+        weights_NHLS.copy_(scaled(mask_NHLS, weights_NHLS, drops.p))
     return weights_NGXS
 
 

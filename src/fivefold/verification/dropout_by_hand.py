@@ -57,7 +57,7 @@ class Draws:
             bits = self._of_attention(f"{name}/attention0", *x.shape[1:3])
         else:
             bits = self._of_features(self.site(*self._running[-1]), x.numel() // x.shape[-1], x.shape[-1])
-        kept = torch.from_numpy(bits >= round(p * 2**32)).view(x.shape).to(x.device)
+        kept = torch.from_numpy(bits >> U32(1) >= round(p * 2**31)).view(x.shape).to(x.device)
         return torch.where(kept, x / (1 - p), torch.zeros_like(x))
 
     def site(self, name: str, module: nn.Module) -> str:

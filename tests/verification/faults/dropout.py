@@ -13,7 +13,7 @@ from fivefold.torch_internals import is_in_backward
 from tests.verification.faults.fault import Model, fault
 
 GPT2 = Model("gpt2", changes=(("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1)))
-FIRST, SECOND = [("output", r"transformer\.drop$")], [("output", r"h\.1\.")]
+FIRST, SECOND = [("output", r"^transformer\.drop\b")], [("output", r"h\.1\.")]
 BACKWARD = [("gradient of output", r"")]
 
 
@@ -99,3 +99,17 @@ def not_dropped_in_backward() -> Any:
 def same_draw_in_two_micro_batches() -> Any:
     plain = Dropout.begin_micro_batch
     return patch.object(Dropout, "begin_micro_batch", lambda dropout, shape, _: plain(dropout, shape, 0))
+
+
+@fault(
+    "a branch drops features as if each rank's were the first",
+    known="ranks of tensor parallelism with one seed",
+    layout="tp2", expects=[("output", r"\.(o_proj|down_proj)")], model=Model(adapter=True, dropout=0.05),
+)  # fmt: skip
+def branch_dropped_by_local_feature() -> Any:
+    plain = Dropout._hashes
+
+    def hashes(dropout: Dropout, site: Any, features: Any) -> Any:
+        return plain(dropout, site, ((0, sum(stop - start for start, stop in features)),))
+
+    return patch.object(Dropout, "_hashes", hashes)

@@ -4,7 +4,7 @@
 A pipeline begins a micro batch again before its backward, whose recomputed forwards then drop the same.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -31,6 +31,8 @@ from fivefold.parallel.dropout.spec import DropCalls, DropInput, DropOutput, Dro
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.ranks import Blocks
 from fivefold.parallel.tensor.runtime import TensorParallel
+
+STEP = "dropout_step"  # in the state of a checkpoint
 
 
 @dataclass
@@ -60,6 +62,14 @@ class Dropout:
         self._entered = self.context.cut(self._whole) if self.context.is_on else self._whole
         parts = self.tensor.size if self.tensor.sequence_parallel else 1
         self._own = self._entered.chunk(parts, 1)[self.tensor.rank if parts > 1 else 0]
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint; none without sites."""
+        return {STEP: self.step} if self.has_sites else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.step = int(state.get(STEP, 0))
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Dropout that does not depend on the layout: edits of modules, and sites that are refused. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
@@ -10,6 +10,7 @@ from fivefold.parallel.adapters.facts import A
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Blocks
+from fivefold.parallel.step import LayerNumbers, LayerStep
 
 _MORE = "docs/explain/dropout.md"
 
@@ -87,3 +88,23 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
         if site.kind == "call" and plan.compiled:
             what = f"{site.module} calls F.dropout, which a compiled layer would draw by itself"
             yield Violation("compile", what, "use train.compile: false, or set that dropout to 0", more=_MORE)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Add the inputs that adapters save for themselves. Without dropout the linears of an entry share one, and the
+    input of an attention's row is its saved output. Other sites save nothing: backward draws again."""
+    plan = step.plan
+    branches = {site.module: site.features for site in plan.facts.dropouts if site.kind == "branch"}
+    saved = 0.0
+    for block in plan.partition.tp_blocks if branches else ():
+        if not is_within(block.row, [step.name]):
+            continue
+        for entry in block.entries:
+            dropped = [branches[module] for module in entry.modules if module in branches]
+            saved += sum(dropped[1:])
+        if block.heads:
+            saved += branches.get(block.row, 0) / plan.layout.tp
+    return replace(numbers, saved=numbers.saved + saved)
