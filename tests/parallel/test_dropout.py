@@ -5,9 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
 
+from fivefold.models.build import build_meta
 from fivefold.parallel.adapters.settings import Lora
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.loss.tasks import CrossEntropy
+from fivefold.parallel.memory import step_bytes
+from fivefold.parallel.passes import Inputs
+from fivefold.parallel.state import state_of
+from fivefold.training import step as training_step
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification.dropout_by_hand import Draws
 from tests.parallel.test_adapter import as_here, of_peft
@@ -117,3 +127,35 @@ def test_lora_drops_what_peft_drops(layout: str) -> None:
     assert_proved(found, expected, per_rank)
     without = of_peft_with_dropout(replace(case, adapter=replace(LORA, dropout=0.0)))
     assert found.losses[0] != pytest.approx(without.losses[0], rel=1e-5)
+
+
+def test_adapters_that_drop_save_inputs_of_their_own() -> None:
+    """Planned as what autograd saves: q, k and v have three inputs in place of one, gate and up two, and the input of
+    o is no longer the saved output of attention."""
+    ((plain, of_plain),) = run_ranks(1, saved_and_planned, Lora(rank=4))
+    ((dropping, of_dropping),) = run_ranks(1, saved_and_planned, Lora(rank=4, dropout=0.1))
+    assert dropping - plain == of_dropping - of_plain > 0
+
+
+def saved_and_planned(lora: Lora) -> tuple[int, int]:
+    """Bytes that a forward saves, and those that the plan says of its layers."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=101,
+    )  # fmt: skip
+    model = parallelize(build_meta(config), Layout.parse("single+fp32"), adapter=lora)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = dict[int, Tensor]()
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in parameters:
+            saved.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    inputs = Inputs(ids, ids, CrossEntropy(ids))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.run_stage(inputs, 0, None)
+    shape = training_step.step_shape(model, 2, 64, 1)
+    planned = step_bytes(state_of(model).plan, shape).saved
+    return sum(x.untyped_storage().nbytes() for x in saved.values()), sum(planned.values())

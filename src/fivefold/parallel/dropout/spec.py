@@ -94,17 +94,16 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
 
 
 def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
-    """Add the inputs that adapters save for themselves. Without dropout the linears of an entry share one, and the
+    """Add the inputs that adapters save for themselves. Without dropout the columns of a block share one, and the
     input of an attention's row is its saved output. Other sites save nothing: backward draws again."""
     plan = step.plan
     branches = {site.module: site.features for site in plan.facts.dropouts if site.kind == "branch"}
     saved = 0.0
-    for block in plan.partition.tp_blocks if branches else ():
+    for block in plan.facts.partition.tp_blocks if branches else ():
         if not is_within(block.row, [step.name]):
             continue
-        for entry in block.entries:
-            dropped = [branches[module] for module in entry.modules if module in branches]
-            saved += sum(dropped[1:])
+        dropped = [branches[column] for column in block.columns if column in branches]
+        saved += sum(dropped[1:])
         if block.heads:
             saved += branches.get(block.row, 0) / plan.layout.tp
     return replace(numbers, saved=numbers.saved + saved)
