@@ -1,19 +1,27 @@
 """Dropout is a function of seed, step, row, position, feature and site: the same under every layout, and that of
 `verification/dropout_by_hand.py` in the unmodified model."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, BioGptConfig, GPT2Config, LlamaConfig
 
+import fivefold as ff
+from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
+from fivefold.parallel.adapters.peft_folder import config_of, lora_of
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.tasks import CrossEntropy
+from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import step_bytes
 from fivefold.parallel.passes import Inputs
 from fivefold.parallel.state import state_of
@@ -37,6 +45,10 @@ from tests.parity import (
 from tests.pool import run_ranks
 
 pytestmark = pytest.mark.full
+BIOGPT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101,
+    "attention_probs_dropout_prob": 0.0, "scale_embedding": False,
+}  # fmt: skip
 RATES = (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))
 LAYOUTS = (
     "single+mb4", "single+full+mb4", "shard2+mb2", "tp2+nosp+mb4", "pp2+mb2", "pp2+zb+full+mb2", "cp2+ring+mb4",
@@ -159,3 +171,53 @@ def saved_and_planned(lora: Lora) -> tuple[int, int]:
     shape = training_step.step_shape(model, 2, 64, 1)
     planned = step_bytes(state_of(model).plan, shape).saved
     return sum(x.untyped_storage().nbytes() for x in saved.values()), sum(planned.values())
+
+
+# ---- what is refused, and a loop of one's own ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "compiled", "said"),
+    [
+        (
+            BioGptConfig(**BIOGPT, hidden_dropout_prob=0.0, activation_dropout=0.1),
+            "tp2+nosp",
+            False,
+            "drops 53 features, which tp 2 splits",
+        ),
+        (
+            BioGptConfig(**BIOGPT, hidden_dropout_prob=0.1),
+            "single",
+            True,
+            "which a compiled layer would draw by itself",
+        ),
+    ],
+    ids=["features that tp splits", "calls in a compiled layer"],
+)
+def test_sites_that_are_refused(config: Any, layout: str, compiled: bool, said: str) -> None:
+    facts, parsed = facts_of(build_meta(config)), Layout.parse(layout)
+    with pytest.raises(UserError, match=said):
+        lower(facts, parsed, 0, compiled=compiled)
+    assert lower(facts, Layout.parse("single"), 0).facts.dropouts
+
+
+def test_plain_forwards_drop_anew_and_evaluation_drops_nothing() -> None:
+    ((one, two, eager, evaluated),) = run_ranks(1, plain_forwards)
+    assert one != two and evaluated == eager
+
+
+def plain_forwards() -> list[float]:
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=101, bos_token_id=None, eos_token_id=None)
+    model, ids = AutoModelForCausalLM.from_config(config), torch.arange(12).view(2, 6)
+    expected = model.eval()(input_ids=ids, labels=ids).loss.item()
+    parallel = ff.parallelize(model, "single+fp32").train()
+    losses = [parallel(input_ids=ids, labels=ids).loss.item() for _ in range(2)]
+    with torch.no_grad():
+        losses += [round(expected, 4), round(parallel.eval()(input_ids=ids, labels=ids).loss.item(), 4)]
+    return losses
+
+
+def test_the_config_of_peft_is_written_and_read(tmp_path: Path) -> None:
+    config = config_of(LORA, ["q_proj"], [], base="a/b", is_transposed=False)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert config["lora_dropout"] == 0.05 and lora_of(tmp_path).dropout == 0.05
