@@ -222,7 +222,9 @@ def build(case: Case) -> Any:
     source._tensors |= adapters
     source.shapes = {**source.shapes, **{name: tuple(values.shape) for name, values in adapters.items()}}
     step = case.parsed.padded(ROW), case.parsed.accumulation(case.rows)
-    return parallelize(model, case.parsed, source=source, loss_chunks=case.loss_chunks, step=step, adapter=case.adapter)
+    return parallelize(
+        model, case.parsed, source=source, seed=0, loss_chunks=case.loss_chunks, step=step, adapter=case.adapter
+    )
 
 
 def adapters_of(case: Case) -> dict[str, Tensor]:

@@ -675,12 +675,12 @@ def test_objectives_that_are_not_kept_are_refused(tmp_path: Path, subtests: pyte
         (
             "model_name_or_path: a/b\nstage: sft\nlora_target: q_proj,v_proj\nlora_dropout: 0.1\n"
             "dataset: d\ndataset_dir: .\n",
-            {"name": "lora", "rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"], "dropout": 0}, {"dropout"},
+            {"name": "lora", "rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"], "dropout": 0.1}, set(),
         ),
         (
             LEAST["trl"] + "use_peft: true\nlora_target_modules: [k_proj]\nlora_target_parameters: [down_proj]\n",
             {"name": "lora", "rank": 16, "alpha": 32, "targets": ["k_proj"], "target_parameters": ["down_proj"],
-             "dropout": 0}, {"dropout"},  # 0.05 unsaid
+             "dropout": 0}, {"dropout"},  # 0.05 unsaid, which peft refuses
         ),
         (
             LEAST["axolotl"] + "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_alpha: 16\n"

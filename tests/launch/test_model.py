@@ -107,20 +107,20 @@ def test_it_costs_no_torch() -> None:
 
 
 def test_what_no_model_may_ask_for_is_refused(tmp_path: Path) -> None:
-    path = folder(tmp_path, "a.safetensors", attention_dropout=0.1, classifier_dropout=0.1)
+    path = folder(tmp_path, "a.safetensors", attention_dropout=0.1, router_jitter_noise=0.1)
     error = refusal(path)
-    assert error.what == f"dropout is not supported: {path} has attention_dropout 0.1"
-    assert error.fix == "set model.overrides.attention_dropout: 0"
-    check(path, "data.seq_length=128", "model.overrides.attention_dropout=0")
+    assert error.what.startswith(f"{path} has router_jitter_noise 0.1, which is not built")
+    assert error.fix == "set model.overrides.router_jitter_noise: 0"
+    check(path, "data.seq_length=128", "model.overrides.router_jitter_noise=0")
     (path / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "evil.C"}}))
     assert "no code from a model folder is executed" in refusal(path).what
 
 
-def test_dropout_of_a_part_that_is_not_trained_is_left_to_who_knows_the_parts(tmp_path: Path) -> None:
-    parts = {"vision_config": {"model_type": "siglip_vision_model", "attention_dropout": 0.1}}
+def test_noise_of_a_part_that_is_not_trained_is_left_to_who_knows_the_parts(tmp_path: Path) -> None:
+    parts = {"vision_config": {"model_type": "siglip_vision_model", "layerdrop": 0.1}}
     check(folder(tmp_path, "a.safetensors", **parts), "data.seq_length=128")
-    (tmp_path / "model" / "config.json").write_text(json.dumps(parts | {"text_config": CONFIG | {"resid_pdrop": 0.2}}))
-    assert "resid_pdrop 0.2" in refusal(tmp_path / "model").what
+    (tmp_path / "model" / "config.json").write_text(json.dumps(parts | {"text_config": CONFIG | {"layerdrop": 0.2}}))
+    assert "layerdrop 0.2" in refusal(tmp_path / "model").what
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    MixtralConfig,
     MptConfig,
     NanoChatConfig,
     Olmo2Config,
@@ -328,11 +329,24 @@ def test_numbers_per_head_are_refused():
     ],
     ids=lambda config: config.model_type,
 )
-def test_dropout_of_every_kind_is_refused(config):
-    with pytest.raises(UserError, match="dropout is not supported") as error:
+def test_dropout_of_every_kind_is_found(config):
+    found = facts_of(build_meta(config)).dropouts
+    layers = [site.kind for site in found if ".layers.1." in f"{site.module}."]
+    assert (
+        layers == {"starcoder2": ["call", "call"], "opt": ["call", "call"], "llama": ["attention"]}[config.model_type]
+    )
+    assert len({site.name for site in found}) == len(found)
+    assert not facts_of(build_meta(without_dropout(config))).dropouts  # a model that is not trained draws none
+
+
+@pytest.mark.parametrize(
+    "config", [MixtralConfig(**tiny.SIZES, router_jitter_noise=0.1), OPTConfig(layerdrop=0.1)],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_other_random_numbers_are_refused(config):
+    with pytest.raises(UserError, match="which is not built") as error:
         build_meta(config)
     assert "model.overrides." in str(error.value.fix)
-    build_meta(without_dropout(config))  # a model that is not trained draws none
 
 
 def test_dropout_inside_a_part_of_a_config_is_set_to_0():

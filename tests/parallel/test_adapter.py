@@ -63,7 +63,8 @@ def of_peft(case: Case) -> Any:
     modules = sorted(name.removesuffix(".weight") for name in beside if name.endswith(".weight"))
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=modules,
-        target_parameters=sorted(name for name in beside if not name.endswith(".weight")), lora_dropout=0.0,
+        target_parameters=sorted(name for name in beside if not name.endswith(".weight")),
+        lora_dropout=lora.dropout,
     )  # fmt: skip
     base = reference_model(case)
     for module in modules if lora.quantize == "nf4" else ():

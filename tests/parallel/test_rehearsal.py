@@ -66,6 +66,9 @@ def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
     assert not rehearse(case).unlike
 
 
+DROPPING = (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize(
     "case",
@@ -80,6 +83,8 @@ def test_nothing_fails_on_any_rank(case: Rehearsal) -> None:
             )
         ),
         put_off(Rehearsal("tp2.ep2+selective", 0, "mixtral")),
+        Rehearsal("cp2+full", 0, "gpt2", DROPPING),
+        put_off(Rehearsal("shard2", 0, adapter=Lora(rank=4, dropout=0.1))),
     ],
     ids=name,
 )
@@ -92,6 +97,12 @@ def test_what_is_done_to_modules_is_what_the_plan_lists(case: Rehearsal, compile
 def test_layers_are_compiled_once_whatever_the_documents(layout: str) -> None:
     """One graph of the first batch, and one whose number of documents is free, for twelve layers; three of the loss."""
     seen = rehearse(Rehearsal(layout, overrides=DEEP, compiled=True, steps=4))
+    assert seen.graphs <= 2 + 3 and not seen.late_graphs
+    assert not seen.breaks and not seen.given_up
+
+
+def test_layers_that_drop_are_compiled_once() -> None:
+    seen = rehearse(Rehearsal("shard2+full", 0, "gpt2", (*DROPPING, ("n_layer", 6)), compiled=True, steps=4))
     assert seen.graphs <= 2 + 3 and not seen.late_graphs
     assert not seen.breaks and not seen.given_up
 

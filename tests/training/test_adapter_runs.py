@@ -136,7 +136,7 @@ def test_merging_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     ("section", "said"),
     [
         ({"name": "dora"}, "dora is not built"),
-        ({"name": "lora", "dropout": 0.1}, "dropout is 0 in any run"),
+        ({"name": "lora", "dropout": 1.0}, "less than 1"),
         ({"name": "lora", "rank": 0}, "greater than or equal to 1"),
         ({"rank": 4}, "rank is of an adapter, and there is none without name: lora"),
     ],

@@ -73,6 +73,27 @@ def test_delayed_scaling_goes_on_bitwise(tmp_path: Path) -> None:
     assert same(state(stopped, 5), state(alone, 5))
 
 
+def test_dropout_goes_on_bitwise_and_the_same_under_another_layout(tmp_path: Path) -> None:
+    """What the step after a resume drops follows from its number."""
+    overrides, adapter = {"attention_dropout": 0.1}, {"name": "lora", "rank": 4, "dropout": 0.2}
+    options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 3, "precision__compute": "fp64"}
+    alone, stopped, other = (run_file(tmp_path, **options, run__name=name) for name in ("alone", "stopped", "other"))
+    for tree in (alone, stopped, other):
+        tree["model"]["overrides"], tree["adapter"] = overrides, adapter
+    assert train(alone).error is None
+    assert isinstance(train(stopped, stop_at=5).error, Stopped)
+    for folder in (run_dir(stopped) / "checkpoints").glob("*0004"):
+        shutil.rmtree(folder)
+    shutil.copytree(run_dir(stopped), run_dir(other))
+    assert train(stopped).error is None
+    for name in NAMES:
+        assert column(stopped, name) == column(alone, name), name
+    assert same(state(stopped, 5), state(alone, 5))
+    other["layout"] = {"tp": 2}
+    assert train(other).error is None
+    assert column(other, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-9)
+
+
 def test_a_mixture_goes_on_bitwise_and_its_weights_may_not_change(tmp_path: Path) -> None:
     write_corpus(tmp_path / "a.txt", characters=1009, seed=1)
     write_corpus(tmp_path / "b.txt", characters=2003, seed=2)

@@ -18,7 +18,8 @@ IN_FOUR_BITS = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 25
 MARKS: dict[str, dict[str, Any]] = {
     "kv1": {"kv_heads": 1}, "kv4": {"kv_heads": 4}, "tied": {"tied": True}, "muon": {"optimizer": "muon"},
     "capacity": {"capacity": 0.9}, "dpo": {"objective": "dpo"}, "kto": {"objective": "kto"},
-    "distill": {"objective": "distill"}, "lora": {"adapter": True}, "experts": {"of_experts": True},
+    "distill": {"objective": "distill"}, "lora": {"adapter": True},
+    "drops": {"dropout": 0.05}, "experts": {"of_experts": True},
     "nf4": {"quantize": "nf4", "changes": IN_FOUR_BITS}, "inner56": {"changes": (("intermediate_size", 56),)},
     "unchunked": {"is_chunked": False},
 }  # fmt: skip
@@ -51,7 +52,8 @@ def name_of(model: Model) -> str:
     marks = {
         "kv1": model.kv_heads == 1, "kv4": model.kv_heads == 4, "tied": model.tied, "muon": model.optimizer == "muon",
         "capacity": model.capacity is not None, model.objective: model.objective != "sft", "lora": model.adapter,
-        "experts": model.of_experts, "nf4": model.quantize == "nf4", "inner56": changes.get("intermediate_size") == 56,
+        "drops": model.dropout > 0, "experts": model.of_experts, "nf4": model.quantize == "nf4",
+        "inner56": changes.get("intermediate_size") == 56,
         "unchunked": not model.is_chunked,
     }  # fmt: skip
     family = f"{model.family}/{changes[LAYERS]}" if LAYERS in changes else model.family

@@ -46,7 +46,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     """The proof case of `model` and its reference in fp64, in `folder`; made once. `like`: in the types of a layout."""
     place = folder / f"{model}-{model.kv_heads}-{crc32(repr(model.changes).encode()):08x}-{like.numerics}"
     place = place if model.objective == "sft" else place.with_name(f"{place.name}-{model.objective}")
-    place = place.with_name(f"{place.name}-lora-{model.quantize}") if model.adapter else place
+    place = place.with_name(f"{place.name}-lora-{model.quantize}-{model.dropout}") if model.adapter else place
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)
@@ -72,7 +72,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
 
 def _lora(model: Model) -> Lora:
     experts = ("gate_up_proj", "down_proj") if model.of_experts else ()
-    return Lora(rank=3, alpha=7.0, quantize=model.quantize, target_parameters=experts)
+    return Lora(rank=3, alpha=7.0, quantize=model.quantize, target_parameters=experts, dropout=model.dropout)
 
 
 @contextmanager

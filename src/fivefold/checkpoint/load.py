@@ -197,6 +197,7 @@ def restore(
     reshard(model)
     fill(model, weights, state_of(model).placement.stored_shapes)
     state_of(model).scales.load(checkpoint.state)
+    state_of(model).dropout.load(checkpoint.state)
     if optimizer is None:
         return
     sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]

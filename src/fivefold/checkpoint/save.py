@@ -239,7 +239,7 @@ def _snapshot(
 ) -> _Snapshot:  # fmt: skip
     state = state_of(model)
     return _Snapshot(
-        about=replace(about, state={**about.state, **state.scales.state()}),
+        about=replace(about, state={**about.state, **state.scales.state(), **state.dropout.state()}),
         layout=str(state.plan.layout),
         names=tuple(state.placement.stored_shapes),
         slices=staged(list(collect(model, optimizer))),

@@ -364,7 +364,9 @@ class AdapterSection(Section):
     quantize: Literal["none", "nf4"] = Field(
         default="none", description="nf4: the frozen weights that have an adapter rest in four bits (QLoRA)"
     )
-    dropout: Number = Field(default=0.0, ge=0, le=0, description="0: nothing is dropped in any run")
+    dropout: Number = Field(
+        default=0.0, ge=0, lt=1, description="share of the elements dropped of the input of A, in training"
+    )
     path: PathText = Field(default="", description="folder of a PEFT adapter to start from; empty: a new one")
 
     @model_validator(mode="before")
@@ -378,8 +380,6 @@ class AdapterSection(Section):
             raise ValueError("dora is not built; lora is")
         if values.get("name") == "qlora":
             raise ValueError("qlora is name: lora with quantize: nf4")
-        if values.get("dropout"):
-            raise ValueError("dropout is 0 in any run: a layout would drop other values than one process")
         return values
 
     @model_validator(mode="after")
@@ -393,7 +393,9 @@ class AdapterSection(Section):
         """The LoRA options; None if the whole model is trained."""
         if self.name != "lora":
             return None
-        return Lora(self.rank, self.alpha, self.targets, self.rslora, self.quantize, self.target_parameters)
+        return Lora(
+            self.rank, self.alpha, self.targets, self.rslora, self.quantize, self.target_parameters, self.dropout
+        )
 
 
 class OptimizerSection(Section):

@@ -120,7 +120,10 @@ def adapter(given: Given) -> Keys:
     elif in_8_bits:
         yield "adapter.quantize", "none", _8_BITS
     if dropout := given("lora_dropout"):
-        yield "adapter.dropout", 0, f"{dropout} there; nothing is dropped in any run"
+        if parameters:
+            yield "adapter.dropout", 0, f"{dropout} there; beside experts nothing is dropped, and peft refuses it"
+        else:
+            yield "adapter.dropout", dropout
     if path:
         if "," in str(path):
             given.refuse("adapter_path", "name one adapter")

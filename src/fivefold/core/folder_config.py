@@ -17,6 +17,7 @@ MOST_NUMBER = 2**53
 _MORE = "docs/explain/models.md"
 # Keys of heads other than the language model's.
 _NO_DROPOUT = ("classifier_", "summary_")
+_NOT_BUILT = "jitter|layer_?drop|drop_?path"  # the other keys of `noise` are those of dropout
 _THRESHOLDS = [("phimoe", "router_jitter_noise")]  # also selects experts: 0 would change the model
 
 
@@ -98,22 +99,24 @@ def check_no_code(values: Mapping[str, Any], name: str) -> None:
         )
 
 
-def check_no_dropout(values: Mapping[str, Any], name: str) -> None:
-    """Raise `UserError` if the config.json of a single model asks for random numbers in training."""
+def check_no_noise(values: Mapping[str, Any], name: str) -> None:
+    """Raise `UserError` if the config.json of a single model asks in training for random numbers other than dropout."""
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     has_parts = any(isinstance(value, dict) and "model_type" in value for value in text.values())
-    if not has_parts and (keys := dict(noise(text))):
-        raise no_dropout(name, keys)
+    if not has_parts:
+        refuse_noise(text, name)
 
 
-def no_dropout(name: str, keys: Mapping[str, Any]) -> UserError:
-    """Error for a model with dropout or jitter; `keys`: those of its config, with their values."""
-    found = ", ".join(f"{key} {value}" for key, value in keys.items())
-    return UserError(
-        f"dropout is not supported: {name} has {found or 'a module that drops'}",
-        fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}" if keys else None,
-        more=_MORE,
-    )
+def refuse_noise(values: Mapping[str, Any], name: str) -> None:
+    """Raise `UserError` for jitter of routers and for layers that are dropped as a whole: they differ by layout."""
+    keys = {key: value for key, value in noise(values) if re.search(_NOT_BUILT, key)}
+    if keys:
+        raise UserError(
+            f"{name} has {', '.join(f'{key} {value}' for key, value in keys.items())}, which is not built: a layout "
+            "would draw other numbers than one process",
+            fix=f"set {', '.join(f'model.overrides.{key}: 0' for key in keys)}",
+            more="docs/explain/dropout.md",
+        )
 
 
 def noise(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
-from fivefold.core.folder_config import check_no_code, check_no_dropout, read_folder_config
+from fivefold.core.folder_config import check_no_code, check_no_noise, read_folder_config
 from fivefold.core.hub import config_file, is_hub_id
 from fivefold.core.model_limits import ModelLimits
 from fivefold.core.nearby import runs
@@ -33,7 +33,7 @@ def check_model(config: RunConfig, *, layout: Layout | None = None, weights: boo
     name, (path, is_here) = config.model.name_or_path, _place(config)
     values = read_folder_config(path) | config.model.overrides
     check_no_code(values, name)
-    check_no_dropout(values, name)
+    check_no_noise(values, name)
     limits, rows = ModelLimits.of_config(values, name), None if layout is None else config.train.global_batch_size
     if layout is not None or not config.is_automatic:
         refuse(violations(layout or config.layout, limits, batch=rows))

@@ -21,9 +21,11 @@ from fivefold.models.kernels import AttentionParams
 from fivefold.models.masks import Mask
 from fivefold.models.packed import packed_attention
 from fivefold.ops import cpu_attention
+from fivefold.ops.dropout import AttentionDrops
 
 NAME = "fivefold"
 CONTEXT = "context_parallel"  # attribute of an attention module: context parallelism that attends in place of this file
+DROPS = "attention_drops"  # attribute of an attention module: what it drops with a probability
 KEEPS = "keeps_attention"  # attribute of an attention module: wraps the attention here, to save its result
 
 # Keywords that do not change the result of attention: positions are in the queries and keys already, and
@@ -62,9 +64,11 @@ def attention_forward(
     `attention_mask`: the result of `masks.asked_for`, which decides; without one, a query sees itself and the
     `sliding_window` - 1 positions before it. `softcap`: scores become tanh(scores / softcap) * softcap. `s_aux` [H]:
     attention sinks, a logit per query head without a value.
-    Raises `UserError` for dropout, tensors as masks, and any option that would otherwise be dropped silently.
+    `dropout`: probability with which a weight is dropped, by the `DROPS` of the module.
+    Raises `UserError` for tensors as masks, and any option that would otherwise be dropped silently.
     """
-    check_call(module, attention_mask, dropout, kwargs)
+    check_call(module, attention_mask, kwargs)
+    drops = _drops(module, dropout)
     mask = attention_mask if isinstance(attention_mask, Mask) else Mask(sliding_window)
     if mask.window is not None and mask.window < 1:
         raise UserError(f"a sliding window of {mask.window} positions hides every key", fix="use null for no window")
@@ -76,43 +80,62 @@ def attention_forward(
     size, given = value.shape[-1], query.shape[-1]
     rule = AttentionParams(float(given) ** -0.5 if scaling is None else float(scaling), mask.window, softcap)
     if size == given:
-        return _attend(module, query, key, value, cu_seqlens, rule, s_aux), None
+        return _attend(module, query, key, value, cu_seqlens, rule, s_aux, drops), None
     # Latent attention (DeepSeek) has heads of two sizes: the narrower are padded with zeros, which add nothing.
     query, key, value = (F.pad(heads, (0, max(size, given) - heads.shape[-1])) for heads in (query, key, value))
-    return _attend(module, query, key, value, cu_seqlens, rule, s_aux)[..., :size], None
+    return _attend(module, query, key, value, cu_seqlens, rule, s_aux, drops)[..., :size], None
+
+
+def _drops(module: nn.Module, p: float) -> AttentionDrops | None:
+    """The weights that a module drops with probability `p`. Raises `UserError` for a model that is not parallelized."""
+    if not p:
+        return None
+    drops = getattr(module, DROPS, None)
+    if drops is None:
+        raise UserError(
+            f"{type(module).__name__} drops {p:g} of its attention outside of a parallelized model",
+            fix="ff.parallelize(model, layout), or model.eval()",
+        )
+    found: AttentionDrops | None = drops(p)
+    return found
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, rule: AttentionParams,
-    sinks: Tensor | None,
+    sinks: Tensor | None, drops: AttentionDrops | None,
 ) -> Tensor:  # fmt: skip
     """Attend with heads of one size: [B,T,H,D]."""
     context = getattr(module, CONTEXT, None)
     if context is not None and context.is_on:
-        attended: Tensor = context.attend(query, key, value, cu_seqlens, rule, sinks)
+        attended: Tensor = context.attend(query, key, value, cu_seqlens, rule, sinks, drops)
         return attended
     wrapped = getattr(module, KEEPS, lambda forward: forward)
-    attended = wrapped(_attend_here)(query, key, value, cu_seqlens, rule, sinks)
+    attended = wrapped(_attend_here)(query, key, value, cu_seqlens, rule, sinks, drops)
     return attended
 
 
 def _attend_here(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, rule: AttentionParams, sinks: Tensor | None,
+    drops: AttentionDrops | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend to rows that are whole on this rank: [B,T,H,D]."""
     (rows, _, length, _), keys = query.shape, key.shape[2]
     packed = cu_seqlens is not None and cu_seqlens.shape[0] != rows + 1
     window = rule.window if rule.window is not None and rule.window < keys else None
-    if not (packed or window or rule.softcap or sinks is not None or (keys == length and cpu_attention.serves(query))):
+    is_ours = drops is not None or (keys == length and cpu_attention.serves(query))
+    if not (packed or window or rule.softcap or sinks is not None or is_ours):
         return _plain_rows(query, key, value, rule.scale)
     if _is_padded_cache(query, key, cu_seqlens):
         return _last_tokens(query, key, value, cu_seqlens, rule.scale, window)
+    if drops is not None and keys != length:
+        raise UserError("attention drops nothing with a key/value cache", fix="model.eval() before generation")
     if keys != length and not packed:
         return _cached_rows(query, key, value, rule, sinks)
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device="cpu")
     out_BTHD: Tensor
-    out_BTHD, _ = packed_attention(query, key, value, cu_seqlens, rule.scale, window, rule.softcap, sinks)
+    dropping = () if drops is None else (drops.queries, drops.keys, drops.p)
+    out_BTHD, _ = packed_attention(query, key, value, cu_seqlens, rule.scale, window, rule.softcap, sinks, *dropping)
     return out_BTHD
 
 
@@ -219,17 +242,15 @@ def _cached_rows(query: Tensor, key: Tensor, value: Tensor, rule: AttentionParam
     return out_BTHD
 
 
-def check_call(module: nn.Module, mask: object, dropout: float, kwargs: Mapping[str, Any]) -> None:
-    """Raise `UserError` for dropout, masks that a model computed, and keywords that attention does not know: dropping
-    one of these would train a different model."""
+def check_call(module: nn.Module, mask: object, kwargs: Mapping[str, Any]) -> None:
+    """Raise `UserError` for masks that a model computed, and keywords that attention does not know: dropping one of
+    these would train a different model."""
     name = type(module).__name__
     if mask is not None and not isinstance(mask, Mask):
         raise UserError(
             f"{name} is given a dense attention mask, which would be dropped",
             fix=masks.INSTEAD_OF_A_MASK,
         )
-    if dropout:
-        raise UserError(f"attention dropout {dropout} is not supported", fix="set model.overrides.attention_dropout: 0")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise UserError(f"{name} asks for attention that is not causal, which is not supported")
     for keyword, value in kwargs.items():

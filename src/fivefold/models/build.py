@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,9 +17,9 @@ from fivefold.core.folder_config import (
     check_counts,
     check_no_code,
     check_not_gguf,
-    no_dropout,
     noise,
     read_folder_config,
+    refuse_noise,
 )
 from fivefold.core.hub import MODEL, config_file, is_hub_id, snapshot
 from fivefold.core.shapes import no_model, shape_folder
@@ -92,7 +91,7 @@ def build_meta(
     `model_class`: the class, if not the one that `transformers` knows for the config. `weights`: their source folder.
     Tied weights are tied, except those that differ there, which `transformers` leaves apart; buffers are on meta too
     (`fivefold.models.recipe.buffer_values` computes their values).
-    Raises `UserError` if the config has no causal language model, or asks for attention dropout.
+    Raises `UserError` if the config has no causal language model, or asks for random numbers other than dropout.
     """
     own_attention.register()
     own_experts.register()
@@ -107,7 +106,7 @@ def build_meta(
     model.config.use_cache = False
     model.config.dtype = hf_config.dtype
     hf_internals.select_experts(model, own_experts.NAME)
-    _refuse_dropout(model)
+    _refuse_noise(model)
     if weights and own_heads(weights, model):
         return build_meta(hf_internals.untied_config(hf_config), attention=attention, model_class=model_class)
     return model
@@ -159,13 +158,13 @@ def _bounded() -> Iterator[None]:
 
 
 def use_our_attention(model: PreTrainedModel) -> None:
-    """Select our attention in a model that was built elsewhere. Raises `UserError` if it asks for attention dropout.
+    """Select our attention in a model that was built elsewhere. Raises `UserError` for random numbers but dropout.
 
     If rotary frequencies depend on lengths, the model refuses packed documents that would change each other.
     """
     own_attention.register()
     own_experts.register()
-    _refuse_dropout(model)
+    _refuse_noise(model)
     hf_internals.base_first(model)
     hf_internals.select_attention(model, own_attention.NAME)
     hf_internals.select_experts(model, own_experts.NAME)
@@ -173,11 +172,8 @@ def use_our_attention(model: PreTrainedModel) -> None:
         model.base_model.register_forward_pre_hook(check_documents, with_kwargs=True)
 
 
-def _refuse_dropout(model: PreTrainedModel) -> None:
-    """Raise `UserError` for dropout and jitter: every rank draws its own numbers, so results would differ by layout."""
-    name, keys = type(model).__name__, dict(noise(model.config.get_text_config().to_dict()))
-    if keys or any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
-        raise no_dropout(name, keys)
+def _refuse_noise(model: PreTrainedModel) -> None:
+    refuse_noise(model.config.get_text_config().to_dict(), type(model).__name__)
 
 
 def without_dropout(hf_config: PreTrainedConfig) -> PreTrainedConfig:

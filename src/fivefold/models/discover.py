@@ -105,7 +105,7 @@ def _key(model: Any) -> str | None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     buffers = [[name, list(buffer.shape)] for name, buffer in model.named_buffers()]
     kinds = [
-        [name, f"{kind.__module__}.{kind.__qualname__}", hf_internals.own_numbers(module)]
+        [name, f"{kind.__module__}.{kind.__qualname__}", hf_internals.own_numbers(module), getattr(module, "p", None)]
         for name, kind, module in modules
     ]
     values = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
@@ -156,6 +156,7 @@ def _found(model: Any) -> ModelFacts:
         costs=costs,
         kinds=tuple(map(costs.index, of_layers)),
         outside=tuple(_outside(model, anatomy)),
+        dropouts=tuple(traced.dropouts),
     )
 
 

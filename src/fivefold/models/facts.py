@@ -305,6 +305,30 @@ class Counted:
     most: int
 
 
+DropoutKind = Literal["module", "call", "branch", "attention"]
+
+
+@dataclass(frozen=True)
+class DropoutSite:
+    """A place that drops elements in training, each with probability `p`.
+
+    `kind`: the `module` is an `nn.Dropout`; its forward makes the `number`-th `call` of `F.dropout`; it is a linear
+    with a `branch`, whose input is dropped; or it is an `attention`, whose probabilities are dropped. `features`: of
+    the tensor that is dropped, over all tp ranks; for attention its query heads.
+    """
+
+    module: str
+    kind: DropoutKind
+    p: float
+    features: int
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name, which no other site of the model has, whatever the layout."""
+        return f"{self.module}/{self.kind}{self.number}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Everything that a layout is planned from.
@@ -320,6 +344,7 @@ class ModelFacts:
     `router_buffers`: buffers that are trained without a gradient -> shape.
     `costs`, `kinds`: the cost of each kind of layer; the kind of each layer, as an index into `costs`.
     `outside`: linears outside of the layers, the head included.
+    `dropouts`: the sites that drop something in training, in order.
     """
 
     anatomy: Anatomy
@@ -340,6 +365,7 @@ class ModelFacts:
     costs: tuple[LayerCost, ...] = ()
     kinds: tuple[int, ...] = ()
     outside: tuple[Matmul, ...] = ()
+    dropouts: tuple[DropoutSite, ...] = ()
 
     @property
     def model_class(self) -> str:

@@ -11,6 +11,8 @@ Operators cannot call autograd, so each kernel is a pair of functions that pass 
 | `fused` | 16-bit types on CUDA, not served by flash: `ops/gpu_attention.py`, once tried | yes | yes | linear in T |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
+Probabilities are dropped by `blockwise_*` alone: the others have random numbers of their own, or none.
+
 Attention sinks need no kernel of their own: `join_sinks` adds them to the output and log-sum-exp of any of them.
 
 Legend: N documents of L tokens, or one row of M tokens of all documents; H query heads, G key/value heads (R = H / G
@@ -30,6 +32,7 @@ from fivefold.ops.blockwise_attention import blockwise_backward as blockwise_bac
 from fivefold.ops.blockwise_attention import blockwise_forward as blockwise_forward
 from fivefold.ops.blockwise_attention import precise as precise
 from fivefold.ops.cpu_attention import AttentionParams as AttentionParams
+from fivefold.ops.dropout import AttentionDrops
 from fivefold.torch_internals import (
     cpu_attention_backward,
     cpu_attention_forward,
@@ -80,15 +83,16 @@ def _no_fa3(device: torch.device) -> str:
 
 
 def forward(
-    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, farthest: int, *, ahead: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, farthest: int, *, ahead: int | None = None,
+    drops: AttentionDrops | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [N,H,L,D] and log-sum-exp [N,H,L], by the kernel that supports the batch.
 
     A query sees itself and the keys before it; there are as many keys as queries. With `ahead`, all S keys are earlier
     than the queries, and the first query stands `ahead` positions after the first key. `farthest`: positions from a key
-    to the last query that could see it.
+    to the last query that could see it. `drops`: of these queries and keys.
     """
-    kernel = serving(q_NHLD, rule, farthest, ahead)
+    kernel = serving(q_NHLD, rule, farthest, ahead) if drops is None else "blockwise"
     if kernel in _OWN:
         given: tuple[Tensor, Tensor] = _OWN[kernel].forward(
             q_NHLD, k_NGSD, v_NGSD, rule, offset=_offset(q_NHLD, k_NGSD, ahead)
@@ -99,15 +103,15 @@ def forward(
         return out, lse
     if kernel == "flash":
         return flash_forward(q_NHLD, k_NGSD, v_NGSD, rule)
-    return blockwise_forward(q_NHLD, k_NGSD, v_NGSD, rule, ahead=ahead)
+    return blockwise_forward(q_NHLD, k_NGSD, v_NGSD, rule, ahead=ahead, drops=drops)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, farthest: int,
-    *, ahead: int | None = None,
+    *, ahead: int | None = None, drops: AttentionDrops | None = None,
 ) -> Gradients:  # fmt: skip
     """Gradients of q, k, v, by the kernel of `forward`; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    kernel = serving(q, rule, farthest, ahead)
+    kernel = serving(q, rule, farthest, ahead) if drops is None else "blockwise"
     if kernel in _OWN:
         grads: Gradients = _OWN[kernel].backward(grad, q, k, v, out, lse, rule, offset=_offset(q, k, ahead))
         return grads
@@ -116,7 +120,7 @@ def backward(
         return dq, dk, dv
     if kernel == "flash":
         return flash_backward(grad, q, k, v, out, lse, rule)
-    return blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead)
+    return blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead, drops=drops)
 
 
 def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | None = None) -> str:
@@ -131,9 +135,9 @@ def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | N
     return "fused" if gpu_attention.serves(q_NHLD, rule) else "blockwise"
 
 
-def takes_documents(query: Tensor, rule: AttentionParams) -> bool:
+def takes_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrops | None = None) -> bool:
     """True if one call handles all documents, of any lengths: `varlen_forward`."""
-    return serving_documents(query, rule) != ""
+    return drops is None and serving_documents(query, rule) != ""
 
 
 def serving_documents(query: Tensor, rule: AttentionParams) -> str:

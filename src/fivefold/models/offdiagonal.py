@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fivefold.models import kernels
 from fivefold.models.kernels import AttentionParams
+from fivefold.ops.dropout import AttentionDrops
 
 Block = tuple[int, int]  # [start, stop) of the tokens of a row
 Blocks = tuple[Block, ...]
@@ -131,21 +132,23 @@ def _offsets(blocks: Blocks) -> Iterator[tuple[Block, int]]:
 
 
 def forward(
-    part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [b,H,l,D], [b,H,l] for the block's rows and queries."""
+    part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, rule: AttentionParams,
+    drops: AttentionDrops | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp [b,H,l,D], [b,H,l] for the block's rows and queries. `drops`: of all queries and keys
+    given."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
-    return kernels.forward(q, k, v, rule, part.farthest, ahead=part.ahead)
+    return kernels.forward(q, k, v, rule, part.farthest, ahead=part.ahead, drops=_drops_taken(part, drops))
 
 
 def backward(
     part: OffdiagonalBlock, grad: Tensor, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, out: Tensor, lse: Tensor,
-    rule: AttentionParams,
+    rule: AttentionParams, drops: AttentionDrops | None = None,
 ) -> kernels.Gradients:  # fmt: skip
     """Gradients [b,H or G,.,D] of the block's q, k, v. `grad` and `out` [B,L,H,D] and `lse` [B,L,H] cover all keys."""
     q, k, v = _taken(part, q_BLHD, k_BSGD, v_BSGD)
     g, o, stat = (tensor[part.rows, part.queries].transpose(1, 2) for tensor in (grad, out, lse))
-    return kernels.backward(g, q, k, v, o, stat, rule, part.farthest, ahead=part.ahead)
+    return kernels.backward(g, q, k, v, o, stat, rule, part.farthest, ahead=part.ahead, drops=_drops_taken(part, drops))
 
 
 Combine = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -179,3 +182,9 @@ def _taken(part: OffdiagonalBlock, q_BLHD: Tensor, k_BSGD: Tensor, v_BSGD: Tenso
     q = q_BLHD[part.rows, part.queries].transpose(1, 2)
     k, v = (tensor[part.rows, part.keys].transpose(1, 2) for tensor in (k_BSGD, v_BSGD))
     return q, k, v
+
+
+def _drops_taken(part: OffdiagonalBlock, drops: AttentionDrops | None) -> AttentionDrops | None:
+    if drops is None:
+        return None
+    return AttentionDrops(drops.queries[part.rows, part.queries], drops.keys[part.rows, part.keys], drops.p)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fivefold.models import kernels
+from fivefold.ops.dropout import AttentionDrops
 
 
 @torch.library.custom_op("fivefold::packed_attention", mutates_args=())
@@ -29,17 +30,23 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropped_queries: Tensor | None = None,
+    dropped_keys: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """query [B,H,T,D], key and value [B,G,T,D], cu_seqlens int32 [n+1] on the CPU -> ([B,T,H,D], log-sum-exp [B,T,H]).
 
     `cu_seqlens` are cumulative over the B*T tokens: 0 first, B*T last, every row start included. A query sees itself
     and the `window` - 1 tokens before it. `softcap`: scores become tanh(scores / softcap) * softcap. `sinks` [H]: one
-    more logit per head in the softmax, without a value.
+    more logit per head in the softmax, without a value. `dropped_queries`, `dropped_keys`, `p`: `AttentionDrops`.
     """
     assert key.shape[2] == query.shape[2], f"{query.shape[2]} queries and {key.shape[2]} keys a row: no cache here"
     rule = kernels.AttentionParams(scale, window, softcap)
-    compute = _all_at_once if kernels.takes_documents(query, rule) else _by_groups
-    out_BTHD, lse_BTH = compute(query, key, value, cu_seqlens, rule)
+    drops = _drops(dropped_queries, dropped_keys, p)
+    if kernels.takes_documents(query, rule, drops):
+        out_BTHD, lse_BTH = _all_at_once(query, key, value, cu_seqlens, rule)
+    else:
+        out_BTHD, lse_BTH = _by_groups(query, key, value, cu_seqlens, rule, drops)
     if sinks is not None:
         assert len(sinks) == query.shape[1], f"{len(sinks)} attention sinks for {query.shape[1]} query heads"
         kernels.join_sinks(out_BTHD, lse_BTH, sinks)
@@ -60,14 +67,15 @@ def _all_at_once(
 
 
 def _by_groups(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams,
+    drops: AttentionDrops | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp with documents of similar length as one batch."""
     out_BTHD, lse_BTH = _empty_outputs(query)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         q, k, v = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD))
-        out_NHLD, lse_NHL = kernels.forward(q, k, v, rule, group.longest - 1)
+        out_NHLD, lse_NHL = kernels.forward(q, k, v, rule, group.longest - 1, drops=group.drops(drops))
         group.put(out_BTHD.flatten(0, 1), out_NHLD.transpose(1, 2))
         group.put(lse_BTH.flatten(0, 1), lse_NHL.transpose(1, 2))
     return out_BTHD, lse_BTH
@@ -85,12 +93,15 @@ def packed_attention_backward(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    dropped_queries: Tensor | None = None,
+    dropped_keys: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value from `grad` and `out` [B,T,H,D]; see `packed_attention`. Sinks are in `lse`."""
-    rule = kernels.AttentionParams(scale, window, softcap)
+    rule, drops = kernels.AttentionParams(scale, window, softcap), _drops(dropped_queries, dropped_keys, p)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     grad_MHD, out_MHD, lse_MH = grad.flatten(0, 1), out.flatten(0, 1), lse.flatten(0, 1)
-    if kernels.takes_documents(query, rule):
+    if kernels.takes_documents(query, rule, drops):
         edges, lse_HM = _on_device(cu_seqlens, query.device), lse_MH.T.contiguous()
         found = kernels.varlen_backward(
             grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule
@@ -103,10 +114,14 @@ def packed_attention_backward(
     for group in groups(cu_seqlens, query.shape[0], query.shape[2], query.device):
         g = group.take(grad_MHD, zero_padding=True).transpose(1, 2)
         q, k, v, o, stat = (group.take(tensor).transpose(1, 2) for tensor in (q_MHD, k_MGD, v_MGD, out_MHD, lse_MH))
-        pieces = kernels.backward(g, q, k, v, o, stat, rule, group.longest - 1)
+        pieces = kernels.backward(g, q, k, v, o, stat, rule, group.longest - 1, drops=group.drops(drops))
         for whole, piece in zip(wholes, pieces, strict=True):
             group.put(whole, piece.transpose(1, 2))
     return grads
+
+
+def _drops(queries: Tensor | None, keys: Tensor | None, p: float) -> AttentionDrops | None:
+    return None if queries is None or keys is None else AttentionDrops(queries, keys, p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +141,13 @@ class Group:
             padding = torch.ones(len(taken), dtype=torch.bool, device=taken.device).index_fill_(0, self.real, False)
             taken[padding] = 0
         return taken.view(*self.index.shape, *tokens_Mx.shape[1:])
+
+    def drops(self, drops: AttentionDrops | None) -> AttentionDrops | None:
+        """Gather drops of the tokens [B, T, ...] -> [N, L, ...]."""
+        if drops is None:
+            return None
+        queries, keys = (self.take(x.flatten(0, 1)) for x in (drops.queries, drops.keys))
+        return AttentionDrops(queries, keys, drops.p)
 
     def put(self, tokens_Mx: Tensor, documents_NLx: Tensor) -> None:
         """Write [N, L, ...] back to the places that `take` read; padding is dropped."""
@@ -212,16 +234,18 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> An
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, *ctx.rule, sinks = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks)
+    query, key, value, cu_seqlens, scale, window, softcap, sinks, dropped_queries, dropped_keys, p = inputs
+    ctx.rule, ctx.p = (scale, window, softcap), p
+    ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks, dropped_queries, dropped_keys)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, cu_seqlens, sinks = ctx.saved_tensors
+    query, key, value, out, lse, cu_seqlens, sinks, *dropped = ctx.saved_tensors
     backward: Callable[..., tuple[Tensor, ...]] = packed_attention_backward
     dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-    return (*backward(grad, query, key, value, out, lse, cu_seqlens, *ctx.rule), None, None, None, None, dsinks)
+    grads = backward(grad, query, key, value, out, lse, cu_seqlens, *ctx.rule, *dropped, ctx.p)
+    return (*grads, None, None, None, None, dsinks, None, None, None)
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

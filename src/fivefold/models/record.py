@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fivefold.models.facts import Counted, Experts
+from fivefold.models.facts import Counted, DropoutSite, Experts
 
 RESIDUAL = "the residual stream"
 WATCHED = 2  # the token whose dependencies are checked
@@ -179,6 +179,7 @@ class Trace:
     `looked_into`: embeddings whose weights the model reads directly.
     `draws`, `counts`: modules that draw random numbers, and that count the tokens of a row for themselves.
     `places`: the inputs that tell the first layer the positions of its tokens.
+    `dropouts`: the sites that drop something, in order.
 
     Combined from several runs (`trace.py`):
     `counted`: the module that counts the tokens of a row for itself (`facts.Counted`), or None.
@@ -199,6 +200,7 @@ class Trace:
     draws: list[str] = field(default_factory=list)
     counts: list[str] = field(default_factory=list)
     places: list[Tensor] = field(default_factory=list)
+    dropouts: list[DropoutSite] = field(default_factory=list)
     counted: Counted | None = None
     padding: int | None = None
     to_logits: tuple[str, ...] = ()

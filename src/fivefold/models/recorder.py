@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 from fivefold.core.errors import UserError
 from fivefold.models import attention, hf_internals, masks
 from fivefold.models.anatomy import Anatomy, is_within
+from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
+from fivefold.ops.dropout import dropout_by
 from fivefold.torch_internals import Dispatch, is_convolution
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
@@ -59,6 +61,7 @@ class Recorder:
         self._tables: dict[int, str] = {}  # memory of the stand-in of an embedding's weight -> the embedding
         self._begin()
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules = dict(model.named_modules())
         self._layers = set(anatomy.layers)
         values = dict(model.named_buffers())
         if any(value.is_meta for value in values.values()):
@@ -87,7 +90,8 @@ class Recorder:
         self._begin(stops_at_block)
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
         watch = Dispatch(partial(self._watch, place))
-        with _recording(self), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, watch:
+        dropping = dropout_by(self._dropout)
+        with _recording(self), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, watch, dropping:
             torch.manual_seed(noise)
             try:
                 forward(**inputs)
@@ -138,17 +142,30 @@ class Recorder:
         self._alive: list[Tensor] = []  # tensors saved for backward, held so that their memory addresses stay unique
         self._given: set[int] = set()  # memory of a layer's other inputs, which all layers share
         self._made_of: dict[int, frozenset[int]] = {}  # memory -> memory of the stand-ins' outputs that it depends on
+        self._calls: dict[str, int] = {}  # module -> its calls of dropout
         self._random.manual_seed(0)
 
     @property
     def _innermost(self) -> str:
-        """The innermost running module."""
-        return self._under_way[-1] if self._under_way else "its forward"
+        """The innermost running module, in words."""
+        return (self._under_way[-1] if self._under_way else "") or "its forward"
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """Note a site of dropout, in place of `F.dropout`. Nothing is dropped here."""
+        if training and p:
+            name = self._under_way[-1] if self._under_way else ""
+            kind: DropoutKind = "module" if isinstance(self._modules[name], nn.Dropout) else "call"
+            number = self._calls.get(name, 0)
+            if kind == "module" and number:
+                raise Untraceable(f"{name} drops several tensors")
+            self._calls[name] = number + 1
+            self._trace.dropouts.append(DropoutSite(name, kind, float(p), x.shape[-1], number))
+        return x
 
     # ---- every module ------------------------------------------------------------------------------------------------
 
     def _enter(self, name: str, _: nn.Module, args: Args, kwargs: Keywords) -> tuple[Args, Keywords] | None:
-        self._under_way.append(name or "its forward")
+        self._under_way.append(name)
         self._trace.entered.add(name)
         if name in self._layers:
             return self._enter_block(name, args, kwargs)
@@ -275,7 +292,9 @@ class Recorder:
     ) -> tuple[Tensor, None]:
         """The attention function of the copy, in the signature of `transformers`: ([1,T,H,D], None)."""
         name = self._names[id(module)]
-        attention.check_call(module, attention_mask, dropout, extra)
+        attention.check_call(module, attention_mask, extra)
+        if dropout:
+            self._trace.dropouts.append(DropoutSite(name, "attention", float(dropout), query.shape[1]))
         if attention_mask is None:
             raise Untraceable(f"{name} attends without the mask that its model asks for")
         if self._block is None:

@@ -81,10 +81,15 @@ def _in_bf16(model: PreTrainedModel, anatomy: Anatomy, forgetful: Sequence[tuple
 def _to_logits(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy) -> tuple[str, ...]:
     """The modules with parameters between the base and the logits, in order; only the head if the trace cannot follow
     hidden states there."""
-    hidden = torch.zeros(1, recorder.tokens, recorder.hidden)
+    hidden, found = torch.zeros(1, recorder.tokens, recorder.hidden), None
     with head_only(copy, anatomy) as logits_of, suppress(Untraceable):
-        return tuple(recorder.run(logits_of, hidden=hidden).before)
-    return (anatomy.head,)
+        found = recorder.run(logits_of, hidden=hidden)
+    if found is not None and found.dropouts:
+        site, fix = found.dropouts[0], "set its dropout to 0 in model.overrides"
+        raise Untraceable(
+            f"{site.module or 'its forward'} drops between the last hidden states and the logits", fix=fix
+        )
+    return (anatomy.head,) if found is None else tuple(found.before)
 
 
 def _check_around(recorder: Recorder, copy: PreTrainedModel, anatomy: Anatomy, ids: Tensor) -> None:

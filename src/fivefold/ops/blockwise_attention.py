@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from fivefold.ops.cpu_attention import AttentionParams
+from fivefold.ops.dropout import AttentionDrops, kept, scaled
 
 # Scores per block: few enough to stay in a CPU's cache, or enough to fill a GPU.
 _CPU_BLOCK, _GPU_BLOCK = 2**19, 2**25
 
 
 def blockwise_forward(
-    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, ahead: int | None = None
-) -> tuple[Tensor, Tensor]:
+    q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, ahead: int | None = None,
+    drops: AttentionDrops | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [N,H,L,D] and log-sum-exp [N,H,L]. The L queries are the last of the S keys (S > L: generation with a
-    cache), unless `ahead` gives the first query's position after the first key. Each query must see a key."""
+    cache), unless `ahead` gives the first query's position after the first key. Each query must see a key. `drops`: of
+    these queries [N,L] and keys [N,S,H]; the log-sum-exp is that without them."""
     heads, shared = q_NHLD.shape[1], k_NGSD.shape[1]
     out_NHLD, lse_NHL = torch.empty_like(q_NHLD), q_NHLD.new_empty(q_NHLD.shape[:3], dtype=precise(q_NHLD.dtype))
     for queries, keys, hidden in _blocks(q_NHLD, k_NGSD, rule.window, ahead):
@@ -33,6 +36,7 @@ def blockwise_forward(
         largest = scores_NGXS.amax(-1, keepdim=True)
         weights = scores_NGXS.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
+        _drop(weights, drops, queries, keys)
         out_NHLD[:, :, queries] = _by_head(_product(weights, values_NGSD).div_(total), heads).to(out_NHLD.dtype)
         lse_NHL[:, :, queries] = _by_head(largest + total.log(), heads).squeeze(-1)
     return out_NHLD, lse_NHL
@@ -48,6 +52,7 @@ def blockwise_backward(
     rule: AttentionParams,
     *,
     ahead: int | None = None,
+    drops: AttentionDrops | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]. Recomputes P = exp(scores - lse);
     dscores = P * (dO V' - sum(dO * O))."""
@@ -60,9 +65,10 @@ def blockwise_backward(
         scores_NGXS = _scores(q_NGXD, k_NGSD, rule)
         weights = (scores_NGXS - lse_NGX1).exp_()
         _hide(weights, hidden, 0.0)
-        dv[:, :, keys] += _product(weights.mT, g_NGXD)
+        dweights = _drop(_product(g_NGXD, v_NGSD.mT), drops, queries, keys)
         given_NGX1 = (g_NGXD * o_NGXD.to(lse.dtype)).sum(-1, keepdim=True)
-        dscores = weights.mul_(_product(g_NGXD, v_NGSD.mT).sub_(given_NGX1))
+        dscores = dweights.sub_(given_NGX1).mul_(weights)
+        dv[:, :, keys] += _product(_drop(weights, drops, queries, keys).mT, g_NGXD)
         if rule.softcap is not None:
             dscores.mul_(1 - (scores_NGXS / rule.softcap).square_())
         dscores.mul_(rule.scale)
@@ -105,6 +111,17 @@ def _hide(tensor_NGXS: Tensor, hidden_LS: Tensor, value: float) -> None:
     """Fill in place where a query does not see a key, for each of the heads in X."""
     documents, shared, _, keys = tensor_NGXS.shape
     tensor_NGXS.view(documents, shared, -1, len(hidden_LS), keys).masked_fill_(hidden_LS, value)
+
+
+def _drop(weights_NGXS: Tensor, drops: AttentionDrops | None, queries: slice, keys: slice) -> Tensor:
+    """Drop weights of some queries and keys in place."""
+    if drops is not None:
+        documents, _, _, size = weights_NGXS.shape
+        q_NL, k_NSH = drops.queries[:, queries], drops.keys[:, keys]
+        mask_NHLS = kept(q_NL[:, None, :, None] * k_NSH.permute(0, 2, 1).unsqueeze(2).contiguous(), drops.p)
+        weights_NHLS = weights_NGXS.view(documents, k_NSH.shape[2], -1, size)
+        weights_NHLS.copy_(scaled(mask_NHLS, weights_NHLS, drops.p))
+    return weights_NGXS
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

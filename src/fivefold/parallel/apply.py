@@ -30,6 +30,7 @@ from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context
+from fivefold.parallel.dropout import runtime as dropping
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import runtime as expert
 from fivefold.parallel.fp8 import runtime as fp8
@@ -79,8 +80,9 @@ def parallelize(
     The process group must exist already. Values come from `source`. Without a `source` they are the model's own; a
     model on the meta device is initialised by its own recipe with `seed`. `parallelize` adds three attributes:
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
-    users: `fivefold.own_loop.parallelize`. `step`: tokens of a padded row and micro batches of a step, for a recompute
-    budget. `offload_to`: see `HostMemory`. `adapter`: trained on a frozen model; `source` may be without it.
+    users: `fivefold.own_loop.parallelize`. `seed` is that of dropout too. `step`: tokens of a padded row and micro
+    batches of a step, for a recompute budget. `offload_to`: see `HostMemory`. `adapter`: trained on a frozen model;
+    `source` may be without it.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, if tp is more than 1.
 
@@ -101,7 +103,7 @@ def parallelize(
         prove(model, layout, device, partial(parallelize, prove=_trust))
     model.to("meta").to(data.master_dtype(layout.precision))
     _tie(model, facts.anatomy)
-    parts = LiveParts(model, plan, mesh, device, reduce, offload_to, adapter)
+    parts = LiveParts(model, plan, mesh, device, reduce, offload_to, adapter, seed)
     builders, todo = parts.builders(), edits(plan)
     for edit in todo:
         if not edit.needs_memory:
@@ -127,7 +129,7 @@ class LiveParts:
 
     def __init__(
         self, model: nn.Module, plan: ParallelPlan, mesh: Mesh, device: torch.device, reduce: str, offload_to: str,
-        adapter: Lora | None,
+        adapter: Lora | None, seed: int,
     ) -> None:  # fmt: skip
         layout = plan.layout
         self._model, self._plan, self._mesh, self._device, self._adapter = model, plan, mesh, device, adapter
@@ -142,13 +144,14 @@ class LiveParts:
         products = fp8.products(model, mesh, self.scales.history)
         self.linears = Linears(store, products, plan.matmuls.multiplies, are_outside=bool(self.scales.history.names))
         self.balance = balancing.balance_of(plan, self.tensor, self.context, device)
+        self.dropout = dropping.Dropout(seed, bool(plan.facts.dropouts), self.tensor, self.context, device)
         kernels = RowKernels().compiled(self.compiled.block) if self.compiled else RowKernels()
         self.experts = expert.expert_parallel(
             plan, self.tensor, mesh.groups.get("ep"), self.balance.drops, self.linears, kernels
         )
         staged = stages.StageModules(plan, model, self._dtype, self.tensor, self.context)
         pp = mesh.groups.get("pp"), mesh.groups.get("pp_ends")
-        self.pipeline = pipeline.Pipeline(plan, staged, *pp, self.balance, store)
+        self.pipeline = pipeline.Pipeline(plan, staged, *pp, self.balance, self.dropout, store)
         self.offload = offloading.offload_of(layout, offload_to, device)
         self.copies: Copies | None = None
 
@@ -157,6 +160,7 @@ class LiveParts:
         model = self._model
         return {
             **adapters.builders(model, self._dtype, self._adapter),
+            **dropping.builders(model, self.dropout),
             **tensor.builders(model, self.tensor),
             **linears.builders(model, self.linears, self.tensor.leave),
             **chunks.builders(model, self.tensor.enter),
@@ -200,6 +204,7 @@ class LiveParts:
             tensor.held_in_part(self._model, self._plan),
             self._reduce_dtype,
             self.balance,
+            self.dropout,
             self.offload,
             self.scales,
             self.compiled,

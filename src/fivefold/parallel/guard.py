@@ -93,6 +93,7 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             check_parameters(model)
             check_inside(model)
             model.fivefold.scales.begin_passes()  # weights may have changed since the last passes
+            _begin_rows(model, args, kwargs)
         guard.is_called = True
         return None
 
@@ -148,6 +149,15 @@ def install(model: Any, guard: Guard, plan: ParallelPlan) -> None:
             parameter.register_post_accumulate_grad_hook = refuse_accumulated_hook  # type: ignore[method-assign]
         if isinstance(parameter, DTensor):
             parameter.__class__ = kind  # type: ignore[assignment]
+
+
+def _begin_rows(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let a plain forward in training mode drop other elements than the one before."""
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next((value for value in given if value is not None), None)
+    if model.training and tokens is not None:
+        model.fivefold.dropout.begin_micro_batch(tokens.shape, 0)
+        model.fivefold.dropout.step += torch.is_grad_enabled()
 
 
 def check_parameters(model: Any) -> None:

@@ -10,6 +10,7 @@ from fivefold.models.facts import ModelFacts
 from fivefold.parallel import legality
 from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.chunks import spec as chunks
+from fivefold.parallel.dropout import spec as dropout
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
@@ -48,7 +49,8 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
         placement, partition, own, method, Recompute(layout.recompute), fp8.Fp8Plan, in_copies, compiled
     )
     refuse([
-        *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan)
+        *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan),
+        *dropout.violations(plan),
     ])  # fmt: skip
     return plan
 

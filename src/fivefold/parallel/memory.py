@@ -17,6 +17,7 @@ from fivefold.parallel.balance.spec import buffer_bytes
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.collectives import StepShape
 from fivefold.parallel.context import spec as context
+from fivefold.parallel.dropout import spec as dropout
 from fivefold.parallel.fp8 import memory as fp8
 from fivefold.parallel.fsdp.memory import rank_resting_bytes
 from fivefold.parallel.graphs import spec as graphs
@@ -40,6 +41,7 @@ NUMBERS = (
     chunks.layer_numbers,
     fp8.layer_numbers,
     context.layer_numbers,
+    dropout.layer_numbers,
 )
 KEPT = (recompute.kept_bytes, offload.kept_bytes)
 

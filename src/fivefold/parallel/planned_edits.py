@@ -4,6 +4,7 @@ from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.balance import spec as balance
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.context import spec as context
+from fivefold.parallel.dropout import spec as dropout
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.experts import spec as experts
 from fivefold.parallel.fsdp import spec as fsdp
@@ -26,6 +27,7 @@ def edits(plan: ParallelPlan) -> tuple[Edit, ...]:
 EDITS = (
     adapters.edits,  # before all: adapters are cut, sharded and multiplied like other linears
     adapters.edits_of_embedding,
+    dropout.edits,  # before linears take up the branches of adapters
     tensor.edits,  # before the others, which ask for the sizes after the cut
     linears.edits,
     chunks.edits,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fivefold.models.sources import TensorSource
 from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.context import runtime as context
+from fivefold.parallel.dropout.runtime import Dropout
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.experts import runtime as expert
 from fivefold.parallel.fp8.scales import Fp8Scales
@@ -45,6 +46,7 @@ class ParallelState:
     partial_gradients: Mapping[str, Sequence[nn.Parameter]]  # by axis, see `tensor.held_in_part`
     reduce_dtype: torch.dtype
     balance: balancing.Balance  # of routers
+    dropout: Dropout
     offload: Offload  # to host memory
     scales: Fp8Scales  # of matmuls
     compiled: Compiled | None = None  # None if blocks are not compiled

@@ -16,10 +16,10 @@ from fivefold.parallel.passes import Inputs
 
 def to_device(
     batch: MicroBatch, device: torch.device, scale: Tensor | None = None, *, by_answer: bool = False,
-    weigh: Callable[[Tensor], Tensor] | None = None, task: Task | None = None,
+    weigh: Callable[[Tensor], Tensor] | None = None, task: Task | None = None, first_row: int = 0,
 ) -> Inputs:  # fmt: skip
     """Convert a micro batch of numpy arrays to tensors. `cu_seqlens` stays on the CPU; it is omitted when every row is
-    one document.
+    one document. `first_row`: see `Inputs`.
 
     `task` is the task of the head. Without one it is `PreferenceLoss` if `weigh` weighs answers, `AnswerLogProbs` with
     `by_answer` (at least one answer is counted, an empty one if there are none), else `CrossEntropy`.
@@ -36,7 +36,7 @@ def to_device(
             task = PreferenceLoss(task, weigh, scale)
     return Inputs(
         there(batch.input_ids), there(batch.position_ids), task, cu_seqlens=cu_seqlens,
-        row_tokens=there(batch.row_tokens) if has_rows else None,
+        row_tokens=there(batch.row_tokens) if has_rows else None, first_row=first_row,
     )  # fmt: skip
 
 

@@ -201,6 +201,7 @@ class Trainer(Job):
             started = time.perf_counter() - waited
             rate = self._learning_rate(self.step)
             options = self.config.optimizer
+            state_of(self.model).dropout.step = self.step
             with (
                 self.environment.timing(
                     self.model, self.config, step=self.step + 1, of_start=self.step + 1 - self.start

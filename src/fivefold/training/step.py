@@ -2,6 +2,7 @@
 loss alone, by the same passes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan, sqrt
 from typing import Any
@@ -70,6 +71,7 @@ def train_step(
         state.offload.states.update(optimizer)
         state.balance.move_biases(model, done.balance)
         state.scales.history.end_step()
+    state.dropout.step += 1
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance,
@@ -85,6 +87,7 @@ def accumulate(model: Any, batch: Sequence[MicroBatch], *, spec: ObjectiveSpec |
         parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
     done = _forward_backward(model, batch, spec=spec)
     state_of(model).scales.history.end_step()
+    state_of(model).dropout.step += 1
     for parameter, gradient in earlier:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     return all_reduce_sum(done.loss)
@@ -132,11 +135,17 @@ def _forward_backward(
 def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, pairs_by_batch: Sequence[Pairs] = ()) -> Tensor:
     """Run forward and backward of every micro batch; gradients end up reduced. `pairs_by_batch`: of each micro batch,
     or none. Returns the scaled loss sum, fp64."""
-    device = next(model.parameters()).device
-    rows = sum(len(part.input_ids) for part in batch) * state_of(model).plan.layout.data_ranks
+    device, state = next(model.parameters()).device, state_of(model)
+    ranks, rank = state.plan.layout.data_ranks, state.placement.data_rank
+    rows = sum(len(part.input_ids) for part in batch) * ranks
     weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
-    inputs = [to_device(micro, device, scale, weigh=weigh) for micro, weigh in zip(batch, weights, strict=True)]
-    return passes.gradients(model, inputs, rows=rows)
+    inputs = [
+        to_device(micro, device, scale, weigh=weigh, first_row=(at * ranks + rank) * len(micro.input_ids))
+        for at, (micro, weigh) in enumerate(zip(batch, weights, strict=True))
+    ]
+    # An objective on pairs compares two passes of the model, which drop nothing (as TRL's `disable_dropout` has it).
+    with state.dropout.off() if pairs_by_batch else nullcontext():
+        return passes.gradients(model, inputs, rows=rows)
 
 
 def _count(batch: Sequence[MicroBatch], state: ParallelState, device: torch.device, stop: bool) -> Tensor:

@@ -63,7 +63,7 @@ class Proof:
             source = Layered(Drawn(case.folder, case.adapter, case.seed), source)
         self.model = parallelize(
             model, self.layout, device=device, source=source, adapter=case.adapter, reduce=case.reduce,
-            loss_chunks=case.loss_chunks,
+            loss_chunks=case.loss_chunks, seed=case.seed,
             step=(self.layout.padded(case.row_length), self.layout.accumulation(case.rows)),
         )  # fmt: skip
         self.state = state_of(self.model)
@@ -153,7 +153,7 @@ class Proof:
         rows = row_numbers(layout, self.case.rows, self.state.placement.data_rank)
         for batch, numbers in zip(batches, rows, strict=True):
             inputs = training.to_device(batch, self._device)
-            with exactly(layout.precision), torch.no_grad():
+            with exactly(layout.precision), training.evaluating(self.model):
                 logits = passes.logits(
                     self.model, inputs.input_ids, inputs.position_ids, cu_seqlens=inputs.cu_seqlens, use_cache=False
                 )
@@ -192,10 +192,11 @@ class Proof:
             return
         options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no router losses
         scales = self.state.scales.state()
-        with exactly(self.layout.precision):
+        with exactly(self.layout.precision), self.state.dropout.off():
             (self._distillation if self.case.objective == "distill" else self._preference)()
         self.state.balance.options = options
         self.state.scales.load(scales)  # the first step begins without what these passes left
+        self.state.dropout.step = 0
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
         self.compare.pieces("objective", gradients, self._backwards())
         self._drop_gradients()
@@ -383,9 +384,9 @@ class Proof:
         return loss
 
     def _outputs(self) -> None:
-        """Run the modules on the first batch, forward only. With a capacity also backward: it drops tokens only in
-        training."""
-        if self.case.capacity_factor is None:
+        """Run the modules on the first batch, forward only. With a capacity or dropout also backward: these drop only
+        in training."""
+        if self.case.capacity_factor is None and not self.state.dropout.has_sites:
             with exactly(self.layout.precision):
                 training.mean_loss(self.model, self._batch(0))
         else:

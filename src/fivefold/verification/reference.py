@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.config import OptimizerSection
+from fivefold.core.folder_config import noise
 from fivefold.core.state_dtypes import kept_in
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
@@ -29,6 +30,7 @@ from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
+from fivefold.verification.dropout_by_hand import Draws
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import by_row, watch
 from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, tokens_of
@@ -60,6 +62,7 @@ class Reference:
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
+        self.draws = Draws(self.model, case.seed) if self._has_dropout() else None
         self.loads = Loads(self.model, routers)
         self.balance = BalanceLosses(self.model, routers, load=case.aux_loss, z=case.z_loss)
         if noise:
@@ -78,7 +81,19 @@ class Reference:
         if self.case.adapter is not None:
             drawn = adapter_by_hand.Drawn(self.case.folder, self.case.adapter, self.case.seed)
             adapter_by_hand.put(found, self.case.adapter, drawn.values, self.compute_dtype)
-        return found
+        if dict(noise(found.config.get_text_config().to_dict())):
+            hf_internals.select_attention(found, "eager")  # which calls F.dropout
+        return found.eval()
+
+    def _has_dropout(self) -> bool:
+        """True if anything may be dropped in training."""
+        of_adapter = self.case.adapter is not None and self.case.adapter.dropout > 0
+        return of_adapter or bool(dict(noise(self.master.config.get_text_config().to_dict())))
+
+    @property
+    def _evaluates_apart(self) -> bool:
+        """True if training drops what evaluation keeps."""
+        return self.drops is not None or self.draws is not None
 
     def run(self, inputs: list[str]) -> "Reference":
         """Compute everything, in order. `inputs`: modules whose input is kept as well."""
@@ -187,9 +202,9 @@ class Reference:
         count, summed = self.case.targets(step), 0.0
         self.loads.begin()
         batch = self.case.documents(step)
-        self._count_picks(batch)
+        self._count_picks(batch, step)
         seen = None if inputs is None else Watch(self, inputs)
-        for row, start, ids, targets in self._training_sequences(batch):
+        for row, start, ids, targets in self._training_sequences(batch, step):
             if seen:
                 seen.begin(row, start, len(ids))
             logits = self.model(input_ids=ids[None]).logits[0]
@@ -203,7 +218,7 @@ class Reference:
         if seen:
             seen.finish()
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
-        if seen and self.drops:  # logits are those of evaluation, which drops nothing
+        if seen and self._evaluates_apart:  # logits are those of evaluation, which drops nothing
             with torch.no_grad():
                 for row, start, ids, _ in self._sequences(batch):
                     logits = self.model(input_ids=ids[None]).logits[0]
@@ -212,21 +227,25 @@ class Reference:
             self.tensors["evaluated"] = self._evaluated()
         return summed / count
 
-    def _count_picks(self, batch: Documents) -> None:
+    def _count_picks(self, batch: Documents, step: int) -> None:
         """Count each row's picks per expert: router losses need whole rows before their documents are computed."""
         self.balance.begin([tokens_of(documents) for documents in batch])
         if self.balance.routers:
             with torch.no_grad():
-                for _, _, ids, _ in self._training_sequences(batch):
+                for _, _, ids, _ in self._training_sequences(batch, step):
                     self.model(input_ids=ids[None])
 
-    def _training_sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield `_sequences`, and set the row for the router losses and the capacity before its first document."""
-        for row, start, ids, targets in self._sequences(batch):
-            self.balance.row = row
-            if self.drops and start == 0:
-                self.drops.row(tokens_of(batch[row]))
-            yield row, start, ids, targets
+    def _training_sequences(self, batch: Documents, step: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yield `_sequences`, and set the row for the router losses and the capacity before its first document, and
+        the document for dropout."""
+        with self.draws.training(step) if self.draws else nullcontext():
+            for row, start, ids, targets in self._sequences(batch):
+                self.balance.row = row
+                if self.drops and start == 0:
+                    self.drops.row(tokens_of(batch[row]))
+                if self.draws:
+                    self.draws.begin(row, start)
+                yield row, start, ids, targets
         if self.drops:
             self.drops.row(None)
 

@@ -81,11 +81,13 @@ def put(model: Any, lora: Lora, values: Mapping[str, Tensor], compute: torch.dty
         if is_experts(module):
             module.forward = partial(_beside_experts, module, module.forward, scale)
         else:
-            module.register_forward_hook(
-                lambda module, args, out: (
-                    out + scale * F.linear(F.linear(args[0], module.lora_A.weight), module.lora_B.weight)
-                )
-            )
+            module.register_forward_hook(partial(_beside_linear, scale, lora.dropout))
+
+
+def _beside_linear(scale: float, p: float, module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    """Add scale B A dropout(x) to the output of a linear."""
+    x = F.dropout(args[0], p, module.training)
+    return out + scale * F.linear(F.linear(x, module.lora_A.weight), module.lora_B.weight)
 
 
 def _beside_experts(module: Any, plain: Callable[..., Tensor], scale: float, *args: Any, **kwargs: Any) -> Tensor:

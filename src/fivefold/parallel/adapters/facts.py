@@ -25,7 +25,7 @@ from typing import TypeVar
 from fivefold.core.errors import UserError
 from fivefold.core.text import listed
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import ModelFacts, Packing, Parameter, Role
+from fivefold.models.facts import DropoutSite, ModelFacts, Packing, Parameter, Role
 from fivefold.parallel.adapters.settings import AUTO, NF4_BLOCK, Lora, nf4_bytes
 
 _T = TypeVar("_T")
@@ -124,7 +124,9 @@ def adapted(facts: ModelFacts, lora: Lora | None) -> ModelFacts:
             if role is not None:
                 roles[name] = role
     partition = replace(facts.partition, roles=_behind(facts.partition.roles, roles))
-    return replace(facts, parameters=_behind(parameters, new), partition=partition)
+    dropping = targets if lora.dropout else ()
+    sites = (DropoutSite(target.module, "branch", float(lora.dropout), target.inputs) for target in dropping)
+    return replace(facts, parameters=_behind(parameters, new), partition=partition, dropouts=(*facts.dropouts, *sites))
 
 
 def _check_blocks(targets: Iterable[Target], facts: ModelFacts, in_nf4: Collection[str]) -> None:

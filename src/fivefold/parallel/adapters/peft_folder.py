@@ -63,8 +63,8 @@ def config_of(
     `is_transposed`: weights of linears are [I, O]."""
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
-        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none", "use_rslora": lora.rslora, "use_dora": False,
-        "fan_in_fan_out": is_transposed, "inference_mode": True, "init_lora_weights": True,
+        "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "bias": "none", "use_rslora": lora.rslora,
+        "use_dora": False, "fan_in_fan_out": is_transposed, "inference_mode": True, "init_lora_weights": True,
         "target_modules": sorted(targets), **({"target_parameters": sorted(parameters)} if parameters else {}),
     }  # fmt: skip
 
@@ -99,7 +99,7 @@ def lora_of(path: str | Path) -> Lora:
         )
     lora = Lora(
         config.get("r", 8), config.get("lora_alpha", 8), tuple(targets), bool(config.get("use_rslora", False)),
-        target_parameters=tuple(config.get("target_parameters") or ()),
+        target_parameters=tuple(config.get("target_parameters") or ()), dropout=config.get("lora_dropout") or 0.0,
     )  # fmt: skip
     _check_config(path, config, lora)
     return lora

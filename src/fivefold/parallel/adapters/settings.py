@@ -23,7 +23,8 @@ def nf4_numbers(size: int) -> int:
 class Lora:
     """Settings of an adapter. `targets`: linears by the ends of their names (one, or several); `auto` alone: those of
     the layers, except routers and experts. `target_parameters`: matrices of experts, in the same way.
-    `quantize`: storage of the frozen weights of linears, `nf4` (`nf4.py`) or `none`: in the compute dtype.
+    `quantize`: storage of the frozen weights of linears, `nf4` (`nf4.py`) or `none`: in the compute dtype. `dropout`:
+    probability with which an element of the input of A is dropped in training.
 
     Raises `UserError` for values that no adapter has.
     """
@@ -34,6 +35,7 @@ class Lora:
     rslora: bool = False
     quantize: str = "none"
     target_parameters: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("targets", "target_parameters"):
@@ -46,7 +48,14 @@ class Lora:
             "rslora": not isinstance(self.rslora, bool),
             "quantize": self.quantize not in ("none", "nf4"),
             "target_parameters": not _are_names(self.target_parameters),
+            "dropout": not (isinstance(self.dropout, int | float) and 0 <= self.dropout < 1),
         }
+        if self.dropout and self.target_parameters:
+            raise UserError(
+                f"an adapter of experts ({self.target_parameters[0]}) with dropout {self.dropout}, which peft does not "
+                "have either", fix="adapter.dropout: 0, or leave adapter.target_parameters out",
+                more="docs/howto/adapters.md",
+            )  # fmt: skip
         if bad := next((key for key, is_wrong in wrong.items() if is_wrong), None):
             raise UserError(
                 f"an adapter with {bad}={getattr(self, bad)!r}",

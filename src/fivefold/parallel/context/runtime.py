@@ -31,6 +31,7 @@ from fivefold.models.forwards import check_slices
 from fivefold.models.kernels import AttentionParams
 from fivefold.models.offdiagonal import Blocks
 from fivefold.models.packed import packed_attention, packed_attention_backward, sinks_gradient
+from fivefold.ops.dropout import AttentionDrops
 from fivefold.ops.keep import kept
 from fivefold.parallel.context import spec
 from fivefold.parallel.context.kv_exchange import (
@@ -103,9 +104,11 @@ class ContextParallel:
         cu_seqlens: Tensor | None,
         rule: AttentionParams,
         sinks: Tensor | None,
+        drops: AttentionDrops | None = None,
     ) -> Tensor:
         """Attend: query [B,H,L,D], key and value [B,G,L,D] of this rank's tokens -> [B,L,H,D]. `cu_seqlens` are over
-        the B*T tokens of whole rows, None: each row is a document. See `attention.attention_forward`."""
+        the B*T tokens of whole rows, None: each row is a document. `drops` too are of whole rows. See
+        `attention.attention_forward`."""
         q_BLHD, k_BLGD, v_BLGD = (heads.transpose(1, 2) for heads in (query, key, value))
         (rows, local, heads, _), u = q_BLHD.shape, self.method.ulysses
         length = local * self.size
@@ -118,9 +121,10 @@ class ContextParallel:
             mixed = ulysses_all_to_all(torch.cat(dealt, 3), self.ulysses, group)
             q_BLHD, k_BLGD, v_BLGD = torch.split(mixed, [heads // u, shared, shared], 2)
             sinks = sinks if sinks is None else torch.chunk(sinks, u)[self.ulysses.rank()]
+            drops = drops and AttentionDrops(drops.queries, drops.keys.chunk(u, 2)[self.ulysses.rank()], drops.p)
         if rule.window is not None and rule.window >= length:
             rule = AttentionParams(rule.scale, None, rule.softcap)
-        job = CPAttentionArgs(edges, rows, length, rings, self.exchange, rule, self.combine)
+        job = CPAttentionArgs(edges, rows, length, rings, self.exchange, rule, self.combine, drops)
         out_BLHD: Tensor = _Attention.apply(q_BLHD, k_BLGD, v_BLGD, sinks, job)  # type: ignore[no-untyped-call]
         return out_BLHD if self.ulysses is None else tokens_for_heads(out_BLHD, self.ulysses, group).flatten(2, 3)
 
@@ -158,6 +162,7 @@ class CPAttentionArgs:
     exchange: Exchange | None
     rule: AttentionParams
     combine: offdiagonal.Combine
+    drops: AttentionDrops | None = None  # of whole rows
 
     @property
     def mine(self) -> Blocks:
@@ -177,9 +182,25 @@ class CPAttentionArgs:
         """Send the gradient of part `step` to the owner of its kv; see `Exchange.return_dkv`."""
         return self.exchange.return_dkv(step, grad, self.tokens, wire) if self.exchange else lambda: grad
 
+    def drops_of(self, keys: Blocks) -> AttentionDrops | None:
+        """Drops of this rank's queries and the keys of these blocks."""
+        if self.drops is None:
+            return None
+        queries, of_keys = _cut(self.drops.queries, self.mine), _cut(self.drops.keys, keys)
+        return AttentionDrops(queries, of_keys, self.drops.p)
+
+    def dropping(self) -> tuple[Any, ...]:
+        """Drops of this rank's queries and its own keys, as arguments of the packed operators."""
+        drops = self.drops_of(self.mine)
+        return () if drops is None else (drops.queries, drops.keys, drops.p)
+
     def offdiagonal_blocks(self, keys: Blocks) -> Sequence[offdiagonal.OffdiagonalBlock]:
         """Off-diagonal blocks of this rank's queries and the keys of these blocks."""
         return offdiagonal.offdiagonal_blocks(self.edges, self.rows, self.length, self.mine, keys, self.rule.window)
+
+
+def _cut(x_BTx: Tensor, blocks: Blocks) -> Tensor:
+    return torch.cat([x_BTx[:, start:stop] for start, stop in blocks], 1) if blocks else x_BTx[:, :0]
 
 
 _cu_seqlens = lru_cache(maxsize=64)(offdiagonal.local_cu_seqlens)
@@ -202,14 +223,15 @@ class _Attention(torch.autograd.Function):
         first = next(parts)
         own = packed_attention_backward(
             grad, *(tensor.transpose(1, 2) for tensor in (q, *kv)), out, lse, job.cu_seqlens, rule.scale, rule.window,
-            rule.softcap,
+            rule.softcap, *job.dropping(),
         )  # fmt: skip
         dq, *dkv = (tensor.transpose(1, 2).to(lse.dtype) for tensor in own)
         total, arriving = torch.stack(dkv), list[Pending]()
         for step, (blocks, part_kv) in enumerate(chain([first], parts)):
             more = torch.zeros_like(part_kv, dtype=lse.dtype)
+            drops = job.drops_of(blocks)
             for part in job.offdiagonal_blocks(blocks):
-                found = offdiagonal.backward(part, grad, q, part_kv[0], part_kv[1], out, lse, rule)
+                found = offdiagonal.backward(part, grad, q, part_kv[0], part_kv[1], out, lse, rule, drops)
                 offdiagonal.add(dq, part.rows, part.queries, found[0])
                 for whole, piece in zip(more, found[1:], strict=True):
                     offdiagonal.add(whole, part.rows, part.keys, piece)
@@ -227,12 +249,14 @@ def _attended(q: Tensor, kv: Tensor, sinks: Tensor | None, job: CPAttentionArgs)
     rule, parts = job.rule, job.parts(kv)
     first = next(parts)  # from here on the next is in transit
     own, lse = packed_attention(
-        *(tensor.transpose(1, 2) for tensor in (q, *kv)), job.cu_seqlens, rule.scale, rule.window, rule.softcap
-    )
+        *(tensor.transpose(1, 2) for tensor in (q, *kv)), job.cu_seqlens, rule.scale, rule.window, rule.softcap,
+        None, *job.dropping(),
+    )  # fmt: skip
     out: Tensor = own.to(lse.dtype)
     for blocks, (keys, values) in chain([first], parts):
+        drops = job.drops_of(blocks)
         for part in job.offdiagonal_blocks(blocks):
-            found, stat = offdiagonal.forward(part, q, keys, values, rule)
+            found, stat = offdiagonal.forward(part, q, keys, values, rule, drops)
             offdiagonal.merge(part, out, lse, found, stat, job.combine)
     if sinks is not None:
         kernels.join_sinks(out, lse, sinks)

@@ -26,6 +26,7 @@ from fivefold.core.schedule import SchedulePlan, Slot, Timed, Timeline, Transfer
 from fivefold.ops.linear import WeightGradStore
 from fivefold.parallel import plain
 from fivefold.parallel.balance.runtime import Balance
+from fivefold.parallel.dropout.runtime import Dropout
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp import runtime as data
 from fivefold.parallel.fsdp.spec import FsdpPlan
@@ -50,6 +51,7 @@ class Pipeline:
     group: dist.ProcessGroup | None
     embedding_group: dist.ProcessGroup | None
     balance: Balance
+    dropout: Dropout
     store: WeightGradStore | None = None
     running: Slot | None = None
     timed: list[Timed] | None = None
@@ -139,6 +141,7 @@ class _Step:
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
         self._fsdp.before_backward(slot)
         self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
+        self.pipeline.dropout.begin_micro_batch(self.inputs[at].input_ids.shape, self.inputs[at].first_row)
         with self._collecting(stage, at):
             if out.requires_grad:  # not if all that ran is frozen
                 torch.autograd.backward(out, gradient)

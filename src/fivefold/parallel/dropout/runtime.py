@@ -1,0 +1,180 @@
+"""Dropout by global numbers in a live model: what a rank drops follows from its tokens and features, not from its rank.
+
+`begin_micro_batch` hashes the tokens of a micro batch. Each site mixes them with a key of its own (`ops/dropout.py`).
+A pipeline begins a micro batch again before its backward, whose recomputed forwards then drop the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.core.errors import UserError
+from fivefold.models.attention import DROPS
+from fivefold.models.facts import DropoutSite
+from fivefold.ops.dropout import (
+    AttentionDrops,
+    Drop,
+    attention_drops,
+    dropout_by,
+    feature_hashes,
+    key_of,
+    of_site,
+    token_hashes,
+)
+from fivefold.parallel.context.runtime import ContextParallel
+from fivefold.parallel.dropout.spec import DropCalls, DropInput, DropOutput, DropProbabilities
+from fivefold.parallel.edits import Builders
+from fivefold.parallel.ranks import Blocks
+from fivefold.parallel.tensor.runtime import TensorParallel
+
+STEP = "dropout_step"  # in the state of a checkpoint
+
+
+@dataclass
+class Dropout:
+    """Dropout of one model on this rank. Every model has one; without sites it does nothing.
+
+    `step`: number of the step, from 0. `is_on`: False where nothing is dropped, whatever the model's mode.
+    """
+
+    seed: int
+    has_sites: bool
+    tensor: TensorParallel
+    context: ContextParallel
+    device: torch.device
+    step: int = 0
+    is_on: bool = True
+    _whole: Tensor | None = None  # hashes of the tokens of whole rows, [B, T]
+    _entered: Tensor | None = None  # of this cp rank's tokens
+    _own: Tensor | None = None  # of those whose hidden states this rank has
+
+    def begin_micro_batch(self, shape: Sequence[int], first_row: int) -> None:
+        """Begin a micro batch of whole rows, of `shape` [B, T, ..], from `first_row` of the global batch on."""
+        if not self.has_sites:
+            return
+        rows, length = shape[:2]
+        self._whole = token_hashes(self.seed, self.step, first_row, rows, length, self.device)
+        self._entered = self.context.cut(self._whole) if self.context.is_on else self._whole
+        parts = self.tensor.size if self.tensor.sequence_parallel else 1
+        self._own = self._entered.chunk(parts, 1)[self.tensor.rank if parts > 1 else 0]
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint; none without sites."""
+        return {STEP: self.step} if self.has_sites else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint."""
+        self.step = int(state.get(STEP, 0))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Drop nothing in this context."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    # ---- at a site ---------------------------------------------------------------------------------------------------
+
+    def tokens_of(self, x: Tensor) -> Tensor:
+        """Hashes of the tokens of `x` [.., D]: those of this rank, or all that enter a column-parallel region."""
+        tokens = prod(x.shape[:-1])
+        for hashes in (self._own, self._entered):
+            if hashes is not None and hashes.numel() == tokens:
+                return hashes.reshape(x.shape[:-1])
+        raise UserError(
+            f"dropout in training mode of {tokens:,} tokens, which are not those of a micro batch",
+            fix="model.eval() before what is no training",
+            more="docs/explain/dropout.md",
+        )
+
+    def site(self, site: DropoutSite, features: Blocks) -> Callable[[Tensor, float], Tensor]:
+        """Function that drops elements of a tensor [.., D] with a probability."""
+        hashes, key = self._hashes(site, features), self._key(site)
+
+        def drop(x: Tensor, p: float) -> Tensor:
+            if not (p and self.is_on):
+                return x
+            if x.shape[-1] != len(hashes):
+                raise UserError(
+                    f"{site.module} drops {x.shape[-1]} features here, and {site.features} in one process",
+                    fix="use tp 1, or set that dropout to 0 in model.overrides",
+                    more="docs/explain/dropout.md",
+                )
+            return Drop.apply(x, of_site(self.tokens_of(x), key), hashes, p)  # type: ignore[no-any-return,no-untyped-call]
+
+        return drop
+
+    def attention(self, site: DropoutSite, heads: Blocks) -> Callable[[float], AttentionDrops | None]:
+        """Function that makes the drops of an attention with a probability."""
+        hashes, key = self._hashes(site, heads), self._key(site)
+
+        def drops(p: float) -> AttentionDrops | None:
+            if not self.is_on:
+                return None
+            assert self._whole is not None, "a micro batch is begun before it runs"
+            return attention_drops(self._whole, key, hashes, p)
+
+        return drops
+
+    def _hashes(self, site: DropoutSite, features: Blocks) -> Tensor:
+        numbers = torch.cat([torch.arange(*block, dtype=torch.int32, device=self.device) for block in features])
+        return feature_hashes(self.seed, site.name, numbers)
+
+    def _key(self, site: DropoutSite) -> Tensor:
+        return torch.tensor(key_of(self.seed, site.name), dtype=torch.int32, device=self.device)
+
+
+def builders(model: nn.Module, dropout: Dropout) -> Builders:
+    """Builders that let every site of `model` drop by global numbers."""
+
+    def drop_output(edit: DropOutput) -> None:
+        module: Any = model.get_submodule(edit.path)
+        drop = dropout.site(edit.site, ((0, edit.site.features),))
+        module.forward = lambda x: drop(x, module.p) if module.training else x
+
+    def drop_calls(edit: DropCalls) -> None:
+        module = model.get_submodule(edit.path)
+        drops = [dropout.site(site, ((0, site.features),)) for site in edit.sites]
+        module.forward = _with_calls(edit.path, module.forward, drops)
+
+    def drop_input(edit: DropInput) -> None:
+        linear: Any = model.get_submodule(edit.path)
+        drop, branch, p = dropout.site(edit.site, edit.features), linear.branch, edit.site.p
+        linear.branch = lambda x: branch(drop(x, p) if linear.training else x)
+
+    return {
+        DropOutput: drop_output,
+        DropCalls: drop_calls,
+        DropInput: drop_input,
+        DropProbabilities: lambda edit: setattr(
+            model.get_submodule(edit.path), DROPS, dropout.attention(edit.site, edit.heads)
+        ),
+    }
+
+
+def _with_calls(
+    path: str, plain: Callable[..., Any], drops: Sequence[Callable[[Tensor, float], Tensor]]
+) -> Callable[..., Any]:
+    """Wrap a forward: its calls of `F.dropout` go to `drops`, in their order."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        waiting = iter(drops)
+
+        def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if not (training and p):
+                return x
+            if (at_site := next(waiting, None)) is None:
+                raise UserError(f"{path} drops more tensors than when it was traced", fix="set that dropout to 0")
+            return at_site(x, p)
+
+        with dropout_by(drop):
+            return plain(*args, **kwargs)
+
+    return forward

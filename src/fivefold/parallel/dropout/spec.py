@@ -1,0 +1,109 @@
+"""Dropout that does not depend on the layout: edits of modules, and sites that are refused. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fivefold.core.violation import Violation
+from fivefold.models.anatomy import is_within
+from fivefold.models.facts import DropoutSite
+from fivefold.parallel.adapters.facts import A
+from fivefold.parallel.edits import Edit
+from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import Blocks
+from fivefold.parallel.step import LayerNumbers, LayerStep
+
+_MORE = "docs/explain/dropout.md"
+
+
+@dataclass(frozen=True)
+class DropOutput(Edit):
+    """Let an `nn.Dropout` drop by global numbers."""
+
+    kind = "forward"
+    site: DropoutSite
+
+
+@dataclass(frozen=True)
+class DropCalls(Edit):
+    """Let the calls of `F.dropout` in a forward drop by global numbers, each at its own of the `sites`."""
+
+    kind = "forward"
+    sites: tuple[DropoutSite, ...]
+
+
+@dataclass(frozen=True)
+class DropInput(Edit):
+    """Drop the input of a linear's branch, of which this rank has `features`."""
+
+    kind = "branch"
+    site: DropoutSite
+    features: Blocks
+
+
+@dataclass(frozen=True)
+class DropProbabilities(Edit):
+    """Drop probabilities of attention, of which this rank has `heads`."""
+
+    kind = "attribute"
+    site: DropoutSite
+    heads: Blocks
+
+
+def edits(plan: ParallelPlan) -> Iterator[Edit]:
+    """All sites of this rank. Branches follow the adapter's edits, and come before linears take them up."""
+    calls: dict[str, list[DropoutSite]] = {}
+    for site in _sites(plan):
+        why = f"drops {site.p:.3g} by seed, step, row, position and feature"
+        if site.kind == "module":
+            yield DropOutput(site.module, "dropout", why, site)
+        elif site.kind == "branch":
+            features = plan.placement.shards[f"{site.module}.{A}.weight"].held[plan.placement.coords.tp][1]
+            yield DropInput(site.module, "dropout", f"its branch {why}", site, features)
+        elif site.kind == "attention":
+            yield DropProbabilities(site.module, "dropout", f"attention {why}", site, _heads(plan, site))
+        else:
+            calls.setdefault(site.module, []).append(site)
+    for module, sites in calls.items():
+        rates = ", ".join(f"{site.p:.3g}" for site in sites)
+        yield DropCalls(module, "dropout", f"drops {rates} by seed, step, row, position and feature", tuple(sites))
+
+
+def _sites(plan: ParallelPlan) -> Iterator[DropoutSite]:
+    """Sites in the layers of this rank, and those outside of all layers."""
+    elsewhere = [layer for layer in plan.anatomy.layers if layer not in plan.placement.layers]
+    return (site for site in plan.facts.dropouts if not is_within(site.module, elsewhere))
+
+
+def _heads(plan: ParallelPlan, site: DropoutSite) -> Blocks:
+    heads, rank = site.features // plan.layout.tp, plan.placement.coords.tp
+    return ((rank * heads, (rank + 1) * heads),)
+
+
+def violations(plan: ParallelPlan) -> Iterator[Violation]:
+    """Yield sites that cannot be dropped by global numbers."""
+    for site in plan.facts.dropouts:
+        if site.kind in ("module", "call") and plan.layout.tp > 1 and site.features != plan.facts.hidden_size:
+            what = f"{site.module} drops {site.features} features, which tp {plan.layout.tp} splits"
+            yield Violation("tp", what, "use tp 1, or set that dropout to 0 in model.overrides", more=_MORE)
+        if site.kind == "call" and plan.compiled:
+            what = f"{site.module} calls F.dropout, which a compiled layer would draw by itself"
+            yield Violation("compile", what, "use train.compile: false, or set that dropout to 0", more=_MORE)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def layer_numbers(step: LayerStep, numbers: LayerNumbers) -> LayerNumbers:
+    """Add the inputs that adapters save for themselves. Without dropout the columns of a block share one, and the
+    input of an attention's row is its saved output. Other sites save nothing: backward draws again."""
+    plan = step.plan
+    branches = {site.module: site.features for site in plan.facts.dropouts if site.kind == "branch"}
+    saved = 0.0
+    for block in plan.facts.partition.tp_blocks if branches else ():
+        if not is_within(block.row, [step.name]):
+            continue
+        dropped = [branches[column] for column in block.columns if column in branches]
+        saved += sum(dropped[1:])
+        if block.heads:
+            saved += branches.get(block.row, 0) / plan.layout.tp
+    return replace(numbers, saved=numbers.saved + saved)

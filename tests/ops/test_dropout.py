@@ -1,0 +1,83 @@
+"""Shares and independence of what `ops/dropout.py` drops, in standard deviations of independent draws."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.ops.dropout import Drop, attention_drops, feature_hashes, kept, key_of, of_site, token_hashes
+
+ROWS, LENGTH, FEATURES, P = 8, 256, 384, 0.1
+CPU = torch.device("cpu")
+
+
+def mask(*, site: str = "layers.0/module0", step: int = 0, seed: int = 1, first_row: int = 0) -> Tensor:
+    """1 where an element is dropped, fp64 [B, T, D], less its mean."""
+    tokens = of_site(token_hashes(seed, step, first_row, ROWS, LENGTH, CPU), key(seed, site))
+    hashes = feature_hashes(seed, site, torch.arange(FEATURES, dtype=torch.int32))
+    return 1 - P + kept(tokens.unsqueeze(-1) * hashes, P).double()
+
+
+def key(seed: int, site: str) -> Tensor:
+    return torch.tensor(key_of(seed, site), dtype=torch.int32)
+
+
+def z(products: Tensor) -> float:
+    """The mean of products of independent draws, in standard deviations."""
+    return float(products.mean().abs() * products.numel() ** 0.5 / (P * (1 - P)))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.1, 0.5, 0.9])
+def test_the_share_of_dropped_elements(p: float) -> None:
+    tokens = of_site(token_hashes(3, 7, 0, ROWS, LENGTH, CPU), key(3, "a"))
+    out = Drop.apply(
+        torch.ones(ROWS, LENGTH, FEATURES), tokens, feature_hashes(3, "a", torch.arange(FEATURES, dtype=torch.int32)), p
+    )
+    spread = (p * (1 - p) / out.numel()) ** 0.5
+    assert abs(float((out == 0).double().mean()) - p) <= 4 * spread
+    assert out.max() == pytest.approx(1 / (1 - p))
+
+
+@pytest.mark.parametrize(
+    "other", [{"site": "layers.1/module0"}, {"site": "layers.0/module1"}, {"step": 1}, {"seed": 2}, {"first_row": ROWS}]
+)
+def test_sites_layers_steps_and_rows_are_independent(other: dict[str, int]) -> None:
+    assert z(mask() * mask(**other)) <= 4
+
+
+def test_features_and_tokens_are_independent() -> None:
+    """The correlations of all pairs of features, and of tokens, spread as those of independent draws do."""
+    found = mask().view(-1, FEATURES) / (P * (1 - P)) ** 0.5
+    for draws in (found, found[:FEATURES].T):
+        pairs = draws.T @ draws / len(draws) ** 0.5
+        pairs.fill_diagonal_(0)
+        assert float(pairs.square().mean() ** 0.5) == pytest.approx(1, abs=0.02)
+        assert float(pairs.abs().max()) <= 7
+
+
+def test_four_corners_of_a_rectangle_are_independent() -> None:
+    """A product of two hashes has such a relation: a b and c d determine a d for known b, c."""
+    found, generator = mask().view(-1, FEATURES), torch.Generator().manual_seed(0)
+    i, k = torch.randint(0, len(found) // 2, (2, 10**6), generator=generator)
+    j, m = torch.randint(0, FEATURES // 2, (2, 10**6), generator=generator)
+    i, j = i + len(found) // 2, j + FEATURES // 2
+    corners = found[i, j] * found[i, m] * found[k, j] * found[k, m]
+    assert float(corners.mean().abs() * corners.numel() ** 0.5 / (P * (1 - P)) ** 2) <= 4
+
+
+def test_heads_and_keys_of_attention_are_independent() -> None:
+    heads = feature_hashes(1, "attention", torch.arange(4, dtype=torch.int32))
+    drops = attention_drops(token_hashes(1, 0, 0, 2, LENGTH, CPU), key(1, "attention"), heads, P)
+    found = 1 - P + kept(drops.queries[:, :, None, None] * drops.keys[:, None], P).double()  # [B, T, S, H]
+    assert abs(float(found.mean())) <= 4 * (P * (1 - P) / found.numel()) ** 0.5
+    assert z(found[..., 0] * found[..., 1]) <= 4
+    assert z(found[:, :, 1:] * found[:, :, :-1]) <= 4
+    assert z(found[:, 1:] * found[:, :-1]) <= 4
+    assert z(found[0] * found[1]) <= 4
+
+
+def test_backward_drops_what_forward_drops() -> None:
+    x = torch.randn(ROWS, LENGTH, 7, dtype=torch.float64, requires_grad=True)
+    tokens = of_site(token_hashes(1, 0, 0, ROWS, LENGTH, CPU), key(1, "a"))
+    out = Drop.apply(x, tokens, feature_hashes(1, "a", torch.arange(7, dtype=torch.int32)), P)
+    out.sum().backward()
+    assert torch.equal(x.grad * x.detach(), out.detach())
