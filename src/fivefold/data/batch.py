@@ -3,8 +3,8 @@
 Shapes: B rows (micro batch size), T tokens a row (seq_length rounded up to the layout's multiple).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +55,7 @@ class MicroBatch:
     the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of the p-th of these
     pairs, 2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: the rating of the first answer of each
     pair, if answers are rated. `rows` int64 [B]: the numbers of the rows, -1 for padding. `teacher`: soft targets in
-    addition to the labels.
+    addition to the labels. `columns`: numbers of the data at each target, fp64 [B, T], for a loss of the user's own.
     """
 
     input_ids: NDArray[np.int64]
@@ -71,6 +71,7 @@ class MicroBatch:
     desirable: NDArray[np.bool_] | None = None
     rows: NDArray[np.int64] | None = None
     teacher: TeacherTargets | None = None
+    columns: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:
