@@ -50,10 +50,10 @@ _HOMES = {
     for name in names
 }  # fmt: skip
 __all__ = [
-    "Estimate", "Layout", "Lora", "LossRow", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError",
-    "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate", "gradients",
-    "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter", "train", "train_step",
-    "verify",
+    "Estimate", "Layout", "Lora", "LossRow", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult",
+    "UserError", "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate",
+    "gradients", "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter", "train",
+    "train_step", "verify",
 ]  # fmt: skip
 
 

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 
 from fivefold.parallel.layout import Layout
-from tests.api.losses import LOSSES, assert_close, reference, train_on_rank
 from tests.api.loop import Outcome
+from tests.api.losses import LOSSES, assert_close, reference, train_on_rank
 from tests.pool import run_ranks
 
 # Eight layouts for the three that an issue names; z-loss has none of its own to show.

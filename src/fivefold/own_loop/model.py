@@ -26,7 +26,6 @@ from fivefold.own_loop.batches import (
     differing,
     leaves_inference_mode,
     micro_batches,
-    on_every_rank,
     refusal,
     some,
 )
@@ -262,7 +261,7 @@ def own_loss(model: ParallelModel, function: LossFunction | None, batch: Sequenc
         return None
     if model.own_loss is None or model.own_loss.function is not function:
         loss = TokenLoss(function)
-        on_every_rank(lambda: check_loss(loss, model, batch))
+        check_loss(loss, model, batch)
         model.own_loss = loss
     return model.own_loss
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE, MicroBatch
+from fivefold.parallel import plain
 from fivefold.parallel.fsdp.runtime import reshard
 from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.loss.runtime import SoftTargets
@@ -69,7 +70,18 @@ def loss_row(batch: MicroBatch, there: Callable[[Any], Tensor] = torch.from_nump
 
 
 def check_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
-    """Try a loss of the user's own on the first targets of this rank's micro batches. Raises `UserError`."""
+    """Try a loss of the user's own on the first targets of this rank's micro batches. Every rank calls this. Raises
+    `UserError`, on every rank, if it cannot be used on one."""
+    failed = None
+    try:
+        _try_loss(loss, model, batch)
+    except UserError as error:
+        failed = error.to_json()
+    if told := next(filter(None, plain.everywhere(failed)), None):
+        raise UserError.from_json(told)
+
+
+def _try_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
     if not callable(loss.function):
         raise UserError(f"loss is a {type(loss.function).__name__}", fix="pass a function of (logits, labels, row)")
     device, vocabulary = next(model.parameters()).device, state_of(model).plan.whole_vocabulary

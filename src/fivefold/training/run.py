@@ -24,6 +24,7 @@ from fivefold.config import RunConfig, check_supported, parse_config
 from fivefold.core import history
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
+from fivefold.core.named_code import NamedCode
 from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
@@ -44,8 +45,10 @@ from fivefold.training import checks, header, metrics, preflight, record, refere
 from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.distillation import teacher_of
 from fivefold.training.environment import Environment
+from fivefold.training.inputs import check_loss
 from fivefold.training.job import Job
 from fivefold.training.model import balance_options, build_model, compile_pays
+from fivefold.training.named_loss import own_loss
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.out_of_memory import advised
 from fivefold.training.peak_memory import PeakMemory
@@ -113,6 +116,7 @@ class Trainer(Job):
             print(f"note: {scarce}", flush=True)
         attention = kernels.choose(config.train.attention, torch.device(world.device))
         teacher = teacher_of(config, data, world, total_steps)
+        loss = own_loss(config)
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
@@ -128,8 +132,8 @@ class Trainer(Job):
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
         job = cls(
-            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, attention,
-            environment,
+            config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, goals, teacher, loss,
+            attention, environment,
         )  # fmt: skip
         stack.callback(keeper.close)
         resumed = environment.resume(keeper, config)
@@ -141,6 +145,8 @@ class Trainer(Job):
             lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
         record.write(model, config, device=world.device, parameters=costs.parameters)
+        if job.loss and job.step < total_steps:
+            check_loss(job.loss, model, job.batch(job.step))
         tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
         checkpoint.on_first_rank(
             lambda: job._open_log(stack, compiled=compiled, resumed=resumed, tight=tight, tried=tried)
@@ -179,6 +185,7 @@ class Trainer(Job):
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,
+            "code": {key: NamedCode.read(text, key).digest for key, text in self.config.code.items()},
             "data": asdict(self.data.counts) | {"vocabulary": self.data.tokenizer.vocab_size},
         }
 
@@ -201,7 +208,7 @@ class Trainer(Job):
             ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                    stop=self._is_to_stop, spec=self.goals.train, read=self.environment.read,
+                    stop=self._is_to_stop, spec=self.goals.train, loss=self.loss, read=self.environment.read,
                 )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
@@ -218,7 +225,7 @@ class Trainer(Job):
             self.log.events.tell("step", row)
             if "eval/loss" in row:
                 self.log.events.tell("eval", {"step": self.step, "eval/loss": row["eval/loss"]})
-            self._stop_if_diverged()
+            self._stop_if_diverged(result.why)
             if update:
                 self._check(update, batch, result)
             if self._due(self.config.sample.every):
@@ -257,11 +264,11 @@ class Trainer(Job):
             yield batch, waited
 
     def _evaluate(self, rows: PackedRows) -> float:
-        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`. For a preference
-        objective the mean loss over the pairs there. Equal on all ranks."""
+        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`, or mean of the user's
+        own loss. For a preference objective the mean loss over the pairs there. Equal on all ranks."""
         if self.goals.validation:
             return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)[0]
-        return mean_loss(self.model, self.evaluation(rows))
+        return mean_loss(self.model, self.evaluation(rows), self.loss)
 
     def _learning_rate(self, step: int) -> float:
         return schedule.learning_rate(step, **self.schedule)
@@ -289,8 +296,9 @@ class Trainer(Job):
             return
         self.skipped += 1
         what = "loss" if not math.isfinite(result.loss) else "gradient"
-        self.log.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
-        self.log.happened("skipped", self.step, f"the {what} was not finite; the update was skipped")
+        why = f" ({result.why})" if result.why else ""
+        self.log.display.note(f"step {self.step}: the {what} is not finite{why}; the update was skipped")
+        self.log.happened("skipped", self.step, f"the {what} was not finite{why}; the update was skipped")
 
     def _report_uncompiled(self) -> None:
         """Report once each block of this rank that Dynamo failed to compile."""
@@ -298,11 +306,12 @@ class Trainer(Job):
         for line in compiled.news() if compiled else ():
             self.log.display.note(f"step {self.step}: {line}")
 
-    def _stop_if_diverged(self) -> None:
-        """Raise `RunFailed` after `MAX_SKIPPED` skipped steps in a row."""
+    def _stop_if_diverged(self, why: str) -> None:
+        """Raise `RunFailed` after `MAX_SKIPPED` skipped steps in a row; `why`: what the user's own loss did."""
         if self.in_a_row == MAX_SKIPPED:
             raise RunFailed(
-                f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}",
+                f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}"
+                f"{why and f': {why}'}",
                 fix="lower optimizer.learning_rate or lengthen scheduler.warmup_steps; "
                 f"the rows of step {self.step} are the first to look at",
                 more=f"metrics: {self.config.run_dir / 'metrics.jsonl'}",

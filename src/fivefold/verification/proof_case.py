@@ -76,6 +76,7 @@ class ProofCase:
     temperature: float = 1.0
     alpha: float = 0.5
     adapter: Lora | None = None
+    loss: str = ""  # a function of the user's own in place of cross entropy, PATH.py:NAME
 
     def describe(self) -> str:
         """Describe the case in one line, for people."""
@@ -83,7 +84,9 @@ class ProofCase:
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
         of_teacher = f"; the {self.followed} likeliest tokens of a teacher are followed"
-        objective = {"sft": "", "distill": of_teacher}.get(self.objective, f"; {self.objective} on pairs of answers")
+        objective = {"sft": "", "distill": of_teacher, "python": f"; the loss {self.loss}"}.get(
+            self.objective, f"; {self.objective} on pairs of answers"
+        )
         adapter = "" if self.adapter is None else f"; LoRA of rank {self.adapter.rank} beside a frozen model"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "

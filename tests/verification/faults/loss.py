@@ -177,8 +177,8 @@ def head_gradient_of_the_last_chunk() -> Any:
 def evaluated_targets_counted_on_every_tensor_rank() -> Any:
     plain = step.mean_loss
 
-    def mean_loss(model: Any, batches: Any) -> float:
-        return plain(model, batches) / step.state_of(model).plan.layout.tp
+    def mean_loss(model: Any, batches: Any, *own: Any) -> float:
+        return plain(model, batches, *own) / step.state_of(model).plan.layout.tp
 
     return patch.object(step, "mean_loss", mean_loss)
 
