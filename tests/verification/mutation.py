@@ -61,6 +61,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         row_length=ROW + bool(like.matmul_words), steps=steps, seed=SEED, new_tokens=2,
         objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
         loss=OWN_LOSS if model.objective == "python" else "",
+        columns=("weight",) if model.objective == "python" else (),
         adapter=_lora(model) if model.adapter else None, loss_chunks=CHUNKS if model.is_chunked else None,
         prompts=int(not like.has_tensor_scales), whole_rows=bool(like.matmul_words), capacity_factor=model.capacity,
         optimizer=OptimizerSection(

@@ -297,6 +297,9 @@ class ObjectiveSection(Section):
         default="",
         description="python: file and name of the function, my_loss.py:loss, relative to the run file; it is run",
     )
+    columns: Names = Field(
+        default=(), description="python: keys of numbers in the records of the data, which the function gets: [weight]"
+    )
     beta: Number = Field(
         default=0.1, gt=0, description="temperature of a preference objective; the weight of the odds ratio in orpo"
     )
@@ -342,6 +345,8 @@ class ObjectiveSection(Section):
         if self.is_own != bool(self.path):
             needed, unused = "python needs objective.path: my_loss.py:loss", f"{self.name} runs no code of a path"
             raise ValueError(unused if self.path else needed)
+        if self.columns and not self.is_own:
+            raise ValueError(f"columns are for a function of your own, name: python, and {self.name} reads none")
         if self.compares and self.reference == "none":
             raise ValueError(f"reference is none, and {self.name} compares with one; name: orpo or simpo needs none")
         if not self.compares and self.reference not in ("auto", "none"):

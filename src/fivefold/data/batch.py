@@ -17,7 +17,7 @@ class Piece:
     """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none.
     `trained`: a mask of the trained targets, as long as they; None: all. `answer`: 0 for a chosen and 1 for a rejected
     answer, which follows its chosen one in the row; `pair`: the number of the pair in the run. `desirable`: the rating
-    of the first answer; None if answers are not rated and it is the chosen one."""
+    of the first answer; None if answers are not rated and it is the chosen one. `columns`: numbers of its document."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]
@@ -25,6 +25,7 @@ class Piece:
     answer: int | None = None
     pair: int = -1
     desirable: bool | None = None
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -83,6 +84,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     cu_seqlens, counting = [0], np.arange(row_length, dtype=np.int64)
     tokens = targets = 0
     row_tokens = np.zeros(len(rows), np.int64)
+    columns: dict[str, NDArray[np.float64]] = {}
     answers, pairs, desirable = np.full(shape, -1, np.int64), list[int](), list[bool]()
     for b, row in enumerate(rows):
         t = 0
@@ -90,6 +92,8 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
             end = t + len(piece.tokens)
             input_ids[b, t:end] = piece.tokens
             labels[b, t : t + len(piece.targets)] = piece.labels
+            for name, number in piece.columns.items():
+                columns.setdefault(name, np.zeros(shape))[b, t : t + len(piece.targets)] = number
             if piece.answer is not None:
                 pairs += [piece.pair] * (piece.answer == 0)
                 desirable += [bool(piece.desirable)] * (piece.answer == 0 and piece.desirable is not None)
@@ -107,5 +111,5 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     return MicroBatch(
         input_ids, labels, position_ids, np.array(cu_seqlens, np.int32), tokens, targets, row_tokens,
         answers=answers if pairs else None, pairs=np.array(pairs, np.int64) if pairs else None,
-        desirable=np.array(desirable) if desirable else None,
+        desirable=np.array(desirable) if desirable else None, columns=columns,
     )  # fmt: skip

@@ -5,6 +5,7 @@ kept in fp32 and each document's gradient is added in fp32, as is usual in mixed
 """
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fivefold.config import OptimizerSection
 from fivefold.core.state_dtypes import kept_in
+from fivefold.data.batch import Piece
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
 from fivefold.parallel.adapters import by_hand as adapter_by_hand
@@ -198,7 +200,7 @@ class Reference:
             logits = self.model(input_ids=ids[None]).logits[0]
             if seen:
                 seen.put("logits", row, start, logits)
-            loss = self._summed(logits, targets, ids)
+            loss = self._summed(logits, targets, ids, columns_at(batch[row], start))
             summed += loss.item()
             (loss / count + self.balance.of_document()).backward()  # type: ignore[no-untyped-call]
             self._collect()
@@ -214,16 +216,18 @@ class Reference:
             self.tensors["evaluated"] = self._evaluated()
         return summed / count
 
-    def _summed(self, logits: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
-        """The loss of a document, summed over its targets: cross entropy, or the function of the user's own."""
+    def _summed(self, logits: Tensor, targets: Tensor, ids: Tensor, columns: Mapping[str, float]) -> Tensor:
+        """The loss of a document, summed over its targets: cross entropy, or the function of the user's own, which gets
+        the document's `columns`."""
         rows = logits[: len(targets)].to(master_dtype(self.precision))
         if self.loss is None:
             return F.cross_entropy(rows, targets, reduction="sum")
         is_trained = targets != -100
         if not is_trained.any():
             return rows.sum() * 0
-        row = LossRow(ids[: len(targets)], torch.arange(len(targets), device=ids.device)).at(is_trained)
-        return self.loss(rows[is_trained], targets[is_trained], row).sum()
+        numbers = {name: torch.full_like(rows[:, 0], number).detach() for name, number in columns.items()}
+        row = LossRow(ids[: len(targets)], torch.arange(len(targets), device=ids.device), numbers)
+        return self.loss(rows[is_trained], targets[is_trained], row.at(is_trained)).sum()
 
     def _count_picks(self, batch: Documents) -> None:
         """Count each row's picks per expert: router losses need whole rows before their documents are computed."""
@@ -248,7 +252,8 @@ class Reference:
         summed = torch.zeros((), dtype=torch.float64)
         for row, start, ids, targets in self._sequences(self.case.documents(0)):
             logits = self.tensors["logits"][row, start : start + len(ids)]
-            summed += self._summed(logits, targets.cpu(), ids.cpu())
+            columns = columns_at(self.case.documents(0)[row], start)
+            summed += self._summed(logits, targets.cpu(), ids.cpu(), columns)
         return summed / self.case.targets(0)
 
     def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -310,6 +315,12 @@ class Reference:
                 for kind, value in optimizer.state.get(parameter, {}).items():
                     if value.ndim:
                         value.copy_(states_by_hand.kept(value, name, kind, steps, dtype))
+
+
+def columns_at(documents: Sequence[Piece], start: int) -> Mapping[str, float]:
+    """Columns of the document of a row that begins at `start`."""
+    starts = itertools.accumulate((len(document.tokens) for document in documents), initial=0)
+    return documents[[*starts].index(start)].columns
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:

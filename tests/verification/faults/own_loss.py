@@ -14,10 +14,11 @@ from fivefold.parallel.loss import own
 from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.loss.tasks import Head
 from fivefold.training import step
+from fivefold.verification import proof_case
 from tests.verification.faults.fault import Model, fault
 
 OWN = Model(objective="python")
-LOSS, HEAD = [("loss", r"")], [("gradient, raw", r"lm_head")]
+LOSS, GRADIENT = [("loss", r"")], [("gradient of output", r"norm")]
 EVALUATED = [("loss, evaluated", r"")]
 
 
@@ -60,7 +61,7 @@ def padding_between_gathered_columns() -> Any:
 @fault(
     "every rank of tp takes the gradient of the first columns",
     known="a gradient sliced without the rank's offset",
-    layout="tp2", expects=[("backward|gradient, raw", r"")], model=OWN,
+    layout="tp2", expects=GRADIENT, model=OWN,
 )  # fmt: skip
 def gradient_of_the_first_columns() -> Any:
     plain = TokenLoss.of_chunk
@@ -82,7 +83,7 @@ def gradient_of_the_first_columns() -> Any:
 @fault(
     "the gradient of the gathered logits is summed over the ranks of tp, which all computed it",
     known="torch.distributed.nn.all_gather, whose backward sums",
-    layout="tp2", expects=[("backward|gradient, raw", r"")], model=OWN,
+    layout="tp2", expects=GRADIENT, model=OWN,
 )  # fmt: skip
 def gradient_of_gathered_logits_summed() -> Any:
     plain = TokenLoss.of_chunk
@@ -123,9 +124,13 @@ def tokens_without_a_target_have_losses() -> Any:
     layout="shard2", expects=LOSS, model=OWN,
 )  # fmt: skip
 def positions_of_the_chunk() -> Any:
-    return _called(
-        lambda logits, labels, row: (logits, labels, replace(row, position_ids=torch.arange(len(row.position_ids))))
-    )
+    plain = LossRow.split
+
+    def split(row: LossRow, sizes: Any) -> Any:
+        for chunk in plain(row, sizes):
+            yield replace(chunk, position_ids=torch.arange(len(chunk.position_ids)))
+
+    return patch.object(LossRow, "split", split)
 
 
 @fault(
@@ -153,18 +158,20 @@ def tokens_of_contiguous_slices() -> Any:
     layout="shard2", expects=LOSS, model=OWN,
 )  # fmt: skip
 def losses_are_a_mean_over_the_chunk() -> Any:
-    plain = TokenLoss.of_tokens
+    plain = TokenLoss.of_chunk
 
-    def of_tokens(loss: Any, logits: Tensor, labels: Tensor, row: Any) -> Tensor:
-        return plain(loss, logits, labels, row) / max(1, len(labels))
+    def of_chunk(loss: Any, labels_N: Tensor, *given: Any, **options: Any) -> Any:
+        targets = max(1, int((labels_N != IGNORE).sum()))
+        total, gradient = plain(loss, labels_N, *given, **options)
+        return total / targets, gradient / targets
 
-    return patch.object(TokenLoss, "of_tokens", of_tokens)
+    return patch.object(TokenLoss, "of_chunk", of_chunk)
 
 
 @fault(
     "the number by which the loss is divided does not reach its gradient",
     known="a loss that is scaled after its backward",
-    layout="single", expects=[("backward|gradient, raw", r"")], model=OWN,
+    layout="single", expects=GRADIENT, model=OWN,
 )  # fmt: skip
 def gradient_without_its_scale() -> Any:
     plain = TokenLoss.of_chunk
@@ -174,6 +181,23 @@ def gradient_without_its_scale() -> Any:
         return total * scale, gradient
 
     return patch.object(TokenLoss, "of_chunk", of_chunk)
+
+
+@fault(
+    "columns of the data are those of the first document of a row",
+    known="packing that keeps one value a row",
+    layout="shard2", expects=LOSS, model=OWN,
+)  # fmt: skip
+def columns_of_the_first_document() -> Any:
+    plain = proof_case.assemble
+
+    def assemble(rows: Any, **options: Any) -> Any:
+        batch = plain(rows, **options)
+        for column in batch.columns.values():
+            column[:] = column[:, :1]
+        return batch
+
+    return patch.object(proof_case, "assemble", assemble)
 
 
 @fault(
