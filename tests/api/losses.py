@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fivefold as ff
 from fivefold.verification.exact import exact
-from tests.api.loop import CLIP, STEPS, Outcome, as_numpy, build, share
+from tests.api.loop import CLIP, STEPS, Outcome, as_numpy, assert_equal, build, share
 
 YES, NO = 17, 42  # two tokens of the vocabulary
 
@@ -47,7 +47,7 @@ def with_columns(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rows_of(at: int, data_rank: int, data_ranks: int, loss: str) -> list[dict[str, Tensor]]:
-    given = share(at, data_rank, data_ranks)
+    given = share(at, data_rank, data_ranks) * 2  # a zero bubble's rounds of micro batches are whole
     return [with_columns(batch) for batch in given] if loss == "margin" else given
 
 
@@ -109,7 +109,42 @@ def train_on_rank(layout: str, name: str, loss: str) -> tuple[Outcome, float]:
 
 
 def assert_close(found: Outcome, expected: Outcome) -> None:
-    from tests.api.loop import assert_equal
-
     assert found.gradients and not np.isnan(found.losses).any()
     assert_equal(found, expected)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def mean_over_tokens(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return losses - losses.mean() / 2
+
+
+def raises_on_one_rank(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
+    return logits[:, 0] / (1 // (1 - torch.distributed.get_rank()))
+
+
+def infinite(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
+    return (logits[:, 0] * 0).log() * logits[:, 1]
+
+
+def refusals_on_rank(layout: str) -> dict[str, str]:
+    """The errors of steps that cannot be right, and of one whose losses are not finite the reason."""
+    model = ff.parallelize(build("llama"), layout)
+    update = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = share(0, model.data_rank, model.data_ranks)[-1]
+    rows = len(batch["input_ids"])
+    tried: dict[str, tuple[dict[str, Tensor], Any]] = {
+        "mean": (batch, mean_over_tokens), "on one rank": (batch, raises_on_one_rank),
+        "column": (batch | {"weight": torch.ones(7)}, margin),
+        "without a loss": (batch | {"weight": torch.ones(rows)}, None),
+    }  # fmt: skip
+    found = {}
+    for name, (given, loss) in tried.items():
+        try:
+            ff.train_step(model, update, given, loss=loss)
+        except ff.UserError as error:
+            found[name] = error.what
+    result = ff.train_step(model, update, batch, loss=infinite)
+    return found | {"not finite": result.why if result.skipped else ""}

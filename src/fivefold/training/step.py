@@ -40,7 +40,7 @@ class StepResult:
     stop: bool  # a rank was asked to stop
     balance: BalanceResult
     metrics: Mapping[str, float] = field(default_factory=dict)  # of a preference objective, means over its pairs
-    why: str = ""  # of a skipped step: what a loss of the user's own did
+    why: str = ""  # of a skipped step: losses of the user's own function that are not finite
 
 
 def train_step(
