@@ -1,16 +1,20 @@
 """What a function of the user's own is given and what is refused of it, in one process without a model."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE
 from fivefold.parallel.loss import runtime as losses
 from fivefold.parallel.loss.own import LossRow, TokenLoss
+from fivefold.parallel.loss.spec import OWN_LOSS_COPIES
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 TOKENS, VOCABULARY = 13, 29
@@ -41,6 +45,9 @@ def wrong_line(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
     return wide[:, 0]
 
 
+WRONG = wrong_line.__code__.co_firstlineno + 1
+
+
 class Focal(torch.nn.Module):
     def forward(self, logits: Tensor, labels: Tensor, row: Any) -> Tensor:
         return nll(logits, labels, row) ** 2
@@ -60,7 +67,7 @@ def check(function: Any) -> None:
     ("function", "said"),
     [
         (mean, "depends on the other tokens"), (gradient_of_others, "depends on the other tokens"),
-        (noisy, "other losses for the same tokens"), (wrong_line, "test_own_loss.py:40 in wrong_line: RuntimeError"),
+        (noisy, "other losses for the same tokens"), (wrong_line, f"test_own_loss.py:{WRONG} in wrong_line: RuntimeError"),
         (lambda logits, labels, row: logits.sum(), "it gave torch.float32 [] for 8 tokens"),
         (lambda logits, labels, row: F.cross_entropy(logits, labels), "it gave torch.float32 [] for 8 tokens"),
         (lambda logits, labels, row: 3.0, "it gave a float for 8 tokens"),
@@ -134,3 +141,31 @@ def test_losses_that_are_not_finite_are_counted_and_named() -> None:
     broken = torch.full((TOKENS, VOCABULARY), torch.nan, requires_grad=True)
     TokenLoss(nll).of_tokens(broken, labels, row)
     assert not TokenLoss(nll).why()  # the model's logits, not the function
+
+
+class Living(TorchDispatchMode):
+    """The most bytes of tensors that operators made and that are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)):
+            if storage.data_ptr() and storage.data_ptr() not in self.sizes:
+                self.sizes[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage.data_ptr(), None)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return out
+
+
+def test_a_chunk_takes_the_memory_that_a_plan_counts() -> None:
+    """Of cross entropy in bf16, in fp32 tensors of whole logits; those it was given are counted beside."""
+    labels, size = torch.arange(256), (256, 2048)
+    logits = torch.randn(1, *size, dtype=torch.bfloat16)
+    fold = TensorParallel(None, 0, 1, False, ((0, size[1]),))
+    with Living() as living:
+        TokenLoss(nll).of_chunk(labels, LossRow(labels, labels), logits, overwrite=True, scale=None, fold=fold)
+    assert OWN_LOSS_COPIES - 1 < living.most / (4 * logits.numel()) <= OWN_LOSS_COPIES

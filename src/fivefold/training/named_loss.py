@@ -12,4 +12,5 @@ def own_loss(config: RunConfig) -> TokenLoss | None:
 
 def loss_at(text: str) -> TokenLoss:
     """The function at `PATH.py:NAME`, whose file is run. Raises `UserError`."""
-    return TokenLoss(NamedCode.read(text, "objective.path").load())
+    code = NamedCode.read(text, "objective.path")
+    return TokenLoss(code.load(), code.digest)

@@ -24,7 +24,6 @@ from fivefold.config import RunConfig, check_supported, parse_config
 from fivefold.core import history
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
-from fivefold.core.named_code import NamedCode
 from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
@@ -185,7 +184,7 @@ class Trainer(Job):
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,
-            "code": {key: NamedCode.read(text, key).digest for key, text in self.config.code.items()},
+            "code": {"objective.path": self.loss.digest} if self.loss else {},
             "data": asdict(self.data.counts) | {"vocabulary": self.data.tokenizer.vocab_size},
         }
 

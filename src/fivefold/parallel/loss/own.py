@@ -68,10 +68,11 @@ class TokenLoss:
     """The loss of a user's `function`, with errors that name its file and line.
 
     `not_finite`: counts of this rank since the last `why`, int64 [2]: losses that are not finite although their logits
-    are, and all losses.
+    are, and all losses. `digest`: a hash of the file that a run file names.
     """
 
     function: LossFunction
+    digest: str = ""
     not_finite: Tensor | None = None
 
     @property
