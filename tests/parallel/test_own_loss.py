@@ -67,7 +67,8 @@ def check(function: Any) -> None:
     ("function", "said"),
     [
         (mean, "depends on the other tokens"), (gradient_of_others, "depends on the other tokens"),
-        (noisy, "other losses for the same tokens"), (wrong_line, f"test_own_loss.py:{WRONG} in wrong_line: RuntimeError"),
+        (noisy, "other losses for the same tokens"),
+        (wrong_line, f"test_own_loss.py:{WRONG} in wrong_line: RuntimeError"),
         (lambda logits, labels, row: logits.sum(), "it gave torch.float32 [] for 8 tokens"),
         (lambda logits, labels, row: F.cross_entropy(logits, labels), "it gave torch.float32 [] for 8 tokens"),
         (lambda logits, labels, row: 3.0, "it gave a float for 8 tokens"),
