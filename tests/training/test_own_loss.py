@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.checkpoint import agreement
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
@@ -110,6 +111,14 @@ def test_a_record_without_its_number_is_named(tmp_path: Path) -> None:
 def test_what_does_not_fit_together_is_refused(tmp_path: Path, objective: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         RunConfig.model_validate(run_file(tmp_path) | {"objective": objective})
+
+
+def test_a_checkpoint_of_another_objective_has_no_keys_of_it(tmp_path: Path) -> None:
+    """Those of versions without these keys go on. A file may lie elsewhere."""
+    plain = agreement(RunConfig.model_validate(run_file(tmp_path)), "")
+    assert not [key for key in plain if key.startswith("objective")]
+    own = agreement(RunConfig.model_validate(tree_of(tmp_path)), "")
+    assert own["objective.path"] == "my_loss.py:focal" and own["objective.columns"] == ["weight"]
 
 
 def test_a_path_is_relative_to_the_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

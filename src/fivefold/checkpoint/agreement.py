@@ -44,7 +44,7 @@ def agreement(
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
     whole = type(config.adapter)().model_dump()
     keys |= {f"adapter.{key}": value for key, value in tree["adapter"].items() if value != whole[key]}
-    plain = type(config.objective)().model_dump()
+    plain = type(config.objective)().model_dump(mode="json")  # lists, as in `tree`
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
     # A run may go on where the file lies elsewhere, or was changed; its history says the change.
     keys |= {key: f"{Path(keys[key]).name}" for key in config.code}
