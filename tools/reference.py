@@ -309,6 +309,7 @@ GROUPS = {
         "Run",
         "ParallelModel",
         "StepResult",
+        "LossRow",
         "Layout",
         "Lora",
         "Workload",

@@ -22,6 +22,7 @@ if _typing.TYPE_CHECKING:
     )
     from fivefold.parallel.adapters.settings import Lora
     from fivefold.parallel.layout import Layout
+    from fivefold.parallel.loss.own import LossRow
     from fivefold.planner.estimate import Estimate, Workload
     from fivefold.planner.plan import estimate, plan
     from fivefold.training.step import StepResult
@@ -36,6 +37,7 @@ _HOMES = {
         "fivefold.config": ("RunConfig", "load_config"),
         "fivefold.core.errors": ("RunFailed", "UserError"),
         "fivefold.parallel.layout": ("Layout",),
+        "fivefold.parallel.loss.own": ("LossRow",),
         "fivefold.parallel.adapters.settings": ("Lora",),
         "fivefold.own_loop": (
             "ParallelModel", "clip_grad_norm_", "evaluate", "gather", "gradients", "load", "logits", "parallelize",
@@ -48,10 +50,10 @@ _HOMES = {
     for name in names
 }  # fmt: skip
 __all__ = [
-    "Estimate", "Layout", "Lora", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult", "UserError",
-    "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate", "gradients",
-    "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter", "train", "train_step",
-    "verify",
+    "Estimate", "Layout", "Lora", "LossRow", "ParallelModel", "Run", "RunConfig", "RunFailed", "StepResult",
+    "UserError", "Workload", "clip_grad_norm_", "compare", "estimate", "evaluate", "export", "gather", "generate",
+    "gradients", "load", "load_config", "logits", "parallelize", "plan", "rehearse", "save", "scatter", "train",
+    "train_step", "verify",
 ]  # fmt: skip
 
 

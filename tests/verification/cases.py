@@ -18,7 +18,7 @@ IN_FOUR_BITS = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 25
 MARKS: dict[str, dict[str, Any]] = {
     "kv1": {"kv_heads": 1}, "kv4": {"kv_heads": 4}, "tied": {"tied": True}, "muon": {"optimizer": "muon"},
     "capacity": {"capacity": 0.9}, "dpo": {"objective": "dpo"}, "kto": {"objective": "kto"},
-    "distill": {"objective": "distill"}, "lora": {"adapter": True},
+    "distill": {"objective": "distill"}, "python": {"objective": "python"}, "lora": {"adapter": True},
     "drops": {"dropout": 0.05}, "experts": {"of_experts": True},
     "nf4": {"quantize": "nf4", "changes": IN_FOUR_BITS}, "inner56": {"changes": (("intermediate_size", 56),)},
     "unchunked": {"is_chunked": False},

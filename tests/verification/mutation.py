@@ -35,6 +35,7 @@ from tests.training import bodies
 from tests.verification.faults import FAULTS, Fault, Model
 
 ROW, SEED = 31, 1234
+OWN_LOSS = f"{Path(__file__).with_name('own_loss.py')}:focal_with_margin"
 DEFAULT = Layout()
 EVIDENCE = "evidence.safetensors"
 OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
@@ -59,6 +60,8 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         folder=place / "model", model_class=type(plain).__name__, vocabulary=plain.config.vocab_size, rows=8,
         row_length=ROW + bool(like.matmul_words), steps=steps, seed=SEED, new_tokens=2,
         objective=model.objective, beta=0.3, top_k=7, temperature=2.5, alpha=0.3,
+        loss=OWN_LOSS if model.objective == "python" else "",
+        columns=("weight",) if model.objective == "python" else (),
         adapter=_lora(model) if model.adapter else None, loss_chunks=CHUNKS if model.is_chunked else None,
         prompts=int(not like.has_tensor_scales), whole_rows=bool(like.matmul_words), capacity_factor=model.capacity,
         optimizer=OptimizerSection(

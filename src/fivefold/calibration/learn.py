@@ -83,7 +83,8 @@ def learn(run: Path, *, base: str | None = None) -> tuple[str, Report[Corrected]
         if cluster.world != layout.world:
             what = f"{cluster.text} has {cluster.world} devices, and the run used {layout.world}"
             raise UserError(what, fix="name the cluster that it ran on: --cluster")
-        return estimate(PriceList(facts, cluster, ENGINES["fivefold"]), layout, workload_of(config))
+        prices = PriceList(facts, cluster, ENGINES["fivefold"], config.objective.is_own)
+        return estimate(prices, layout, workload_of(config))
 
     before = planned(tree)
     factors = Factors(dict.fromkeys(DOUBTS, 0.0), DOUBTS)

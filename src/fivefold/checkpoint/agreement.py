@@ -6,6 +6,7 @@ logging, evaluation, samples, checkpoints, and the length of the run (`max_steps
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fivefold.config import RunConfig
@@ -43,8 +44,10 @@ def agreement(
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
     whole = type(config.adapter)().model_dump()
     keys |= {f"adapter.{key}": value for key, value in tree["adapter"].items() if value != whole[key]}
-    plain = type(config.objective)().model_dump()
+    plain = type(config.objective)().model_dump(mode="json")  # lists, as in `tree`
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
+    # A run may go on where the file lies elsewhere, or was changed; its history says the change.
+    keys |= {key: f"{Path(keys[key]).name}" for key in config.code}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}
     resolved |= {f"{WEIGHTS}{key}": digest for key, digest in (weights or {}).items()}
     return keys | resolved | {f"train.{key}": tree["train"][key] for key in _TRAIN_KEYS} | {FINGERPRINT: fingerprint}

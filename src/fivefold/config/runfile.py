@@ -20,6 +20,7 @@ from fivefold.config.key import Key
 from fivefold.config.peers import answer
 from fivefold.core import plain_yaml
 from fivefold.core.errors import UserError
+from fivefold.core.named_code import located
 from fivefold.core.nearby import is_run, run_files, runs
 from fivefold.core.plain_yaml import Path as Path_
 from fivefold.core.text import shortened
@@ -30,6 +31,7 @@ READ_MORE = "every key, its unit and its default: fivefold train --keys"
 
 _PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
 
+CODE = (("objective", "path"),)  # keys that name code of the user's own
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
 # Terms of pydantic -> terms of run files.
@@ -141,6 +143,14 @@ class RunFile:
             self._spell_out_layout(COMMAND_LINE)
             return
         self._set(path, value)
+
+    def locate_code(self, folder: Path) -> None:
+        """Make the paths of named code absolute: they are relative to `folder`, that of the run file, or to the current
+        folder where the command line names them."""
+        for section, key in CODE:
+            at = self.tree.get(section)
+            if isinstance(at, dict) and isinstance(at.get(key), str) and at[key]:
+                at[key] = located(at[key], Path() if self.place((section, key)) == COMMAND_LINE else folder)
 
     def _path(self, dotted: str) -> Path_:
         """The path of a dotted key. The index of a data source may be omitted if there is only one.

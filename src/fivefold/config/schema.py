@@ -32,6 +32,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.folder_config import read_folder_config
 from fivefold.core.keys import LayoutKey, moved
 from fivefold.core.model_limits import UNKNOWN, ModelLimits
+from fivefold.core.named_code import NamedCode
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
@@ -295,10 +296,17 @@ class LaunchSection(Section):
 class ObjectiveSection(Section):
     """The objective of the training; `training/objectives.py` has the formulas."""
 
-    name: Literal["sft", "distill", "dpo", "ipo", "orpo", "simpo", "kto"] = Field(
+    name: Literal["sft", "distill", "dpo", "ipo", "orpo", "simpo", "kto", "python"] = Field(
         default="sft",
         description="sft: the likelihood of the text; distill: and what a teacher says; of pairs of answers: dpo, ipo, "
-        "orpo, simpo; of rated ones: kto",
+        "orpo, simpo; of rated ones: kto; python: a function of your own",
+    )
+    path: PathText = Field(
+        default="",
+        description="python: file and name of the function, my_loss.py:loss, relative to the run file; it is run",
+    )
+    columns: Names = Field(
+        default=(), description="python: keys of numbers in the records of the data, which the function gets: [weight]"
     )
     beta: Number = Field(
         default=0.1, gt=0, description="temperature of a preference objective; the weight of the odds ratio in orpo"
@@ -325,7 +333,12 @@ class ObjectiveSection(Section):
     @property
     def has_answers(self) -> bool:
         """True if the objective is defined on answers, in pairs or rated, instead of text."""
-        return self.name not in ("sft", "distill")
+        return self.name not in ("sft", "distill", "python")
+
+    @property
+    def is_own(self) -> bool:
+        """True if the loss is a function of the user's own."""
+        return self.name == "python"
 
     @property
     def compares(self) -> bool:
@@ -337,6 +350,11 @@ class ObjectiveSection(Section):
         if (self.name == "distill") != bool(self.teacher):
             needed, unused = "distill needs objective.teacher, a folder or hub id", f"{self.name} uses no teacher"
             raise ValueError(unused if self.teacher else needed)
+        if self.is_own != bool(self.path):
+            needed, unused = "python needs objective.path: my_loss.py:loss", f"{self.name} runs no code of a path"
+            raise ValueError(unused if self.path else needed)
+        if self.columns and not self.is_own:
+            raise ValueError(f"columns are for a function of your own, name: python, and {self.name} reads none")
         if self.compares and self.reference == "none":
             raise ValueError(f"reference is none, and {self.name} compares with one; name: orpo or simpo needs none")
         if not self.compares and self.reference not in ("auto", "none"):
@@ -702,6 +720,11 @@ class RunConfig(Section):
         return {name: (getattr(self, _attribute(key.section)), key.name) for name, key in KEYS.items()}
 
     @property
+    def code(self) -> dict[str, str]:
+        """The code of the user's own that a run executes, `PATH.py:NAME` by key."""
+        return {"objective.path": self.objective.path} if self.objective.is_own else {}
+
+    @property
     def run_dir(self) -> Path:
         """The run folder, `run.dir/run.name`."""
         return Path(self.run.dir) / self.run.name
@@ -756,6 +779,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     else:
         file = RunFile.of_run(Path(path)) if Path(path).is_dir() else RunFile.read(Path(path))
         file.overridden(overrides)
+    base = Path() if path is None else Path(path)
+    file.locate_code(base if base.is_dir() else base.parent)
     try:
         config = RunConfig.model_validate(file.tree)
     except ValidationError as error:
@@ -789,6 +814,7 @@ def check_supported(config: RunConfig) -> None:
                 f"log.to names {package}, which is not installed", fix=f"pip install {package}", more=READ_MORE
             )
     check_best(config)
+    check_code(config)
     if config.objective.compares and config.balance.capacity_factor is not None:
         raise UserError(
             f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
@@ -832,6 +858,18 @@ def check_best(config: RunConfig, *, has_validation: bool = True) -> None:
         )
     if what:
         raise UserError(f"{asked} is set, but {what}", fix=fix, more="docs/howto/best.md")
+
+
+def check_code(config: RunConfig) -> None:
+    """Raise `UserError` if code that the run file names is not there, or in the folder of the model."""
+    for key, text in config.code.items():
+        code, model = NamedCode.read(text, key), Path(config.model.name_or_path)
+        if model.is_dir() and code.path.resolve().is_relative_to(model.resolve()):
+            raise UserError(
+                f"{key}: {code.path} is in the folder of the model, and nothing there is run",
+                fix="read it, and put it beside the run file",
+                more="docs/howto/losses.md",
+            )
 
 
 def _limits(model: ModelSection) -> ModelLimits:

@@ -126,7 +126,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences of another start of the same run, in words: layout, ranks, versions, schedule."""
+    """Differences of another start of the same run, in words: layout, ranks, versions, schedule, named code."""
     found = []
     if before.get("layout") != now.get("layout"):
         found.append(f"layout {before.get('layout')} → {now.get('layout')}")
@@ -136,6 +136,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     words = {"name": "schedule", "peak": "learning rate", "warmup_steps": "warm-up steps", "total_steps": "steps"}
     found += [f"{words.get(key, key)} {was[key]} → {value}" for key, value in schedule.items()
               if key in was and was[key] != value]  # fmt: skip
+    was, code = before.get("code") or {}, now.get("code") or {}
+    found += [
+        f"the code of {key} {was[key]} → {digest}" for key, digest in code.items() if was.get(key, digest) != digest
+    ]
     was, installed = before.get("versions") or {}, now.get("versions") or {}
     return found + [f"{key} {was[key]} → {value}" for key, value in installed.items() if was.get(key, value) != value]
 

@@ -3,8 +3,8 @@
 Shapes: B rows (micro batch size), T tokens a row (seq_length rounded up to the layout's multiple).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ class Piece:
     """At most seq_length tokens of a document, `tokens` [n]; `targets` [n], [n - 1] if the last position has none.
     `trained`: a mask of the trained targets, as long as they; None: all. `answer`: 0 for a chosen and 1 for a rejected
     answer, which follows its chosen one in the row; `pair`: the number of the pair in the run. `desirable`: the rating
-    of the first answer; None if answers are not rated and it is the chosen one."""
+    of the first answer; None if answers are not rated and it is the chosen one. `columns`: numbers of its document."""
 
     tokens: NDArray[np.unsignedinteger]
     targets: NDArray[np.unsignedinteger]
@@ -25,6 +25,7 @@ class Piece:
     answer: int | None = None
     pair: int = -1
     desirable: bool | None = None
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -55,7 +56,7 @@ class MicroBatch:
     the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of the p-th of these
     pairs, 2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: the rating of the first answer of each
     pair, if answers are rated. `rows` int64 [B]: the numbers of the rows, -1 for padding. `teacher`: soft targets in
-    addition to the labels.
+    addition to the labels. `columns`: numbers of the data at each target, fp64 [B, T], for a loss of the user's own.
     """
 
     input_ids: NDArray[np.int64]
@@ -71,6 +72,7 @@ class MicroBatch:
     desirable: NDArray[np.bool_] | None = None
     rows: NDArray[np.int64] | None = None
     teacher: TeacherTargets | None = None
+    columns: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -> MicroBatch:
@@ -82,6 +84,7 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     cu_seqlens, counting = [0], np.arange(row_length, dtype=np.int64)
     tokens = targets = 0
     row_tokens = np.zeros(len(rows), np.int64)
+    columns: dict[str, NDArray[np.float64]] = {}
     answers, pairs, desirable = np.full(shape, -1, np.int64), list[int](), list[bool]()
     for b, row in enumerate(rows):
         t = 0
@@ -89,6 +92,8 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
             end = t + len(piece.tokens)
             input_ids[b, t:end] = piece.tokens
             labels[b, t : t + len(piece.targets)] = piece.labels
+            for name, number in piece.columns.items():
+                columns.setdefault(name, np.zeros(shape))[b, t : t + len(piece.targets)] = number
             if piece.answer is not None:
                 pairs += [piece.pair] * (piece.answer == 0)
                 desirable += [bool(piece.desirable)] * (piece.answer == 0 and piece.desirable is not None)
@@ -106,5 +111,5 @@ def assemble(rows: Sequence[Iterable[Piece]], *, row_length: int, pad_id: int) -
     return MicroBatch(
         input_ids, labels, position_ids, np.array(cu_seqlens, np.int32), tokens, targets, row_tokens,
         answers=answers if pairs else None, pairs=np.array(pairs, np.int64) if pairs else None,
-        desirable=np.array(desirable) if desirable else None,
+        desirable=np.array(desirable) if desirable else None, columns=columns,
     )  # fmt: skip

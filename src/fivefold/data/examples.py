@@ -58,7 +58,7 @@ _WEIGHTS = ("weight", "loss", "loss_weight", "train", "training")  # keys of sev
 class Example:
     """A record that is not rendered yet: `turns`, or `pair`, a prompt and its answer as plain texts. `where`: its
     place, for messages. `context`: number of leading turns that are never trained. `tools`, `chat_template_kwargs`:
-    further inputs of the template."""
+    further inputs of the template. `numbers`: of the record's numeric columns."""
 
     where: str
     turns: tuple[Turn, ...] = ()
@@ -67,6 +67,7 @@ class Example:
     tools: tuple[Any, ...] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     train_on: TrainOn = "assistant"
+    numbers: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         """Approximate number of characters."""
@@ -160,6 +161,12 @@ class Rated:
         if own.pair is not None and others.pair is not None:
             return replace(own, pair=(own.pair[0], others.pair[1]))
         return replace(own, turns=(*own.turns[: own.context], *others.turns[others.context :]))
+
+
+class NumberedText(str):
+    """A text with the numbers of its record's numeric columns."""
+
+    numbers: tuple[float, ...] = ()
 
 
 Document = str | Example | Preference  # as formats yield it

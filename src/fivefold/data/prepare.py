@@ -118,6 +118,12 @@ def _check_objective(config: RunConfig, stores: Sequence[tuple[FileList, TokenSt
                 "{messages: chosen}, or columns: {prompt: prompt, completion: chosen} where they are texts",
                 more="docs/howto/preferences.md",
             )
+        if store.meta.numbers != config.objective.columns:
+            raise UserError(
+                f"{files.source.label}: the token store {files.name} has the numbers {list(store.meta.numbers)}, and "
+                f"objective.columns is {list(config.objective.columns)}",
+                fix="name the records that it was made from", more="docs/howto/losses.md",
+            )  # fmt: skip
         if store.meta.rated != (name == "kto") and store.meta.pairs:  # an older store
             raise UserError(
                 f"{files.source.label}: {files.name} holds {'rated answers' if store.meta.rated else 'pairs'}, and "
@@ -142,7 +148,7 @@ def _source(given: DataSource, label: str, objective: ObjectiveSection) -> Sourc
         )
     return Source(
         given.path, label, given.format, given.text_key, dict(given.columns.items()), given.train_on,
-        pairs=objective.has_answers, rates=objective.name == "kto",
+        pairs=objective.has_answers, rates=objective.name == "kto", numbers=objective.columns,
     )  # fmt: skip
 
 

@@ -8,13 +8,14 @@ named in the report of a run's data.
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data import examples
-from fivefold.data.examples import ANSWERED, ASKED, Document, Example, Preference, Rated
+from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 from fivefold.data.spans import words
 
@@ -116,7 +117,8 @@ class Records(Format):
                 whole = parts or whole
                 if not _is_decided(record, source, parts):
                     continue
-                yield example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
+                document = example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
+                yield _numbered(document, record, source, where) if source.numbers else document
 
     def options(self, source: Source) -> dict[str, str]:
         of_examples = {
@@ -125,6 +127,7 @@ class Records(Format):
             "train_on": source.train_on if source.train_on != Source.train_on else "",
             "rates": "1" if source.rates else "",
             "pairs": "1" if source.pairs else "",
+            "numbers": ",".join(source.numbers),
         }
         return {"text_key": source.text_key, **{name: value for name, value in of_examples.items() if value}}
 
@@ -341,6 +344,25 @@ def text_of(record: Mapping[str, object], source: Source, where: str, noun: str)
     return examples.encodable(text, where)
 
 
+def _numbered(document: Document, record: Mapping[str, object], source: Source, where: str) -> Document:
+    """The document with the numbers of its record. Raises `UserError`, naming the place."""
+    values = [record.get(key) for key in source.numbers]
+    for key, value in zip(source.numbers, values, strict=True):
+        if not isinstance(value, int | float) or not isfinite(value):
+            said = f"{key} is {value!r}" if key in record else f"no {key}; the keys are {_listed(record)}"
+            raise UserError(
+                f"{where}: {said}, and objective.columns names it as a number",
+                fix=f"write a number there, or leave {key} out of objective.columns", more="docs/howto/losses.md",
+            )  # fmt: skip
+    numbers = tuple(float(value) for value in values if isinstance(value, int | float))
+    if isinstance(document, Example):
+        return replace(document, numbers=numbers)
+    assert isinstance(document, str), "pairs of answers have objectives of their own"
+    text = NumberedText(document)
+    text.numbers = numbers
+    return text
+
+
 def given(value: Any) -> Any:
     """`value` without the null keys inside: in tables, each object has the keys of all others."""
     if isinstance(value, dict):
@@ -351,6 +373,11 @@ def given(value: Any) -> Any:
 def check_plain(files: FileList) -> None:
     """Raise `UserError` for record settings on a source whose files have no records."""
     source, plain = files.source, Source("", "")
+    if source.numbers:
+        raise UserError(
+            f"objective.columns names numbers of records, and {source.label}: {files.name} has none",
+            fix="name records: jsonl, csv or parquet; or leave objective.columns out", more="docs/howto/losses.md",
+        )  # fmt: skip
     for setting in ("columns", "text_key", "train_on"):
         if getattr(source, setting) != getattr(plain, setting):
             raise UserError(
@@ -395,7 +422,8 @@ def columns_read(files: FileList, by_template: tuple[str, ...] = ()) -> tuple[st
     `by_template`, and a warning for each kind of record read as a text with one side only."""
     read, key = files.source.read, files.source.text_key
     used = dict.fromkeys(name for names in read.values() for name in names)
-    unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in keys)
+    numbers = files.source.numbers
+    unused = dict.fromkeys(name for names, keys in read.items() for name in names if name not in (*keys, *numbers))
     warnings, instead = {}, ""
     for names in (names for names, keys in read.items() if keys == (key,)):
         if conversation := conversation_of(names):

@@ -246,7 +246,7 @@ class PackedRows:
             ]  # fmt: skip
         targets = slice(at + 1, at + length + has_next)
         trained = None if store.trained is None else store.trained[targets] > 0
-        return [Piece(store.tokens[at : at + length], store.tokens[targets], trained)]
+        return [Piece(store.tokens[at : at + length], store.tokens[targets], trained, columns=store.columns(at))]
 
     @cached_property
     def _bases(self) -> Int64s:

@@ -44,7 +44,8 @@ class Source:
     a part of an example (`messages`, `prompt`, `completion`, `system`, `tools`, `chosen`, `rejected`, `label`) -> its
     key in the records. `pairs`: prefer two answers to a conversation or a text in the same records. `rates`: records
     are answers that are desirable or not. `read`: the keys of records read so far -> the keys used for documents.
-    `undecided`: number of records that prefer neither answer, by verdict column.
+    `undecided`: number of records that prefer neither answer, by verdict column. `numbers`: keys of numbers that a loss
+    of the user's own reads.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Source:
     rates: bool = False
     read: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict, compare=False)
     undecided: Counter[str] = field(default_factory=Counter, compare=False)
+    numbers: tuple[str, ...] = ()
 
     def at(self, path: Path) -> str:
         """The name of one of its files in messages."""

@@ -8,6 +8,7 @@ checksums.npy   uint64 [chunks], of each MiB of tokens.bin
 trained.bin     uint8 [tokens], 1 for a trained token; only if the documents are examples, which are not cut.
                 A pair of answers is one document, one after the other; 2 more in the second of the two, which is the
                 rejected one, or that to another prompt; 4 more in a first one that is rated desirable
+numbers.npy     float64 [documents, columns], numbers of the records for a loss of the user's own, if it names some
 meta.json       sizes and checksums, the tokenizer, and the kind of the records
 """
 
@@ -52,7 +53,7 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
 _TELLINGS = 200  # most progress reports: a display may be slower than a short document
 _ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
-_TRAINED = "trained.bin"
+_TRAINED, _NUMBERS = "trained.bin", "numbers.npy"
 
 Say = Callable[[str], None]
 # Tokens of a document with their marks for `trained.bin`; a text has no marks.
@@ -68,7 +69,7 @@ class StoreMeta:
     `answers_alone`: warnings if the texts are the answers of chat or instruction records, without their prompts.
     `files`: the checksum of each array. `trained`: number of trained tokens of documents that are examples; None for
     texts, which are trained as a whole. `pairs`: every document is a pair of answers; `rated`: the first of the two is
-    rated, and the second is the answer to another prompt.
+    rated, and the second is the answer to another prompt. `numbers`: the columns of numbers.npy.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class StoreMeta:
     pairs: bool = False
     rated: bool = False
     columns: str = ""
+    numbers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,19 @@ class TokenStore:
             return np.empty(0, np.uint8)
         return np.memmap(self.folder / _TRAINED, dtype=np.uint8, mode="r")
 
+    def columns(self, token: int) -> dict[str, float]:
+        """The numbers of the document that a token is in, by column."""
+        if not self.meta.numbers:
+            return {}
+        document = int(np.searchsorted(self.offsets, token, side="right")) - 1
+        return dict(zip(self.meta.numbers, self.numbers[document].tolist(), strict=True))
+
+    @cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        """float64 [documents, columns], mapped."""
+        numbers: NDArray[np.float64] = np.load(self.folder / _NUMBERS, mmap_mode="r")
+        return numbers
+
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """int64 [documents + 1], mapped."""
@@ -145,8 +160,10 @@ def open_store(folder: Path, root: Path) -> TokenStore:
     """
     try:
         store = TokenStore(folder, _read_meta(folder / "meta.json"))
-        for name in (*_ARRAYS, *[_TRAINED] * (store.meta.trained is not None)):
+        for name in (*_ARRAYS, *[_TRAINED] * (store.meta.trained is not None), *[_NUMBERS] * bool(store.meta.numbers)):
             check_file(folder / name, store.meta.files[name], root)
+        if store.meta.numbers and store.numbers.shape != (store.meta.documents, len(store.meta.numbers)):
+            raise DamagedError(f"{_NUMBERS} has numbers of {list(store.numbers.shape)}, not for each document")
         if store.trained is not None and len(store.trained) != store.meta.tokens:
             raise DamagedError(f"{_TRAINED} has {len(store.trained):,} bytes, not one for each token")
         _check_offsets(store)
@@ -279,11 +296,12 @@ class _Writer:
         self.folder, self.tokenizer, self.content = folder, tokenizer, content
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths, self.hashes = array("q"), array("Q")
+        self.numbers, self.columns = array("d"), tuple[str, ...]()
         self.left_out: dict[str, None] = {}  # keys of all turns that the template left out
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
     def write(self, files: FileList, progress: Progress | None) -> None:
-        tokenizer = self.tokenizer.load()
+        tokenizer, self.columns = self.tokenizer.load(), files.source.numbers
         with (self.folder / "tokens.bin").open("wb") as out, (self.folder / _TRAINED).open("wb") as mask:
             for batch in _batches(_documents(files, progress)):
                 for tokens, marks in self._tokens(batch, tokenizer):
@@ -305,6 +323,8 @@ class _Writer:
         checksums = chunk_checksums(self.folder / "tokens.bin")
         for name, values in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
             np.save(self.folder / name, values)
+        if self.columns:
+            np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
         meta = self._meta(int(offsets[-1]), *columns_read(files, tuple(self.left_out)))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
@@ -330,6 +350,7 @@ class _Writer:
         sequences = map(self._sequence, texts, Encoder(tokenizer, with_ends=is_example).encode(strings))
         with encoding(self.tokenizer.folder, tokenizer, strings):
             for document, sides in zip(batch, both, strict=True):
+                self.numbers.extend(getattr(document, "numbers", ()))
                 desirable = isinstance(document, Preference) and bool(document.desirable)
                 yield from self._document([next(sequences) for _ in sides], desirable=desirable)
 
@@ -365,7 +386,8 @@ class _Writer:
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
     def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
-        files = {name: file_checksum(self.folder / name) for name in (*_ARRAYS, *[_TRAINED] * bool(self.examples))}
+        names = (*_ARRAYS, *[_TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
+        files = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
         # covers the tokens, as rows and checkpoints of other tokens belong to other data.
         made = [files["checksums.npy"]] if self.ended and not self.examples else [*files.values()] * bool(self.examples)
@@ -387,6 +409,7 @@ class _Writer:
             pairs=self.pairs > 0,
             rated=self.rated > 0,
             columns=columns,
+            numbers=self.columns,
         )
 
 

@@ -28,6 +28,7 @@ from fivefold.parallel.state import ParallelState, state_of
 Batch = Mapping[str, Tensor]  # input_ids, labels [B, T]; optionally attention_mask, position_ids
 Integers = NDArray[np.int64]
 Checked = TypeVar("Checked")
+Number = TypeVar("Number", bound=np.generic)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -41,11 +42,13 @@ def refusal(what: str, fix: str | None = None) -> UserError:
 
 
 def micro_batches(
-    model: Any, batch: Batch | Sequence[Batch], *, needs_labels: bool = True, also: Callable[[], object] = lambda: None
-) -> list[MicroBatch]:
+    model: Any, batch: Batch | Sequence[Batch], *, needs_labels: bool = True,
+    also: Callable[[], object] = lambda: None, has_columns: bool = False,
+) -> list[MicroBatch]:  # fmt: skip
     """The micro batches of this rank's `batch`, padded with empty ones to the largest number of any data rank.
 
-    Every rank calls this; `also` is another check that may raise. Raises `UserError`, on every rank, if a batch cannot
+    Every rank calls this; `also` is another check that may raise. `has_columns`: further entries of the batch are
+    columns for a loss of the user's own. Raises `UserError`, on every rank, if a batch cannot
     be read on one, or if ranks of one data rank got different batches.
     """
     state = state_of(model)
@@ -53,7 +56,7 @@ def micro_batches(
     take = partial(
         micro_batch, row_multiple=plan.layout.row_multiple, vocabulary=plan.facts.vocabulary,
         logits=state.placement.shards[plan.head_weight].shape[0], needs_labels=needs_labels,
-        reads_mask=_reads_mask(model),
+        reads_mask=_reads_mask(model), has_columns=has_columns,
     )  # fmt: skip
 
     def read() -> list[MicroBatch]:
@@ -70,7 +73,7 @@ def micro_batches(
 
 def micro_batch(
     batch: Batch, *, row_multiple: int, vocabulary: int, logits: int | None = None, needs_labels: bool = True,
-    reads_mask: bool = False,
+    reads_mask: bool = False, has_columns: bool = False,
 ) -> MicroBatch:  # fmt: skip
     """One micro batch of tensors: any T is padded up to a multiple of `row_multiple`, and padding carries no loss.
     `vocabulary`: tokens of the embedding; `logits`: those of the head, if different. `reads_mask`: the model computes
@@ -79,11 +82,12 @@ def micro_batch(
     Raises `UserError` for tensors that are missing, of another shape or type, or out of range, or if the result would
     differ from that of `transformers`.
     """
-    ids_BT = _input_ids(batch, vocabulary)
+    ids_BT = _input_ids(batch, vocabulary, has_columns=has_columns)
     rows, length = ids_BT.shape
     if not rows:
         return _nothing(row_multiple)
     targets_BT = _targets(batch, ids_BT, logits or vocabulary, needs_labels)
+    columns = {key: _column(batch[key], key, (rows, length)) for key in batch if key not in KEYS}
     positions_BT = _given(batch, "position_ids", (rows, length))
     mask_BT = _given(batch, "attention_mask", (rows, length))
     if positions_BT is None:
@@ -100,8 +104,9 @@ def micro_batch(
             )
         columns_BT = (np.arange(length) + first_B[:, None]) % max(length, 1)  # real tokens first
         ids_BT, targets_BT, positions_BT = (
-            np.take_along_axis(rows, columns_BT, 1) for rows in (ids_BT, targets_BT, positions_BT)
+            np.take_along_axis(integers, columns_BT, 1) for integers in (ids_BT, targets_BT, positions_BT)
         )
+        columns = {key: np.take_along_axis(numbers, columns_BT, 1) for key, numbers in columns.items()}
     wide = -(-max(int(real_B.max(initial=0)), 1) // row_multiple) * row_multiple
     counting = np.arange(wide)
     is_real_BL = counting < real_B[:, None]
@@ -123,6 +128,7 @@ def micro_batch(
         tokens=int(real_B.sum()),
         targets=int((targets_BL != IGNORE).sum()),
         row_tokens=real_B.astype(np.int64),
+        columns={key: np.where(is_real_BL, _wide(column, wide), 0.0) for key, column in columns.items()},
     )
 
 
@@ -194,7 +200,8 @@ def _agree(state: ParallelState, batch: Sequence[MicroBatch], error: UserError |
 def checksum(batch: Sequence[MicroBatch]) -> int:
     """A checksum of a rank's whole input, 62 bits."""
     arrays = [array for row in batch for array in (row.input_ids, row.labels, row.position_ids, row.cu_seqlens)]
-    text = b"".join(np.ascontiguousarray(array).tobytes() + str(array.shape).encode() for array in arrays)
+    columns = [column for row in batch for column in row.columns.values()]
+    text = b"".join(np.ascontiguousarray(array).tobytes() + str(array.shape).encode() for array in (*arrays, *columns))
     return xxh3_64_intdigest(text) >> 2
 
 
@@ -210,11 +217,14 @@ def _nothing(length: int) -> MicroBatch:
 # ---- the tensors of a batch ------------------------------------------------------------------------------------------
 
 
-def _input_ids(batch: Batch, vocabulary: int) -> Integers:
+def _input_ids(batch: Batch, vocabulary: int, *, has_columns: bool) -> Integers:
     if not isinstance(batch, Mapping):
         raise refusal(f"a micro batch is a {type(batch).__name__}", "pass a dict of tensors: input_ids, labels")
-    if unknown := [key for key in batch if key not in KEYS]:
-        raise refusal(f"the batch has {unknown[0]!r}", f"it may have {', '.join(KEYS)}; leave the rest out")
+    if not has_columns and (unknown := [key for key in batch if key not in KEYS]):
+        raise refusal(
+            f"the batch has {unknown[0]!r}",
+            f"it may have {', '.join(KEYS)}; leave the rest out (with loss=function they are columns for it)",
+        )
     if "input_ids" not in batch:
         raise refusal("the batch has no input_ids", "pass the tokens of this data rank: int64 [rows, tokens]")
     ids = _integers(batch["input_ids"], "input_ids")
@@ -239,6 +249,21 @@ def _targets(batch: Batch, ids_BT: Integers, vocabulary: int, needs_labels: bool
     _check_range(labels_BT[labels_BT != IGNORE], "labels", vocabulary)
     targets_BT[:, :-1] = labels_BT[:, 1:]
     return targets_BT
+
+
+def _column(tensor: Any, key: str, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """The number of a column at each target, fp64 [B, T], from one at each label [B, T] or for each row [B]."""
+    if not isinstance(tensor, Tensor) or tensor.is_complex():
+        raise refusal(f"{key} is no tensor of numbers", f"pass a tensor for the loss: {key} [rows, tokens] or [rows]")
+    if tuple(tensor.shape) not in (shape, shape[:1]):
+        raise refusal(
+            f"{key} has shape {list(tensor.shape)}, input_ids {list(shape)}",
+            f"pass a number for each label, {list(shape)}, or for each row, {list(shape[:1])}",
+        )
+    given = tensor.detach().cpu().double().numpy()
+    if given.ndim == 1:
+        return np.repeat(given[:, None], shape[1], 1)
+    return np.pad(given[:, 1:], ((0, 0), (0, 1)))
 
 
 def _padding(mask_BT: Integers, targets_BT: Integers) -> tuple[Integers, Integers]:
@@ -303,7 +328,7 @@ def _reads_mask(model: nn.Module) -> bool:
     return any("attention_mask" in inspect.signature(type(embedding).forward).parameters for embedding in embeddings)
 
 
-def _wide(values_BT: Integers, wide: int) -> Integers:
+def _wide(values_BT: NDArray[Number], wide: int) -> NDArray[Number]:
     """Cut or zero-pad to [B, wide]."""
     kept = values_BT[:, :wide]
     return np.pad(kept, ((0, 0), (0, wide - kept.shape[1])))

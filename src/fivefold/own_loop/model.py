@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from fivefold.checkpoint.live import export_live
 from fivefold.core.errors import UserError
+from fivefold.data.batch import MicroBatch
 from fivefold.launch.world import leave, open_world
 from fivefold.models.build import use_our_attention
 from fivefold.models.discover import facts_of
@@ -36,8 +37,10 @@ from fivefold.parallel.balance.runtime import BalanceOptions, configure
 from fivefold.parallel.fsdp.runtime import PRECISION_OF, put_in_order
 from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.loss.own import LossFunction, TokenLoss
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import fsdp_settle_root
+from fivefold.training.inputs import check_loss
 from fivefold.training.model import own_coefficient
 from fivefold.training.step import accumulate
 
@@ -70,6 +73,7 @@ class ParallelModel(nn.Module):
     given_dtype: torch.dtype  # dtype of the parameters before `parallelize`
     called_around: frozenset[Any]  # see `_around_call`: the hooks of this library
     adapter: Lora | None  # trained on top of the frozen model
+    own_loss: TokenLoss | None  # the last one that was used, and so checked
 
     @property
     def layout(self) -> Layout:
@@ -96,12 +100,13 @@ class ParallelModel(nn.Module):
             put_in_order(self)
             raise
 
-    def backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
-        """`ff.gradients(model, batch)`."""
+    def backward(self, batch: Batch | Sequence[Batch], *, loss: LossFunction | None = None) -> Tensor:
+        """`ff.gradients(model, batch, loss=loss)`."""
         check_runs(self)
-        loss = accumulate(self, some(micro_batches(self, batch, also=check_grad_enabled)))
+        own = some(micro_batches(self, batch, also=check_grad_enabled, has_columns=loss is not None))
+        found = accumulate(self, own, loss=own_loss(self, loss, own))
         parts.mark_gradients(self.parameters())
-        return loss
+        return found
 
     def save_pretrained(self, save_directory: str | Path, *, dtype: str | None = None, **options: Any) -> None:
         """Write the whole model as a Hugging Face folder, as `transformers` does: files of the same names are replaced,
@@ -243,10 +248,22 @@ def parallelize(
     watch_optimizers(model, state.plan.layout, before)
     model.__class__ = type(f"Parallel{state.plan.anatomy.model_class}", (ParallelModel, type(model)), {})
     assert isinstance(model, ParallelModel)
-    model.given_dtype, model.adapter = given, lora
+    model.given_dtype, model.adapter, model.own_loss = given, lora, None
     model.called_around = _around_call(model) - called_around
     state.guard.hooks = guard.hooks_inside(model).keys() - inside.keys()
     return model
+
+
+def own_loss(model: ParallelModel, function: LossFunction | None, batch: Sequence[MicroBatch]) -> TokenLoss | None:
+    """The loss of a user's function, tried on the first targets of `batch` unless it was used last. Every rank calls
+    this. Raises `UserError`, on every rank, if it cannot be used on one."""
+    if function is None:
+        return None
+    if model.own_loss is None or model.own_loss.function is not function:
+        loss = TokenLoss(function)
+        check_loss(loss, model, batch)
+        model.own_loss = loss
+    return model.own_loss
 
 
 def _around_call(model: nn.Module) -> frozenset[Any]:

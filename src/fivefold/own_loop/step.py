@@ -25,9 +25,10 @@ from fivefold.own_loop.batches import (
     refusal,
     some,
 )
-from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs
+from fivefold.own_loop.model import ParallelModel, check_parallel, check_runs, own_loss
 from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import passes
+from fivefold.parallel.loss.own import LossFunction
 from fivefold.training.step import (
     StepResult,
     all_reduce_sum,
@@ -47,6 +48,7 @@ def train_step(
     *,
     max_grad_norm: float | None = None,
     learning_rate: float | None = None,
+    loss: LossFunction | None = None,
 ) -> StepResult:
     """Take one optimizer step on a global batch, and clear the gradients afterwards.
 
@@ -55,6 +57,10 @@ def train_step(
     Rows may have any length, ranks unequal numbers of rows, targets and micro batches. The loss is the sum of cross
     entropy over all targets of all data ranks and micro batches, divided by their number. `max_grad_norm` None: no
     clipping. `learning_rate` None: each parameter group keeps its own.
+
+    `loss`: a function of your own in place of cross entropy, `loss(logits, labels, row)` -> the loss of each of T
+    tokens. `logits` [T, vocabulary] are in fp32 (fp64), `labels` [T] are targets; `row` has `input_ids`, `position_ids`
+    and, as `row["NAME"]`, further entries of the batch: numbers [rows, tokens], each at its label, or [rows].
 
     A step without targets, or with a non-finite loss or gradient, is skipped: `result.skipped`. Raises `UserError`.
     """
@@ -75,21 +81,24 @@ def train_step(
                 fix="optimizer.zero_grad() first; or go on: ff.clip_grad_norm_(model, 1.0); optimizer.step()",
             )
 
-    own = some(micro_batches(model, batch, also=ready_to_step))
-    result = step(model, optimizer, own, learning_rate=learning_rate, max_grad_norm=max_grad_norm or 0.0)
+    own = some(micro_batches(model, batch, also=ready_to_step, has_columns=loss is not None))
+    result = step(
+        model, optimizer, own, learning_rate=learning_rate, max_grad_norm=max_grad_norm or 0.0,
+        loss=own_loss(model, loss, own),
+    )  # fmt: skip
     model.zero_grad(set_to_none=True)  # also of parameters that the optimizer lacks
     return result
 
 
-def gradients(model: ParallelModel, batch: Batch | Sequence[Batch]) -> Tensor:
+def gradients(model: ParallelModel, batch: Batch | Sequence[Batch], *, loss: LossFunction | None = None) -> Tensor:
     """Forward and backward of a global batch, in place of `loss.backward()`: gradients are summed over all ranks and
     added to existing ones. Returns the loss, nats per target, the same on every rank (fp64, no gradient).
 
-    `batch` as in `train_step`. Several calls add up, each divided by its own targets, as with `loss.backward()`; the
-    micro batches of one step are better passed together, as a list. Raises `UserError`.
+    `batch` and `loss` as in `train_step`. Several calls add up, each divided by its own targets, as with
+    `loss.backward()`; the micro batches of one step are better passed together, as a list. Raises `UserError`.
     """
     check_parallel(model)
-    return model.backward(batch)
+    return model.backward(batch, loss=loss)
 
 
 def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
@@ -104,8 +113,9 @@ def clip_grad_norm_(model: ParallelModel, max_norm: float) -> Tensor:
 
 
 @leaves_inference_mode
-def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
-    """The mean cross entropy, nats per target, over all targets of these batches and those of the other ranks.
+def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch], *, loss: LossFunction | None = None) -> float:
+    """The mean cross entropy, nats per target, over all targets of these batches and those of the other ranks; or the
+    mean of `loss`, as in `train_step`.
 
     `batches` as in `train_step`, of this data rank; ranks may have unequal numbers of them. NaN without targets. Raises
     `UserError` if no rank has a batch.
@@ -114,15 +124,18 @@ def evaluate(model: ParallelModel, batches: Batch | Iterable[Batch]) -> float:
     each = iter([batches] if isinstance(batches, Mapping) else batches)
 
     def take() -> list[MicroBatch]:
-        return micro_batches(model, [batch for batch in [next(each, None)] if batch is not None])
+        given = [batch for batch in [next(each, None)] if batch is not None]
+        return micro_batches(model, given, has_columns=loss is not None)
+
+    first = some(take())
 
     def read() -> Iterator[MicroBatch]:
-        own = some(take())
+        own = first
         while own:
             yield from own
             own = take()
 
-    return mean_loss(model, read())
+    return mean_loss(model, read(), own_loss(model, loss, first))
 
 
 @leaves_inference_mode

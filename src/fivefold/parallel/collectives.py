@@ -53,6 +53,7 @@ class StepShape:
     input of a column again in backward, because no schedule defers weight gradients. `balances_load`: routers have a
     loss for uneven load. `answers`: the number of judged answers in the loss of each micro batch, none for an objective
     without them; `metrics`: the number of metrics of such an objective. `has_capacity`: experts have a capacity.
+    `whole_logits`: a loss of the user's own has the logits of the whole vocabulary on every rank of tp.
     `has_history`: scales of matmuls that follow from earlier steps have some. Example: 2 rows of 4096 tokens under cp2
     are `rows` 2 and `tokens` 2048.
     """
@@ -73,6 +74,7 @@ class StepShape:
     has_capacity: bool = False
     answers: tuple[int, ...] = ()
     metrics: int = 0
+    whole_logits: bool = False
     has_history: bool = True
 
     @property

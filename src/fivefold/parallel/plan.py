@@ -84,6 +84,11 @@ class ParallelPlan:
         """Logits per token on this rank. (An embedding may have more rows: Mllama's has 8 for tokens of images.)"""
         return self.placement.gathered_shape(self.head_weight)[0]
 
+    @property
+    def whole_vocabulary(self) -> int:
+        """Logits per token on all ranks of tp together."""
+        return self.placement.shards[self.head_weight].shape[0]
+
     @cached_property
     def experts(self) -> tuple[Experts, ...]:
         """Experts of the layers of this rank."""
@@ -155,22 +160,25 @@ class ParallelPlan:
         *,
         loss_chunks: int | None = None,
         reduce_bytes: int | None = None,
+        whole_logits: bool = False,
     ) -> StepShape:
         """Shape of a step of [rows, tokens] micro batches, from which its calls and bytes are computed."""
         layout, own_tokens = self.layout, tokens // self.layout.cp
+        vocabulary = self.whole_vocabulary if whole_logits else self.vocabulary
         compute = layout.compute_bytes
         return StepShape(
             rows=rows,
             tokens=own_tokens,
             hidden=self.facts.hidden_size,
             micro_batches=micro_batches,
-            loss_chunks=chunk_sizes(rows * own_tokens, self.vocabulary, self.facts.hidden_size, loss_chunks),
+            loss_chunks=chunk_sizes(rows * own_tokens, vocabulary, self.facts.hidden_size, loss_chunks),
             compute_bytes=compute,
             master_bytes=max(compute, 4),
             reduce_bytes=reduce_bytes or max(compute, 4),
             recompute=self.recompute,
             compiled=self.compiled,
             gathers_again=not layout.schedule.splits_backward,
+            whole_logits=whole_logits,
         )
 
 

@@ -32,7 +32,7 @@ def chosen(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
 
     Layout fields set in the run file are kept. Raises `UserError` if no layout can run or none fits.
     """
-    prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"])
+    prices = PriceList(facts_of_run(config), cluster, ENGINES["fivefold"], config.objective.is_own)
     workload = workload_of(config)
     found = answer(prices, workload, top=2, given=_given(config))
     if not found.best:

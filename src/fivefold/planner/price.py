@@ -364,12 +364,13 @@ def shard_layout(layout: Layout) -> Layout:
 
 @dataclass(eq=False)
 class PriceList:
-    """All prices of a model on a cluster, each computed once. `short`: the model with one layer of each kind. `ends`:
-    the model with its first and its last layer."""
+    """All prices of a model on a cluster, each computed once. `whole_logits`: with a loss of the user's own. `short`:
+    the model with one layer of each kind. `ends`: the model with its first and its last layer."""
 
     facts: ModelFacts
     cluster: Cluster
     engine: Engine
+    whole_logits: bool = False
     short: ModelFacts = field(init=False)
     ends: ModelFacts = field(init=False)
     _plans: dict[Layout, ParallelPlan] = field(init=False, default_factory=dict)
@@ -396,7 +397,7 @@ class PriceList:
 
     def repriced(self, cluster: Cluster, engine: Engine) -> "PriceList":
         """Prices of the same layouts on another cluster or for another trainer, from the same plans."""
-        other = PriceList(self.facts, cluster, engine)
+        other = PriceList(self.facts, cluster, engine, self.whole_logits)
         other._plans, other._calls = self._plans, self._calls
         return other
 
@@ -489,8 +490,8 @@ class PriceList:
     ) -> Prices:
         plan = self.plan(work)
         shape = replace(
-            plan.step_shape(rows, tokens, 1), recompute=Recompute(recompute), compiled=self.compiled,
-            gathers_again=again,
+            plan.step_shape(rows, tokens, 1, whole_logits=self.whole_logits), recompute=Recompute(recompute),
+            compiled=self.compiled, gathers_again=again,
         )  # fmt: skip
         shared = work, tokens, rows, dtype, across, again
         like = self._modes.get(shared)  # another mode of recompute: same ends and forwards

@@ -74,7 +74,11 @@ def relief(config: RunConfig, cluster: Cluster, facts: ModelFacts, *, rank: int 
 def planned(config: RunConfig, cluster: Cluster, facts: ModelFacts) -> Step:
     """The step of a run on a cluster. Raises `UserError` if the planner cannot price it."""
     engine = replace(ENGINES["fivefold"], compiled=config.train.compile is not False)
-    return Step(PriceList(facts, cluster, engine), config.layout.resolve(cluster.world), workload_of(config))
+    return Step(
+        PriceList(facts, cluster, engine, config.objective.is_own),
+        config.layout.resolve(cluster.world),
+        workload_of(config),
+    )
 
 
 def changed(layout: Layout, other: Layout) -> str:

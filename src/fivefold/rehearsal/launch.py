@@ -146,7 +146,9 @@ def _planned(
         config = config.model_copy(update={"tokenizer": config.tokenizer.model_copy(update={"name_or_path": "auto"})})
     return or_why(
         lambda: estimate(
-            PriceList(facts_of_run(config, vocabulary), place, ENGINES["fivefold"]), layout, workload_of(config)
+            PriceList(facts_of_run(config, vocabulary), place, ENGINES["fivefold"], config.objective.is_own),
+            layout,
+            workload_of(config),
         )
     )
 

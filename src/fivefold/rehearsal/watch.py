@@ -194,7 +194,7 @@ class Watch:
         config = parse_config(self.request.config)
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         rows, tokens = batch[0].input_ids.shape
-        shape = step_shape(model, rows, tokens, len(batch), chunks)
+        shape = step_shape(model, rows, tokens, len(batch), chunks, whole_logits=config.objective.is_own)
         return by_group(declare(model, shape, optimizer=config.optimizer.name), state_of(model).placement.grid)
 
     # ---- out of memory -----------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
         *adapters.lines(state.plan, config.adapter.lora, config.adapter.path),
         *(("data" if i == 0 else "", line) for i, line in enumerate(job.data.counts.lines())),
         *_tokenizer_lines(job),
+        *([("loss", f"{config.objective.path}   {job.loss.digest}")] if job.loss else []),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
         ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
         (

@@ -1,28 +1,35 @@
 """Micro batches on the device, and the model as an evaluation has it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fivefold.data.batch import MicroBatch
+from fivefold.core.errors import UserError
+from fivefold.data.batch import IGNORE, MicroBatch
+from fivefold.parallel import plain
 from fivefold.parallel.fsdp.runtime import reshard
+from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.loss.runtime import SoftTargets
-from fivefold.parallel.loss.tasks import AnswerLogProbs, CrossEntropy, PreferenceLoss, Task
+from fivefold.parallel.loss.tasks import AnswerLogProbs, CrossEntropy, OwnLoss, PreferenceLoss, Task
 from fivefold.parallel.passes import Inputs
+from fivefold.parallel.state import state_of
 
 
 def to_device(
     batch: MicroBatch, device: torch.device, scale: Tensor | None = None, *, by_answer: bool = False,
-    weigh: Callable[[Tensor], Tensor] | None = None, task: Task | None = None, first_row: int = 0,
+    weigh: Callable[[Tensor], Tensor] | None = None, task: Task | None = None, loss: TokenLoss | None = None,
+    first_row: int = 0,
 ) -> Inputs:  # fmt: skip
     """Convert a micro batch of numpy arrays to tensors. `cu_seqlens` stays on the CPU; it is omitted when every row is
     one document. `first_row`: see `Inputs`.
 
-    `task` is the task of the head. Without one it is `PreferenceLoss` if `weigh` weighs answers, `AnswerLogProbs` with
-    `by_answer` (at least one answer is counted, an empty one if there are none), else `CrossEntropy`.
+    `task` is the task of the head. Without one it is `OwnLoss` with a `loss` of the user's own, `PreferenceLoss` if
+    `weigh` weighs answers, `AnswerLogProbs` with `by_answer` (at least one answer is counted, an empty one if there are
+    none), else `CrossEntropy`.
     """
 
     def there(array: Any) -> Tensor:
@@ -30,6 +37,8 @@ def to_device(
 
     rows, has_rows = batch.input_ids.shape[0], batch.row_tokens is not None
     cu_seqlens = None if len(batch.cu_seqlens) == rows + 1 else torch.from_numpy(batch.cu_seqlens)
+    if loss is not None:
+        task = OwnLoss(loss, there(batch.labels), loss_row(batch, there), scale)
     if task is None:
         task = _answers(batch, there) if by_answer or weigh is not None else _cross_entropy(batch, there, scale)
         if weigh is not None and isinstance(task, AnswerLogProbs):
@@ -53,6 +62,37 @@ def _answers(batch: MicroBatch, there: Callable[[Any], Tensor]) -> AnswerLogProb
     labels, pairs = there(batch.labels), 0 if batch.pairs is None else len(batch.pairs)
     answers = torch.full_like(labels, -1) if batch.answers is None else there(batch.answers)
     return AnswerLogProbs(labels, answers, max(1, 2 * pairs))
+
+
+def loss_row(batch: MicroBatch, there: Callable[[Any], Tensor] = torch.from_numpy) -> LossRow:
+    """The tokens of a micro batch as a loss of the user's own gets them, [B, T]."""
+    columns = {name: there(column) for name, column in batch.columns.items()}
+    return LossRow(there(batch.input_ids), there(batch.position_ids), columns)
+
+
+def check_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
+    """Try a loss of the user's own on the first targets of this rank's micro batches. Every rank calls this. Raises
+    `UserError`, on every rank, if it cannot be used on one."""
+    failed = None
+    try:
+        _try_loss(loss, model, batch)
+    except UserError as error:
+        failed = error.to_json()
+    if told := next(filter(None, plain.everywhere(failed)), None):
+        raise UserError.from_json(told)
+
+
+def _try_loss(loss: TokenLoss, model: Any, batch: Sequence[MicroBatch]) -> None:
+    if not callable(loss.function):
+        raise UserError(f"loss is a {type(loss.function).__name__}", fix="pass a function of (logits, labels, row)")
+    device, vocabulary = next(model.parameters()).device, state_of(model).plan.whole_vocabulary
+    for rows in batch:
+        at = np.flatnonzero(rows.labels.reshape(-1) != IGNORE)
+        if len(at):
+            (row,) = loss_row(rows).split([rows.labels.size])
+            labels = torch.from_numpy(rows.labels.reshape(-1)[at])
+            loss.check(labels.to(device), row.at(at).cut(lambda tokens: tokens.to(device)), vocabulary)
+            return
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from fivefold.data.prepare import PreparedData
 from fivefold.data.rows import PackedRows
 from fivefold.launch.world import World
 from fivefold.models.flops import Costs
+from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.state import state_of
 from fivefold.training import flops, reference
 from fivefold.training.checkpoints import CheckpointManager
@@ -44,6 +45,7 @@ class Job:
     samples: Samples
     goals: reference.ObjectiveSpecs = field(default_factory=reference.ObjectiveSpecs)
     teacher: Teacher | None = None
+    loss: TokenLoss | None = None  # of the user's own
     attention: str = ""  # see `kernels.choose`
     environment: Environment = field(default_factory=Environment)
     step: int = 0  # steps done

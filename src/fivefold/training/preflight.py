@@ -14,6 +14,7 @@ from torch import nn
 
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
+from fivefold.core.named_code import NamedCode
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import GIB, human_bytes
@@ -62,6 +63,7 @@ def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
             for section, values in config.model_dump(mode="json", by_alias=True).items()
             for key, value in values.items()
         },
+        **{f"the hash of {key}": NamedCode.read(text, key).digest for key, text in config.code.items()},
         "the fingerprint of the rows": data.fingerprint,
         "the hash of the tokenizer": data.tokenizer.digest,
         "the version of python": platform.python_version(),
@@ -122,7 +124,10 @@ def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
     layout = plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
     plan = within_budget(plan, (tokens, micro_batches))
-    shape = plan.step_shape(layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks)
+    shape = plan.step_shape(
+        layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks,
+        whole_logits=config.objective.is_own,
+    )  # fmt: skip
     return step_bytes(plan, replace(shape, optimizer=config.optimizer.name))
 
 

@@ -85,5 +85,12 @@ def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:
     """The collectives of a step on this rank."""
     layout = state_of(model).plan.layout
     tokens, micro_batches = layout.padded(config.data.seq_length), layout.accumulation(config.train.global_batch_size)
-    shape = step_shape(model, layout.micro_batch_size, tokens, micro_batches, config.memory.chunks)
+    shape = step_shape(
+        model,
+        layout.micro_batch_size,
+        tokens,
+        micro_batches,
+        config.memory.chunks,
+        whole_logits=config.objective.is_own,
+    )
     return declare(model, shape, optimizer=config.optimizer.name)

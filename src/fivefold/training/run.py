@@ -41,8 +41,10 @@ from fivefold.training import checks, header, metrics, preflight, record, refere
 from fivefold.training.checkpoints import CheckpointManager, Resumed
 from fivefold.training.distillation import teacher_of
 from fivefold.training.environment import Environment
+from fivefold.training.inputs import check_loss
 from fivefold.training.job import Job
 from fivefold.training.model import balance_options, build_model, compile_pays
+from fivefold.training.named_loss import own_loss
 from fivefold.training.optimizers import build_optimizer, rule_of
 from fivefold.training.out_of_memory import advised
 from fivefold.training.peak_memory import PeakMemory
@@ -112,6 +114,7 @@ class Trainer(Job):
             print(f"note: {scarce}", flush=True)
         attention = kernels.choose(config.train.attention, torch.device(world.device))
         teacher = teacher_of(config, data, world, total_steps)
+        loss = own_loss(config)
         parallelize(
             model, layout, device=world.device, source=source, seed=config.train.seed,
             reduce=config.precision.reduce, loss_chunks=config.memory.chunks, compile_blocks=compiled,
@@ -128,7 +131,7 @@ class Trainer(Job):
         keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
         job = cls(
             config, world, data, model, optimizer, keeper, log, memory, costs, total_steps, samples, goals, teacher,
-            attention, environment,
+            loss, attention, environment,
         )  # fmt: skip
         stack.callback(keeper.close)
         resumed = environment.resume(keeper, config)
@@ -141,6 +144,8 @@ class Trainer(Job):
             lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
         record.write(model, config, device=world.device, parameters=costs.parameters)
+        if job.loss and job.step < total_steps:
+            check_loss(job.loss, model, job.batch(job.step))
         tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
         checkpoint.on_first_rank(
             lambda: job._open_log(stack, compiled=compiled, resumed=resumed, best=told, tight=tight, tried=tried)
@@ -186,6 +191,7 @@ class Trainer(Job):
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,
+            "code": {"objective.path": self.loss.digest} if self.loss else {},
             "data": asdict(self.data.counts) | {"vocabulary": self.data.tokenizer.vocab_size},
         }
 
@@ -210,7 +216,7 @@ class Trainer(Job):
             ):
                 result = train_step(
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
-                    stop=self._is_to_stop, spec=self.goals.train, read=self.environment.read,
+                    stop=self._is_to_stop, spec=self.goals.train, loss=self.loss, read=self.environment.read,
                 )  # fmt: skip
             seconds = time.perf_counter() - started
             self.step += 1
@@ -229,7 +235,7 @@ class Trainer(Job):
             self.log.events.tell("step", row)
             if "eval/loss" in row:
                 self.log.events.tell("eval", {key: row[key] for key in row if key == "step" or key.startswith("eval/")})
-            self._stop_if_diverged()
+            self._stop_if_diverged(result.why)
             if update:
                 self._check(update, batch, result)
             if self._due(self.config.sample.every):
@@ -292,11 +298,11 @@ class Trainer(Job):
             yield batch, waited
 
     def _evaluate(self, rows: PackedRows) -> tuple[float, Mapping[str, float]]:
-        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`. For a preference
-        objective the mean loss over the pairs there, and its metrics. Equal on all ranks."""
+        """Mean cross entropy, nats per target token, over the first `eval.max_tokens` of `rows`, or mean of the user's
+        own loss. For a preference objective the mean loss over the pairs there, and its metrics. Equal on all ranks."""
         if self.goals.validation:
             return mean_over_pairs(self.model, self.evaluation(rows), self.goals.validation)
-        return mean_loss(self.model, self.evaluation(rows)), {}
+        return mean_loss(self.model, self.evaluation(rows), self.loss), {}
 
     def _learning_rate(self, step: int) -> float:
         return schedule.learning_rate(step, **self.schedule)
@@ -324,8 +330,9 @@ class Trainer(Job):
             return
         self.skipped += 1
         what = "loss" if not math.isfinite(result.loss) else "gradient"
-        self.log.display.note(f"step {self.step}: the {what} is not finite; the update was skipped")
-        self.log.happened("skipped", self.step, f"the {what} was not finite; the update was skipped")
+        why = f" ({result.why})" if result.why else ""
+        self.log.display.note(f"step {self.step}: the {what} is not finite{why}; the update was skipped")
+        self.log.happened("skipped", self.step, f"the {what} was not finite{why}; the update was skipped")
 
     def _report_uncompiled(self) -> None:
         """Report once each block of this rank that Dynamo failed to compile."""
@@ -333,11 +340,12 @@ class Trainer(Job):
         for line in compiled.news() if compiled else ():
             self.log.display.note(f"step {self.step}: {line}")
 
-    def _stop_if_diverged(self) -> None:
-        """Raise `RunFailed` after `MAX_SKIPPED` skipped steps in a row."""
+    def _stop_if_diverged(self, why: str) -> None:
+        """Raise `RunFailed` after `MAX_SKIPPED` skipped steps in a row; `why`: what the user's own loss did."""
         if self.in_a_row == MAX_SKIPPED:
             raise RunFailed(
-                f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}",
+                f"{MAX_SKIPPED} steps in a row without a finite loss and gradient, the last at step {self.step}"
+                f"{why and f': {why}'}",
                 fix="lower optimizer.learning_rate or lengthen scheduler.warmup_steps; "
                 f"the rows of step {self.step} are the first to look at",
                 more=f"metrics: {self.config.run_dir / 'metrics.jsonl'}",

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.data.batch import MicroBatch
-from fivefold.parallel import passes
+from fivefold.parallel import passes, plain
 from fivefold.parallel.balance.runtime import BalanceResult, dropped
 from fivefold.parallel.calls import calls
 from fivefold.parallel.collectives import Collective, StepShape, summed, total
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import norms, scale_
 from fivefold.training.flops import squared_lengths
@@ -40,6 +41,7 @@ class StepResult:
     stop: bool  # a rank was asked to stop
     balance: BalanceResult
     metrics: Mapping[str, float] = field(default_factory=dict)  # of a preference objective, means over its pairs
+    why: str = ""  # of a skipped step: losses of the user's own function that are not finite
 
 
 def train_step(
@@ -51,16 +53,18 @@ def train_step(
     max_grad_norm: float,
     stop: bool = False,
     spec: ObjectiveSpec | None = None,
+    loss: TokenLoss | None = None,
     read: Callable[[Tensor], list[float]] = Tensor.tolist,
 ) -> StepResult:
     """Train on this rank's micro batches of one global batch. `stop`: this rank was asked to stop; all ranks learn it.
 
     The loss is summed and divided by the global count of target tokens, or by the divisor of `spec` (the sum of target
-    weights, the number of pairs); every reduction is a plain sum. `learning_rate` is set in every parameter group;
+    weights, the number of pairs); every reduction is a plain sum.
+    `loss`: one of the user's own, in place of cross entropy. `learning_rate` is set in every parameter group;
     None: each keeps its own. `read`: copies the summed loss and squared norm to the host.
     """
     state = state_of(model)
-    done = _forward_backward(model, batch, stop, spec)
+    done = _forward_backward(model, batch, stop, spec, loss)
     summed, squares = read(all_reduce_sum(torch.stack([done.loss, squared_norm(model)])))
     norm = sqrt(squares) if squares >= 0 else float("nan")
     skipped = not (isfinite(summed) and isfinite(norm))
@@ -73,19 +77,22 @@ def train_step(
         state.scales.history.end_step()
     state.dropout.step += 1
     optimizer.zero_grad(set_to_none=True)
+    reasons = plain.everywhere(loss.why()) if loss and skipped else []
     return StepResult(
         summed, norm, done.tokens, done.targets, done.squared_lengths, skipped, done.stops > 0, done.balance,
-        done.metrics,
+        done.metrics, next(filter(None, reasons), ""),
     )  # fmt: skip
 
 
-def accumulate(model: Any, batch: Sequence[MicroBatch], *, spec: ObjectiveSpec | None = None) -> Tensor:
+def accumulate(
+    model: Any, batch: Sequence[MicroBatch], *, spec: ObjectiveSpec | None = None, loss: TokenLoss | None = None
+) -> Tensor:
     """Add the gradients of one global batch to the existing ones, as a backward pass does. Returns the loss in nats per
     target token of the global batch, an fp64 scalar, the same on every rank."""
     earlier = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None  # already summed over ranks; the reduction below must not sum them again
-    done = _forward_backward(model, batch, spec=spec)
+    done = _forward_backward(model, batch, spec=spec, loss=loss)
     state_of(model).scales.history.end_step()
     state_of(model).dropout.step += 1
     for parameter, gradient in earlier:
@@ -107,8 +114,9 @@ class _Done:
 
 
 def _forward_backward(
-    model: Any, batch: Sequence[MicroBatch], stop: bool = False, spec: ObjectiveSpec | None = None
-) -> _Done:
+    model: Any, batch: Sequence[MicroBatch], stop: bool = False, spec: ObjectiveSpec | None = None,
+    loss: TokenLoss | None = None,
+) -> _Done:  # fmt: skip
     """Count over all ranks, then run every micro batch; gradients end up summed."""
     state = state_of(model)
     device = next(model.parameters()).device
@@ -118,29 +126,32 @@ def _forward_backward(
     pairs_by_batch = [] if spec is None else pairs_of_step(model, batch, spec)
     scale = torch.tensor(1.0 / total if total else 1.0, dtype=torch.float64, device=device)
     state.balance.begin_step(rows)
-    loss = gradients(model, batch, scale, pairs_by_batch)
+    found = gradients(model, batch, scale, pairs_by_batch, loss)
     balance = state.balance.end_step()
     if not state.placement.owns_loss:
-        loss.zero_()
+        found.zero_()
     metrics: Mapping[str, float] = {}
     if spec is not None and pairs_by_batch:
         # The weighted cross entropy has the objective's gradient, but not its value.
         own, metrics = outcome(model, pairs_by_batch, spec.objective)
-        loss = own * scale
+        found = own * scale
     if not total:
-        loss.fill_(float("nan"))  # like cross entropy over no targets
-    return _Done(loss, targets, tokens, squared, stops, balance, metrics)
+        found.fill_(float("nan"))  # like cross entropy over no targets
+    return _Done(found, targets, tokens, squared, stops, balance, metrics)
 
 
-def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, pairs_by_batch: Sequence[Pairs] = ()) -> Tensor:
+def gradients(
+    model: Any, batch: Sequence[MicroBatch], scale: Tensor, pairs_by_batch: Sequence[Pairs] = (),
+    loss: TokenLoss | None = None,
+) -> Tensor:  # fmt: skip
     """Run forward and backward of every micro batch; gradients end up reduced. `pairs_by_batch`: of each micro batch,
-    or none. Returns the scaled loss sum, fp64."""
+    or none. `loss`: one of the user's own. Returns the scaled loss sum, fp64."""
     device, state = next(model.parameters()).device, state_of(model)
     ranks, rank = state.plan.layout.data_ranks, state.placement.data_rank
     rows = sum(len(part.input_ids) for part in batch) * ranks
     weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
     inputs = [
-        to_device(micro, device, scale, weigh=weigh, first_row=(at * ranks + rank) * len(micro.input_ids))
+        to_device(micro, device, scale, weigh=weigh, loss=loss, first_row=(at * ranks + rank) * len(micro.input_ids))
         for at, (micro, weigh) in enumerate(zip(batch, weights, strict=True))
     ]
     # An objective on pairs compares two passes of the model, which drop nothing (as TRL's `disable_dropout` has it).
@@ -206,20 +217,22 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 # ---- the loss alone --------------------------------------------------------------------------------------------------
 
 
-def mean_loss(model: Any, batches: Iterable[MicroBatch]) -> float:
-    """Mean cross entropy of the micro batches of all ranks, which must have equally many; NaN without targets."""
-    loss, targets = summed_loss(model, batches)
+def mean_loss(model: Any, batches: Iterable[MicroBatch], own: TokenLoss | None = None) -> float:
+    """Mean cross entropy, or mean of a loss of the user's `own`, of the micro batches of all ranks, which must have
+    equally many; NaN without targets."""
+    loss, targets = summed_loss(model, batches, own)
     return loss / targets if targets else nan
 
 
-def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-    """Summed cross entropy in nats of the micro batches of all ranks, and their number of target tokens."""
+def summed_loss(model: Any, batches: Iterable[MicroBatch], own: TokenLoss | None = None) -> tuple[float, int]:
+    """Summed cross entropy in nats, or a loss of the user's `own`, of the micro batches of all ranks, and their number
+    of target tokens."""
     state = state_of(model)
     device = next(model.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     with evaluating(model):
         for batch in batches:
-            totals[0] += passes.loss(model, to_device(batch, device))
+            totals[0] += passes.loss(model, to_device(batch, device, loss=own))
             totals[1] += batch.targets
     if not state.placement.owns_loss:
         totals[0] = 0
@@ -232,12 +245,22 @@ def summed_loss(model: Any, batches: Iterable[MicroBatch]) -> tuple[float, int]:
 # ---- what a step sends -----------------------------------------------------------------------------------------------
 
 
-def step_shape(model: Any, rows: int, tokens: int, micro_batches: int, loss_chunks: int | None = None) -> StepShape:
-    """The shape with which to ask a parallelized model's plan about one step of [rows, tokens] micro batches."""
+def step_shape(
+    model: Any,
+    rows: int,
+    tokens: int,
+    micro_batches: int,
+    loss_chunks: int | None = None,
+    *,
+    whole_logits: bool = False,
+) -> StepShape:
+    """The shape with which to ask a parallelized model's plan about one step of [rows, tokens] micro batches.
+    `whole_logits`: with a loss of the user's own."""
     state = state_of(model)
     shape = state.plan.step_shape(
-        rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize
-    )
+        rows, tokens, micro_batches, loss_chunks=loss_chunks, reduce_bytes=state.reduce_dtype.itemsize,
+        whole_logits=whole_logits,
+    )  # fmt: skip
     options = state.balance.options
     return replace(
         shape, balances_load=bool(options.load), has_capacity=options.capacity_factor is not None,

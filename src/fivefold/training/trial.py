@@ -36,7 +36,7 @@ def run(job: Job) -> None:
         _step(job)
         job.optimizer.zero_grad(set_to_none=True)
         if job.config.eval.every and job.data.validation:
-            mean_loss(job.model, islice(job.evaluation(job.data.validation), 1))
+            mean_loss(job.model, islice(job.evaluation(job.data.validation), 1), job.loss)
         job.keeper.try_memory(saved)
         del kept
     if job.world.device != "cpu":
@@ -49,7 +49,7 @@ def _step(job: Job) -> None:
     state, batch = state_of(job.model), job.batch(job.step)
     rounds = batch[:ROUNDS] if state.placement.stages.count == 1 else batch  # a pipeline has many in flight
     scale = 1.0 / max(sum(round_.targets for round_ in rounds), 1)
-    gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device))
+    gradients(job.model, rounds, torch.tensor(scale, dtype=torch.float64, device=job.world.device), loss=job.loss)
     state.balance.end_step()
     all_reduce_sum(squared_norm(job.model))
 

@@ -35,6 +35,8 @@ from fivefold.parallel.state import state_of
 from fivefold.training import checks
 from fivefold.training import preference as preferences
 from fivefold.training import step as training
+from fivefold.training.inputs import check_loss
+from fivefold.training.named_loss import loss_at
 from fivefold.training.objectives import Objective
 from fivefold.training.optimizers import build_optimizer
 from fivefold.training.optimizers.states import restored_state
@@ -75,6 +77,9 @@ class Proof:
         )  # fmt: skip
         configure(self.model, self.state.balance, options, self.state.placement.buffers)
         self.optimizer = build_optimizer(self.model, case.optimizer)
+        self.loss = loss_at(case.loss) if case.loss else None
+        if self.loss:
+            check_loss(self.loss, self.model, self._batch(0))
         self.found = LayoutResult(str(layout), precision=layout.numerics)
         self.compare = Comparison(self.found, reference, self.state)
         self._not_shown: set[str] = set()  # modules whose values on this rank could not be located
@@ -182,13 +187,14 @@ class Proof:
     def evaluation(self) -> None:
         """Compare the loss of the first batch, as evaluation computes it."""
         with exactly(self.layout.precision):
-            loss = training.mean_loss(self.model, self._batch(0))
+            loss = training.mean_loss(self.model, self._batch(0), self.loss)
         expected = float(self.reference.whole("evaluated"))
         self.compare.numbers({"loss, evaluated": relative_number(loss, expected)})
 
     def objective(self) -> None:
-        """Compare the values and the gradient of the run file's objective, unless it is sft."""
-        if self.case.objective == "sft":
+        """Compare the values and the gradient of the run file's objective, unless it is sft
+        or python."""
+        if self.case.objective in ("sft", "python"):  # python: all that is compared has its loss
             return
         options, self.state.balance.options = self.state.balance.options, BalanceOptions()  # no router losses
         scales = self.state.scales.state()
@@ -377,7 +383,7 @@ class Proof:
         batch = self._batch(0)
         scale = torch.tensor(1.0 / self.case.targets(0), dtype=torch.float64, device=self._device)
         with exactly(self.layout.precision):
-            loss = training.gradients(self.model, batch, scale)
+            loss = training.gradients(self.model, batch, scale, loss=self.loss)
         if not self.state.placement.owns_loss:
             loss.zero_()
         dist.all_reduce(loss)
@@ -388,7 +394,7 @@ class Proof:
         in training."""
         if self.case.capacity_factor is None and not self.state.dropout.has_sites:
             with exactly(self.layout.precision):
-                training.mean_loss(self.model, self._batch(0))
+                training.mean_loss(self.model, self._batch(0), self.loss)
         else:
             self._gradients()
             self._drop_gradients()
@@ -398,7 +404,7 @@ class Proof:
         with exactly(self.layout.precision):
             return training.train_step(
                 self.model, self.optimizer, batch, learning_rate=LEARNING_RATE,
-                max_grad_norm=self.reference.about["limits"][step],
+                max_grad_norm=self.reference.about["limits"][step], loss=self.loss,
             )  # fmt: skip
 
     def _step_with_gradients(self, step: int) -> tuple[training.StepResult, dict[str, Tensor]]:
@@ -439,7 +445,9 @@ class Proof:
         """Check that the collectives of a step are those that the layout declares."""
         batch = self._batch(0)
         rows, tokens = batch[0].input_ids.shape
-        shape = training.step_shape(self.model, rows, tokens, len(batch), self.case.loss_chunks)
+        shape = training.step_shape(
+            self.model, rows, tokens, len(batch), self.case.loss_chunks, whole_logits=self.loss is not None
+        )
         declared = by_group(
             training.declare(self.model, shape, optimizer=self.case.optimizer.name), self.state.placement.grid
         )

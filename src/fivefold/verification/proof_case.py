@@ -76,6 +76,8 @@ class ProofCase:
     temperature: float = 1.0
     alpha: float = 0.5
     adapter: Lora | None = None
+    loss: str = ""  # a function of the user's own in place of cross entropy, PATH.py:NAME
+    columns: tuple[str, ...] = ()  # of the data, for that function
 
     def describe(self) -> str:
         """Describe the case in one line, for people."""
@@ -83,7 +85,9 @@ class ProofCase:
         drops = "" if self.capacity_factor is None else f"; capacity factor {self.capacity_factor:g}"
         rows = "one document and one micro batch each" if self.whole_rows else "documents of unequal length"
         of_teacher = f"; the {self.followed} likeliest tokens of a teacher are followed"
-        objective = {"sft": "", "distill": of_teacher}.get(self.objective, f"; {self.objective} on pairs of answers")
+        objective = {"sft": "", "distill": of_teacher, "python": f"; the loss {self.loss}"}.get(
+            self.objective, f"; {self.objective} on pairs of answers"
+        )
         adapter = "" if self.adapter is None else f"; LoRA of rank {self.adapter.rank} beside a frozen model"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "
@@ -106,11 +110,12 @@ class ProofCase:
 
     def _piece(self, rng: np.random.Generator, length: int, *, is_example: bool) -> Piece:
         """A document of `length` tokens; one that fills a row is the start of a longer document. An example with 10
-        targets trains the third to the fifth, and the last."""
+        targets trains the third to the fifth, and the last. A column is 0 or 1, which are weights and classes."""
         drawn = rng.integers(0, self.vocabulary, length + (length == self.row_length), dtype=np.uint32)
         place = np.arange(len(drawn) - 1)
         answers = (place >= len(place) // 4) & (place < len(place) // 2) | (place == len(place) - 1)
-        return Piece(drawn[:length], drawn[1:], answers if is_example else None)
+        columns = {name: float((drawn[0] + at) % 2) for at, name in enumerate(self.columns)}
+        return Piece(drawn[:length], drawn[1:], answers if is_example else None, columns=columns)
 
     @property
     def followed(self) -> int:

@@ -52,6 +52,7 @@ from fivefold.verification.results import LayoutResult
 from fivefold.verification.scratch import SUBJECT, read_found, reference_file, report_on, write_found
 
 POLL_SECONDS = 0.05
+WHOLE = 2**31  # no vocabulary is larger: a loss of the user's own may name any token
 UNKNOWN = 8 * GIB  # free memory assumed if the system does not report it
 _INDENT = 15  # of the text of a progress line, after its label
 Work = Callable[[World], None]
@@ -152,7 +153,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
     machine = room()
     model = make_folder(
         config, asked.folder / "model", thin=asked.thin, memory=(machine.free if machine else UNKNOWN) // 2,
-        vocabulary=8 * max(layout.tp for layout in layouts) + 3,
+        vocabulary=WHOLE if config.objective.is_own else 8 * max(layout.tp for layout in layouts) + 3,
         layers=max(layout.fewest_layers for layout in layouts), seed=asked.seed,
         block=NF4_BLOCK * max(layout.tp for layout in layouts) if config.adapter.quantize == "nf4" else 1,
     )  # fmt: skip
@@ -172,6 +173,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         gamma=config.objective.gamma, desirable_weight=config.objective.desirable_weight,
         undesirable_weight=config.objective.undesirable_weight, top_k=config.objective.top_k,
         temperature=config.objective.temperature, alpha=config.objective.alpha, adapter=config.adapter.lora,
+        loss=config.objective.path, columns=config.objective.columns,
         prompts=0 if any(layout.has_tensor_scales for layout in layouts) else ProofCase.prompts,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ kept in fp32 and each document's gradient is added in fp32, as is usual in mixed
 """
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +22,16 @@ from torch import Tensor
 from fivefold.config import OptimizerSection
 from fivefold.core.folder_config import noise
 from fivefold.core.state_dtypes import kept_in
+from fivefold.data.batch import Piece
 from fivefold.models import hf_internals
 from fivefold.models.experts import router_buffers
 from fivefold.parallel.adapters import by_hand as adapter_by_hand
 from fivefold.parallel.balance.runtime import movable_biases
 from fivefold.parallel.fp8 import by_hand as matmuls_by_hand
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
+from fivefold.parallel.loss.own import LossRow
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.training.named_loss import loss_at
 from fivefold.training.optimizers import Weights, rule_of
 from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.dropout_by_hand import Draws
@@ -59,6 +63,7 @@ class Reference:
         if precision == "bf16":
             self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
+        self.loss = loss_at(case.loss).function if case.loss else None
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
@@ -100,7 +105,7 @@ class Reference:
         self._keep("weight", trained(self.master))
         if self.case.objective == "distill":
             self._distillation()
-        elif self.case.objective != "sft":
+        elif self.case.objective not in ("sft", "python"):
             self._preference()
         for linear in self.scales:
             linear.now.clear()  # the objective's passes are no step
@@ -210,8 +215,7 @@ class Reference:
             logits = self.model(input_ids=ids[None]).logits[0]
             if seen:
                 seen.put("logits", row, start, logits)
-            rows = logits[: len(targets)].to(master_dtype(self.precision))
-            loss = F.cross_entropy(rows, targets, reduction="sum")
+            loss = self._summed(logits, targets, ids, columns_at(batch[row], start))
             summed += loss.item()
             (loss / count + self.balance.of_document()).backward()  # type: ignore[no-untyped-call]
             self._collect()
@@ -226,6 +230,19 @@ class Reference:
         if seen:
             self.tensors["evaluated"] = self._evaluated()
         return summed / count
+
+    def _summed(self, logits: Tensor, targets: Tensor, ids: Tensor, columns: Mapping[str, float]) -> Tensor:
+        """The loss of a document, summed over its targets: cross entropy, or the function of the user's own, which gets
+        the document's `columns`."""
+        rows = logits[: len(targets)].to(master_dtype(self.precision))
+        if self.loss is None:
+            return F.cross_entropy(rows, targets, reduction="sum")
+        is_trained = targets != -100
+        if not is_trained.any():
+            return rows.sum() * 0
+        numbers = {name: torch.full_like(rows[:, 0], number).detach() for name, number in columns.items()}
+        row = LossRow(ids[: len(targets)], torch.arange(len(targets), device=ids.device), numbers)
+        return self.loss(rows[is_trained], targets[is_trained], row.at(is_trained)).sum()
 
     def _count_picks(self, batch: Documents, step: int) -> None:
         """Count each row's picks per expert: router losses need whole rows before their documents are computed."""
@@ -252,9 +269,10 @@ class Reference:
     def _evaluated(self) -> Tensor:
         """The loss of the first batch from its logits, for which no capacity drops anything."""
         summed = torch.zeros((), dtype=torch.float64)
-        for row, start, _, targets in self._sequences(self.case.documents(0)):
-            logits = self.tensors["logits"][row, start : start + len(targets)].to(master_dtype(self.precision))
-            summed += F.cross_entropy(logits, targets.cpu(), reduction="sum")
+        for row, start, ids, targets in self._sequences(self.case.documents(0)):
+            logits = self.tensors["logits"][row, start : start + len(ids)]
+            columns = columns_at(self.case.documents(0)[row], start)
+            summed += self._summed(logits, targets.cpu(), ids.cpu(), columns)
         return summed / self.case.targets(0)
 
     def _sequences(self, batch: Documents) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -316,6 +334,12 @@ class Reference:
                 for kind, value in optimizer.state.get(parameter, {}).items():
                     if value.ndim:
                         value.copy_(states_by_hand.kept(value, name, kind, steps, dtype))
+
+
+def columns_at(documents: Sequence[Piece], start: int) -> Mapping[str, float]:
+    """Columns of the document of a row that begins at `start`."""
+    starts = itertools.accumulate((len(document.tokens) for document in documents), initial=0)
+    return documents[[*starts].index(start)].columns
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:

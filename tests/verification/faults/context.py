@@ -125,11 +125,11 @@ def labels_cut_before_the_shift() -> Any:
 def loss_is_a_mean_of_means_over_cp() -> Any:
     plain = step.gradients
 
-    def gradients(model: Any, batch: Any, scale: Tensor) -> Tensor:
+    def gradients(model: Any, batch: Any, scale: Tensor, *rest: Any, **options: Any) -> Tensor:
         fold = state_of(model).context
         assert fold is not None
         mine = sum(int((fold.cut(torch.from_numpy(each.labels)) != IGNORE).sum()) for each in batch)
-        return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype))
+        return plain(model, batch, torch.tensor(1.0 / (mine * fold.size), dtype=scale.dtype), *rest, **options)
 
     return patch.object(step, "gradients", gradients)
 

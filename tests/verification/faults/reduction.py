@@ -26,8 +26,8 @@ def _gradients(after: Callable[[Any, Sequence[MicroBatch]], None]) -> Any:
     """`after(model, batch)` happens when gradients are there."""
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *judges: Any) -> Tensor:
-        found = plain(model, batch, scale)
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *rest: Any, **options: Any) -> Tensor:
+        found = plain(model, batch, scale, *rest, **options)
         after(model, batch)
         return found
 
@@ -88,7 +88,7 @@ def targets_counted_on_every_tensor_rank() -> Any:
 def mean_of_micro_batches() -> Any:
     plain = step.gradients
 
-    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *judges: Any) -> Tensor:
+    def gradients(model: Any, batch: Sequence[MicroBatch], scale: Tensor, *rest: Any, **options: Any) -> Tensor:
         ranks = step.state_of(model).plan.layout.data_ranks
         shares = iter([1 / (each.targets * len(batch) * ranks) for each in batch])
         device = step.to_device
@@ -99,7 +99,7 @@ def mean_of_micro_batches() -> Any:
             return inputs
 
         with patch.object(step, "to_device", to_device):
-            return plain(model, batch, scale, *judges)
+            return plain(model, batch, scale, *rest, **options)
 
     return patch.object(step, "gradients", gradients)
 

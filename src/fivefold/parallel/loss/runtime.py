@@ -13,7 +13,8 @@ Legend: N tokens of a chunk, D hidden size, V vocabulary rows of this tp rank, K
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -73,8 +74,19 @@ def chunked_loss(
     if not torch.is_grad_enabled():
         total = _total(-target_log_probs(logits_of, hidden_BTD, labels_BT, sizes, fold, kernels), weights)
         return total if scale is None else total * scale
-    chunks = logits_of, sizes, fold, kernels or EAGER
-    return _ChunkedLoss.apply(*chunks, hidden, labels, scale, weights, soft, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
+    weight_parts = [None] * len(sizes) if weights is None else torch.split(weights, list(sizes))
+    soft_parts = [None] * len(sizes) if soft is None else soft.split(sizes)
+    parts = zip(torch.split(labels, list(sizes)), weight_parts, soft_parts, strict=True)
+    chunks = [partial(_softmax_chunk, *part, scale=scale, fold=fold, kernels=kernels or EAGER) for part in parts]
+    return summed_chunks(logits_of, hidden, head_parameters, sizes, chunks)
+
+
+def summed_chunks(
+    logits_of: Logits, hidden: Tensor, head_parameters: list[Tensor], sizes: tuple[int, ...],
+    chunks: Sequence["ChunkLoss"],
+) -> Tensor:  # fmt: skip
+    """Sum the losses of chunks of hidden states [1, T, D], fp64. The gradients reach `hidden` and `head_parameters`."""
+    return _ChunkedLoss.apply(logits_of, sizes, chunks, hidden, *head_parameters)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def target_log_probs(
@@ -105,32 +117,46 @@ def _total(nll_N: Tensor, weights_N: Tensor | None) -> Tensor:
     return nll_N.sum(dtype=torch.float64) if weights_N is None else nll_N.double().mul(weights_N).sum()
 
 
+class ChunkLoss(Protocol):
+    """Compute the loss of a chunk from its logits [1, N, V]: its sum, fp64, and the gradient of the sum by the logits.
+    `overwrite`: the gradient may take the memory of the logits."""
+
+    def __call__(self, logits: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]: ...
+
+
+def _softmax_chunk(
+    labels_N: Tensor, weights_N: Tensor | None, soft: SoftTargets | None, logits: Tensor, *, overwrite: bool,
+    scale: Tensor | None, fold: TensorParallel, kernels: "Kernels",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Cross entropy of a chunk, also after a teacher. See `ChunkLoss`."""
+    factor_N = _factor(labels_N, weights_N, scale)
+    nll_N, logits_grad = _loss_and_gradient(
+        logits, _softmaxes(labels_N, soft), fold, factor_N, overwrite=overwrite, kernels=kernels
+    )
+    loss = _total(nll_N, weights_N)
+    return loss if scale is None else loss * scale, logits_grad
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Loss whose forward computes the gradients too; backward returns them."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits_of: Logits, sizes: tuple[int, ...], fold: TensorParallel, kernels: "Kernels", hidden: Tensor,
-        labels: Tensor, scale: Tensor | None, weights: Tensor | None, soft: SoftTargets | None, *parameters: Tensor,
+        ctx: Any, logits_of: Logits, sizes: tuple[int, ...], chunks: Sequence[ChunkLoss], hidden: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_grad = torch.empty_like(hidden)
         sums: list[Tensor | None] = []  # None for a parameter that the logits do not depend on
-        parts = (torch.split(t, list(sizes), d) for t, d in ((hidden, 1), (labels, 0), (hidden_grad, 1)))
-        weight_parts = [None] * len(sizes) if weights is None else torch.split(weights, list(sizes))
-        soft_parts = [None] * len(sizes) if soft is None else soft.split(sizes)
-        for h, y, grad, weight, teacher in zip(*parts, weight_parts, soft_parts, strict=True):
+        parts = (torch.split(t, list(sizes), 1) for t in (hidden, hidden_grad))
+        for h, grad, loss_of in zip(*parts, chunks, strict=True):
             leaf = h.detach().requires_grad_()
             with torch.enable_grad():
                 logits = logits_of(leaf)
             free = not saves_memory_of(logits)  # then their gradient takes their memory
-            nll, logits_grad = _loss_and_gradient(
-                logits.detach(), _softmaxes(y, teacher), fold, _factor(y, weight, scale), overwrite=free,
-                kernels=kernels,
-            )  # fmt: skip
-            loss = _total(nll, weight)
+            loss, logits_grad = loss_of(logits.detach(), overwrite=free)
             chunk_grad, *grads = torch.autograd.grad(logits, [leaf, *parameters], logits_grad, allow_unused=True)
-            total += loss if scale is None else loss * scale
+            total += loss
             grad.copy_(chunk_grad)
             sums = [*grads] if len(sizes) == 1 else _accumulate(sums, grads)
             del logits, logits_grad, chunk_grad, grads  # or they would coexist with the next chunk's
@@ -142,7 +168,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         hidden_grad, *sums = ctx.saved_tensors
         scaled = (s if s is None else s * grads[0] for s in sums)
-        return (None, None, None, None, hidden_grad * grads[0], None, None, None, None, *scaled)
+        return (None, None, None, hidden_grad * grads[0], *scaled)
 
 
 def _accumulate(sums: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

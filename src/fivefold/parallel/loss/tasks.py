@@ -8,7 +8,7 @@ Legend: B rows, T tokens of a row, N tokens of this rank, D hidden size, A answe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from fivefold.parallel.collectives import chunk_sizes
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.loss import runtime as losses
+from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 
@@ -41,8 +42,12 @@ class Head:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each chunk."""
+        return self._sizes(self.vocabulary)
+
+    def _sizes(self, vocabulary: int) -> tuple[int, ...]:
+        """Tokens of each chunk, for logits of `vocabulary` numbers a token."""
         rows, length, features = self.hidden.shape
-        return chunk_sizes(rows * length, self.vocabulary, features, self.chunks)
+        return chunk_sizes(rows * length, vocabulary, features, self.chunks)
 
     def loss(
         self, labels_BT: Tensor, scale: Tensor | None, weights_BT: Tensor | None, soft: losses.SoftTargets | None = None
@@ -52,6 +57,18 @@ class Head:
             self.logits_of, self.hidden, labels_BT, self.parameters, self.sizes, self.tensor, scale, weights_BT, soft,
             self.kernels,
         )  # fmt: skip
+
+    def own_loss(self, loss: TokenLoss, labels_BT: Tensor, row: LossRow, scale: Tensor | None) -> Tensor:
+        """Summed losses by a function of the user's own of this rank's tokens [B, N / B], fp64 scalar."""
+        sizes, hidden = self._sizes(self.tensor.vocabulary[-1][1]), self.hidden.reshape(1, -1, self.hidden.shape[-1])
+        parts = zip(torch.split(labels_BT.reshape(-1), list(sizes)), row.split(sizes), strict=True)
+        if torch.is_grad_enabled():
+            chunks = [partial(loss.of_chunk, *part, scale=scale, fold=self.tensor) for part in parts]
+            return losses.summed_chunks(self.logits_of, hidden, self.parameters, sizes, chunks)
+        pairs = zip(torch.split(hidden, list(sizes), 1), parts, strict=True)
+        sums = [loss.without_gradient(*part, self.logits_of(h), self.tensor) for h, part in pairs]
+        total = torch.stack(sums).sum()
+        return total if scale is None else total * scale
 
     def target_log_probs(self, labels_BT: Tensor) -> Tensor:
         """Log-probability of the target of every token of this rank [N], without gradient; 0 without a target."""
@@ -78,6 +95,20 @@ class CrossEntropy:
         cut = head.context.cut
         weights = None if self.weights is None else cut(self.weights)
         return head.loss(cut(self.labels), self.scale, weights, self.teacher and self.teacher.cut(cut))
+
+
+@dataclass
+class OwnLoss:
+    """Summed losses by a function of the user's own. `row`: beside the labels, [B, T] each."""
+
+    loss: TokenLoss
+    labels: Tensor
+    row: LossRow
+    scale: Tensor | None = None
+
+    def __call__(self, head: Head) -> Tensor:
+        cut = head.context.cut
+        return head.own_loss(self.loss, cut(self.labels), self.row.cut(cut), self.scale)
 
 
 @dataclass

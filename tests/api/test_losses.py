@@ -1,0 +1,42 @@
+"""A loss of the user's own under every parallelism equals plain `transformers`, the function and autograd in one
+process: losses, norms, every gradient and weight, to 1e-10 in fp64."""
+
+from functools import cache
+
+import pytest
+
+from fivefold.parallel.layout import Layout
+from tests.api.loop import Outcome
+from tests.api.losses import LOSSES, assert_close, reference, refusals_on_rank, train_on_rank
+from tests.pool import run_ranks
+from tests.tiers import put_off
+
+pytestmark = pytest.mark.full
+
+LAYOUTS = ["single", "shard2", "tp2", "pp2", "cp2", "shard2.ep2", "shard2.tp2", "pp2+zb"]
+FIRST = ("single", "tp2", "shard2.tp2", "pp2+zb")  # the others in a campaign
+
+
+@cache
+def expected(name: str, loss: str) -> Outcome:
+    return reference(name, loss)
+
+
+@pytest.mark.parametrize("layout", [layout if layout in FIRST else put_off(layout) for layout in LAYOUTS])
+def test_equals_one_process(layout: str, subtests: pytest.Subtests) -> None:
+    name = "moe" if "ep2" in layout else "llama"
+    for loss in LOSSES:
+        with subtests.test(loss=loss):
+            for found, evaluated in run_ranks(Layout.parse(layout).world, train_on_rank, layout, name, loss):
+                assert_close(found, expected(name, loss))
+                assert evaluated < expected(name, loss).losses[0]
+
+
+def test_what_cannot_be_right_is_refused_on_every_rank() -> None:
+    """A rank that raised alone would leave the others waiting for it."""
+    for refused in run_ranks(2, refusals_on_rank, "shard2"):
+        assert "depends on the other tokens" in refused["mean"] and "test_losses.py" not in refused["mean"]
+        assert "has shape [7], input_ids [" in refused["column"]
+        assert "losses.py:" in refused["on one rank"] and "ZeroDivisionError" in refused["on one rank"]
+        assert "the batch has 'weight'" in refused["without a loss"]
+        assert "not finite" in refused["not finite"]
