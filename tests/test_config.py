@@ -163,9 +163,8 @@ def test_one_value_where_a_list_is_expected_is_taken_or_what_to_write_is_said(
         with subtests.test(msg=key.name):
             section, name = key.name.split(".")
             try:
-                config = loaded(
-                    here, "adapter: {name: lora}", f"{key.name}={key.choices[0] if key.choices else 'word'}"
-                )
+                sections = "adapter: {name: lora}\nobjective: {name: python, path: losses.py:loss}"
+                config = loaded(here, sections, f"{key.name}={key.choices[0] if key.choices else 'word'}")
                 assert len(getattr(getattr(config, section), name)) == 1
             except UserError as error:
                 assert "it should be a list: [a, b]" in error.what and key.help in str(error.fix)

@@ -252,7 +252,7 @@ def test_generate_and_export_call_their_functions(monkeypatch: pytest.MonkeyPatc
     assert run("export", "runs/demo", "my out", "--step", "20", "--dtype", "bf16", "--force") == 0
     request = GenerateRequest(model="runs/demo", prompt="def ", layout="tp2", top_k=5)
     assert calls[0] == ((request,), {"device": "auto"})
-    options = {"step": 20, "dtype": "bf16", "force": True, "merge": False, "push": None}
+    options = {"step": 20, "best": False, "dtype": "bf16", "force": True, "merge": False, "push": None}
     assert calls[1][1].pop("room") > 0
     assert calls[1] == (("runs/demo", Path("my out")), options)
     said = capsys.readouterr().out

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,7 +335,7 @@ def test_a_finished_run_says_so_and_starts_nothing(
     (config.run_dir / "checkpoints" / "step-000007").mkdir(parents=True)
     started: list[RunConfig] = []
     monkeypatch.setattr(launch, "Workers", Crew)
-    monkeypatch.setattr(launch, "_prepare", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "_prepare", lambda *_, **__: SimpleNamespace(converses=False))
     monkeypatch.setattr(launch, "_start", lambda config, *_: started.append(config) or tmp_path)
     assert launch.run(None, keys) == config.run_dir and not started
     said = capsys.readouterr().out

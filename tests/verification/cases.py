@@ -15,11 +15,12 @@ LAYERS = "num_hidden_layers"
 KINDS = ["sliding_attention", "full_attention"] * 2
 OF_FOUR_LAYERS = {family: (("layer_types", KINDS),) for family in ("gemma3", "gpt_oss")}
 IN_FOUR_BITS = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 256))  # blocks of 64 numbers
+PUBLISHED = (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))  # of GPT-2
 MARKS: dict[str, dict[str, Any]] = {
     "kv1": {"kv_heads": 1}, "kv4": {"kv_heads": 4}, "tied": {"tied": True}, "muon": {"optimizer": "muon"},
     "capacity": {"capacity": 0.9}, "dpo": {"objective": "dpo"}, "kto": {"objective": "kto"},
     "distill": {"objective": "distill"}, "python": {"objective": "python"}, "lora": {"adapter": True},
-    "drops": {"dropout": 0.05}, "experts": {"of_experts": True},
+    "drops": {"dropout": 0.05}, "pdrop": {"changes": PUBLISHED}, "experts": {"of_experts": True},
     "nf4": {"quantize": "nf4", "changes": IN_FOUR_BITS}, "inner56": {"changes": (("intermediate_size", 56),)},
     "unchunked": {"is_chunked": False},
 }  # fmt: skip
@@ -52,7 +53,7 @@ def name_of(model: Model) -> str:
     marks = {
         "kv1": model.kv_heads == 1, "kv4": model.kv_heads == 4, "tied": model.tied, "muon": model.optimizer == "muon",
         "capacity": model.capacity is not None, model.objective: model.objective != "sft", "lora": model.adapter,
-        "drops": model.dropout > 0, "experts": model.of_experts, "nf4": model.quantize == "nf4",
+        "drops": model.dropout > 0, "pdrop": "attn_pdrop" in changes, "experts": model.of_experts, "nf4": model.quantize == "nf4",
         "inner56": changes.get("intermediate_size") == 56,
         "unchunked": not model.is_chunked,
     }  # fmt: skip

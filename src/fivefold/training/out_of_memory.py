@@ -50,7 +50,7 @@ _PHASES = (
     ("training/checkpoints.py", "resume", "loading the checkpoint"),
     ("training/run.py", "_evaluate", "an evaluation"),
     ("training/step.py", "mean_loss", "an evaluation"),
-    ("training/run.py", "_sample", "a sample"),
+    ("training/samples.py", "draw", "a sample"),
     ("training/run.py", "_check", "the standing checks"),
     ("torch/autograd/", "backward", "backward"),
     ("torch/autograd/", "_engine_run_backward", "backward"),
