@@ -53,8 +53,8 @@ def name_of(model: Model) -> str:
     marks = {
         "kv1": model.kv_heads == 1, "kv4": model.kv_heads == 4, "tied": model.tied, "muon": model.optimizer == "muon",
         "capacity": model.capacity is not None, model.objective: model.objective != "sft", "lora": model.adapter,
-        "drops": model.dropout > 0, "pdrop": "attn_pdrop" in changes, "experts": model.of_experts, "nf4": model.quantize == "nf4",
-        "inner56": changes.get("intermediate_size") == 56,
+        "drops": model.dropout > 0, "pdrop": "attn_pdrop" in changes, "experts": model.of_experts,
+        "nf4": model.quantize == "nf4", "inner56": changes.get("intermediate_size") == 56,
         "unchunked": not model.is_chunked,
     }  # fmt: skip
     family = f"{model.family}/{changes[LAYERS]}" if LAYERS in changes else model.family
