@@ -167,10 +167,10 @@ Loss = Callable[[nn.Module, list[np.ndarray]], Tensor]  # of the documents of a 
 class _WithLoss(Reference):
     """The reference with another loss."""
 
-    loss: Loss
+    of_batch: Loss
 
     def _gradients(self, step: int, inputs: list[str] | None) -> float:
-        loss = self.loss(self.model, [d for row in documents(self.case.case, step) for d in row])
+        loss = self.of_batch(self.model, [d for row in documents(self.case.case, step) for d in row])
         loss.backward()
         if inputs is not None:
             self._keep("gradient", {name: p.grad for name, p in self.master.named_parameters()})
@@ -180,7 +180,7 @@ class _WithLoss(Reference):
 def reference(case: Case, *, loss: Loss | None = None) -> Outcome:
     """Run the case in one process, in fp64, by the reference of `fivefold.verification`. `loss`: another one than the
     mean cross entropy."""
-    kind = Reference if loss is None else type("WithLoss", (_WithLoss,), {"loss": staticmethod(loss)})
+    kind = Reference if loss is None else type("WithLoss", (_WithLoss,), {"of_batch": staticmethod(loss)})
     model = reference_model(case, torch.float32)
     found = kind(subject(case), "fp64", "cpu", model=model).run([]).tensors
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
