@@ -62,7 +62,7 @@ class DataCounts:
     """Everything that was read and left out, and the rows of both sides.
 
     `fraction` is the requested held-out part, 0 for none or a list. `bos` describes the tokens in front of the
-    documents. `columns`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties.
+    documents. `columns`, `ids`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties.
     """
 
     files: int
@@ -78,6 +78,7 @@ class DataCounts:
     fraction: float = 0.0
     bos: str = ""
     columns: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
     answers_alone: tuple[str, ...] = ()
     tokenizer: tuple[str, ...] = ()
 
@@ -99,6 +100,7 @@ class DataCounts:
             *self._by_source(),
             *(f"tokenizer   {line}" for line in self.tokenizer),
             *(f"columns     {line}" for line in dict.fromkeys(self.columns)),
+            *(f"token ids   {line}" for line in dict.fromkeys(self.ids)),
         ]
         if remarks := self._remarks():
             lines.append("note        " + "; ".join(remarks))

@@ -169,7 +169,30 @@ class NumberedText(str):
     numbers: tuple[float, ...] = ()
 
 
-Document = str | Example | Preference  # as formats yield it
+@dataclass(frozen=True)
+class TokenIds:
+    """A document of token ids, integers [tokens], and its place for messages. `trained`: a mask of the trained tokens;
+    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it."""
+
+    where: str
+    ids: NDArray[np.integer]
+    trained: NDArray[np.bool_] | None = None
+    is_whole: bool = True
+    numbers: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def plain(self) -> str:
+        """Raises `UserError`: it has no text to train a tokenizer on."""
+        raise UserError(
+            f"{self.where}: token ids hold no text to train a tokenizer on",
+            fix="set tokenizer.name_or_path to the tokenizer that made them",
+        )
+
+
+Document = str | Example | Preference | TokenIds  # as formats yield it
 
 
 def plain(document: Document) -> str:

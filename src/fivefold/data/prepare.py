@@ -314,6 +314,7 @@ def _open(
             bos=_bos_line(tokenizer, (*plan.stores, *plan.held)),
             tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
+            ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
         ),
         fingerprint=plan.key,

@@ -15,7 +15,7 @@ from typing import Any
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data import examples
-from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated
+from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 from fivefold.data.spans import words
 
@@ -355,7 +355,7 @@ def _numbered(document: Document, record: Mapping[str, object], source: Source, 
                 fix=f"write a number there, or leave {key} out of objective.columns", more="docs/howto/losses.md",
             )  # fmt: skip
     numbers = tuple(float(value) for value in values if isinstance(value, int | float))
-    if isinstance(document, Example):
+    if isinstance(document, Example | TokenIds):
         return replace(document, numbers=numbers)
     assert isinstance(document, str), "pairs of answers have objectives of their own"
     text = NumberedText(document)

@@ -89,6 +89,7 @@ class Format:
     name: str
     suffixes: tuple[str, ...] = ()
     holds_tokens: bool = False  # a token store, used unchanged
+    companions: tuple[str, ...] = ()  # endings of files that belong to its files, such as their indices
 
     def matches(self, path: Path) -> bool:
         """True if `format: auto` reads `path` with this format."""
@@ -221,7 +222,10 @@ def _pick(
     counted."""
     picked: list[tuple[Path, Format]] = []
     left_out: list[Path] = []
+    companions = tuple(ending for form in formats for ending in form.companions)
     for path in paths:
+        if not is_named and companions and path.name.endswith(companions):
+            continue
         form = next((candidate for candidate in formats if is_named or candidate.matches(path)), None)
         if is_folder and path.name.lower() in _BESIDE:
             form = None

@@ -39,9 +39,10 @@ from fivefold.core.integrity import (
     signed,
     trust,
 )
-from fivefold.data.examples import Document, Preference, Text
+from fivefold.data.examples import Document, Preference, Text, TokenIds
 from fivefold.data.records import Records, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
+from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo, encoding, missing_bos
 from fivefold.data.windows import Encoded, Encoder
 
@@ -67,9 +68,10 @@ class StoreMeta:
 
     `bos`: the tokens in front of each document. `columns`: the report on unused columns of the records;
     `answers_alone`: warnings if the texts are the answers of chat or instruction records, without their prompts.
-    `files`: the checksum of each array. `trained`: number of trained tokens of documents that are examples; None for
-    texts, which are trained as a whole. `pairs`: every document is a pair of answers; `rated`: the first of the two is
-    rated, and the second is the answer to another prompt. `numbers`: the columns of numbers.npy.
+    `ids`: the report on documents that another engine tokenised. `files`: the checksum of each array. `trained`: number
+    of trained tokens of documents that are examples; None for texts, which are trained as a whole. `pairs`: every
+    document is a pair of answers; `rated`: the first of the two is rated, and the second is the answer to another
+    prompt. `numbers`: the columns of numbers.npy.
     """
 
     kind: str
@@ -89,6 +91,7 @@ class StoreMeta:
     pairs: bool = False
     rated: bool = False
     columns: str = ""
+    ids: str = ""
     numbers: tuple[str, ...] = ()
 
 
@@ -297,6 +300,7 @@ class _Writer:
         self.dtype = _dtype(tokenizer.vocab_size)
         self.lengths, self.hashes = array("q"), array("Q")
         self.numbers, self.columns = array("d"), tuple[str, ...]()
+        self.ids = TokenIdsReport(tokenizer)
         self.left_out: dict[str, None] = {}  # keys of all turns that the template left out
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
@@ -325,11 +329,13 @@ class _Writer:
             np.save(self.folder / name, values)
         if self.columns:
             np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
-        meta = self._meta(int(offsets[-1]), *columns_read(files, tuple(self.left_out)))
+        meta = self._meta(int(offsets[-1]), self.ids.line(files.name), *columns_read(files, tuple(self.left_out)))
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
-        """The text of a document, or the two of a pair of answers."""
+        """The text of a document, or the two of a pair of answers; none of token ids."""
+        if isinstance(document, TokenIds):
+            return []
         if isinstance(document, str):
             return [Text(document)]
         self.examples += 1
@@ -352,7 +358,8 @@ class _Writer:
             for document, sides in zip(batch, both, strict=True):
                 self.numbers.extend(getattr(document, "numbers", ()))
                 desirable = isinstance(document, Preference) and bool(document.desirable)
-                yield from self._document([next(sequences) for _ in sides], desirable=desirable)
+                tokens = [self._given(document)] if isinstance(document, TokenIds) else [next(sequences) for _ in sides]
+                yield from self._document(tokens, desirable=desirable)
 
     def _document(self, sequences: list[list[Tokens]], *, desirable: bool) -> list[Tokens]:
         """The tokens of a document, of one or two sequences, with their marks."""
@@ -368,6 +375,12 @@ class _Writer:
         self.lengths.append(sum(len(tokens) for tokens, _ in document))
         self.hashes.extend(block_hashes([tokens for tokens, _ in document], BLOCK))
         return document
+
+    def _given(self, document: TokenIds) -> list[Tokens]:
+        """The tokens of a document of ids, part after part, with marks if it says which are trained."""
+        parts, trained = self.ids.complete(document, self.dtype), document.trained
+        self.examples += trained is not None
+        return [(part, _NO_MARKS if trained is None else trained.astype(np.uint8)) for part in parts]
 
     def _sequence(self, text: Text, parts: list[Encoded]) -> list[Tokens]:
         """The tokens of a text, part after part, with marks for the trained ones."""
@@ -385,7 +398,7 @@ class _Writer:
         flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
-    def _meta(self, tokens: int, columns: str, answers: tuple[str, ...]) -> StoreMeta:
+    def _meta(self, tokens: int, ids: str, columns: str, answers: tuple[str, ...]) -> StoreMeta:
         names = (*_ARRAYS, *[_TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
         files = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
@@ -409,6 +422,7 @@ class _Writer:
             pairs=self.pairs > 0,
             rated=self.rated > 0,
             columns=columns,
+            ids=ids,
             numbers=self.columns,
         )
 

@@ -9,7 +9,7 @@ from fivefold.config import parse_config
 from fivefold.core.cache import cache_root
 from fivefold.core.errors import UserError
 from fivefold.data import prepare
-from fivefold.data.examples import Document, Preference
+from fivefold.data.examples import Example, Preference, TokenIds
 from fivefold.data.formats import discover
 from fivefold.data.rows import PackedRows, Pool, build_index
 from fivefold.data.source import FileList, Source, resolve
@@ -80,12 +80,16 @@ def rows_of(files: FileList, opened: Opened, seq_length: int) -> PackedRows:
 
 
 def text_bytes(files: FileList, opened: Opened) -> int | None:
-    """Bytes, in UTF-8, of the trained text in a source's documents; None for a token store, which has no text."""
+    """Bytes, in UTF-8, of the trained text in a source's documents; None for tokens, which have no text."""
     if files.store:
         return None
     eos = opened.tokenizer.id_to_token(opened.info.eos_token_id) or ""
-    documents = (document for path, form in files.files for document in form.documents(path, files.source))
-    return sum(_bytes(document, opened, eos) for document in documents)
+    size = 0
+    for document in (document for path, form in files.files for document in form.documents(path, files.source)):
+        if isinstance(document, TokenIds):
+            return None
+        size += _bytes(document, opened, eos)
+    return size
 
 
 def _of_pairs(what: str) -> UserError:
@@ -95,7 +99,7 @@ def _of_pairs(what: str) -> UserError:
     )
 
 
-def _bytes(document: Document, opened: Opened, eos: str) -> int:
+def _bytes(document: str | Example | Preference, opened: Opened, eos: str) -> int:
     if isinstance(document, str):
         return len(document.encode())
     assert not isinstance(document, Preference), "refused with its store"

@@ -1,0 +1,94 @@
+"""Documents that another engine tokenised: their ids are checked, completed with BOS and EOS, and stored as they are.
+
+A whole document gets the run's BOS and EOS if it lacks them, as a text does. A row that was cut from a stream of
+documents, and a row that says which of its tokens are trained, stay as they are.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.core.errors import UserError
+from fivefold.core.units import many
+from fivefold.data.examples import TokenIds
+from fivefold.data.tokenizer import TokenizerInfo, missing_bos
+
+_PEEKED = 64  # rows whose lengths tell a stream from documents
+
+
+@dataclass
+class TokenIdsReport:
+    """Completes documents of ids by one tokenizer, and counts what it did for the report of a run's data."""
+
+    tokenizer: TokenizerInfo
+    documents: int = 0
+    as_they_are: int = 0  # rows of a stream, or with trained tokens
+    without_bos: int = 0
+    without_eos: int = 0
+    last: Counter[int] = field(default_factory=Counter)  # the last token of documents that do not end in EOS
+
+    def complete(self, document: TokenIds, dtype: np.dtype[np.unsignedinteger]) -> list[NDArray[np.unsignedinteger]]:
+        """The tokens of a document, with BOS and EOS if it lacks them, part after part.
+
+        Raises `UserError` for an id that the tokenizer does not have, naming the document and the place in it.
+        """
+        self._check(document)
+        self.documents += 1
+        bos, eos = self.tokenizer.bos_token_ids, self.tokenizer.eos_token_id
+        if not document.is_whole:
+            self.as_they_are += 1
+            return [document.ids.astype(dtype)]
+        front = missing_bos(document.ids[: len(bos)].tolist(), bos)
+        has_end = document.ids[-1:].tolist() == [eos]
+        if not has_end:
+            self.without_eos += 1
+            self.last.update(document.ids[-1:].tolist())
+        self.without_bos += bool(front)
+        parts = (np.array(front, dtype), document.ids.astype(dtype), np.array([eos] * (not has_end), dtype))
+        return [part for part in parts if len(part)]
+
+    def _check(self, document: TokenIds) -> None:
+        size, ids = self.tokenizer.vocab_size, document.ids
+        wrong = (ids < 0) | (ids >= size)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise UserError(
+                f"{document.where}: token {at + 1:,} is {int(ids[at])}, and the tokenizer in {self.tokenizer.folder} "
+                f"has the ids 0 to {size - 1:,}",
+                fix="set tokenizer.name_or_path to the tokenizer that made these tokens",
+            )
+
+    def line(self, name: str) -> str:
+        """The report; empty if there were no documents of ids."""
+        if not self.documents:
+            return ""
+        whole, eos = self.documents - self.as_they_are, self.tokenizer.eos_token_id
+        said = []
+        if self.as_they_are:
+            said.append(f"{many(self.as_they_are, 'row')} of a stream or with labels, nothing added")
+        if whole and not self.without_eos:
+            said.append(f"{many(whole, 'document')}, all of which end in EOS ({eos})")
+        elif whole:
+            alike = self.without_eos > 1 and len(self.last) == 1
+            ends = f", which end in {next(iter(self.last))}" if alike else ""
+            said.append(f"{many(whole, 'document')}, EOS ({eos}) added to {self.without_eos:,}{ends}")
+        if self.without_bos:
+            said.append(f"BOS added to {self.without_bos:,}")
+        return f"{name}: {'; '.join(said)}"
+
+
+def rows_of_ids(documents: Iterable[TokenIds]) -> Iterator[TokenIds]:
+    """Rows of a table as documents. Rows of one length, as the first show, are parts of a stream: they are not whole.
+    The last row of a stream may be shorter."""
+    documents = iter(documents)
+    head = list(islice(documents, _PEEKED))
+    lengths = [len(document) for document in head]
+    if len(lengths) < _PEEKED and lengths[-1] < lengths[0]:
+        lengths.pop()
+    is_stream = len(lengths) > 1 and len(set(lengths)) == 1
+    for document in chain(head, documents):
+        yield TokenIds(document.where, document.ids, document.trained, not is_stream, document.numbers)
