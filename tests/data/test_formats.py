@@ -226,7 +226,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
         "missing.txt": "missing.txt does not exist",
         "*.jsonl": "*.jsonl matches no file that can be read",
         "nothing": "matches no file that can be read",
-        "odd.xyz": "no format reads the suffix '.xyz' (known: .csv, .tsv, .json, .jsonl, .ndjson, .parquet, .txt, ",
+        "odd.xyz": "no format reads the suffix '.xyz' (known: .csv, .tsv, .ds, .json, .jsonl, .ndjson, .parquet, .txt",
     }
     for path, what in cases.items():
         assert what in refusal(tmp_path, tmp_path / path).what

@@ -4,6 +4,8 @@ The files are written here byte by byte, as their formats say; `tests/data/test_
 packages of those engines, where they are installed.
 """
 
+import gzip
+import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,3 +125,243 @@ def test_bos_is_put_in_front_where_it_is_missing(tmp_path: Path) -> None:
     assert "EOS (256) added to 1; BOS added to 1" in data.counts.lines()[-1]
     data = read(tmp_path, path, tokenizer=tokenizer, bos=False)
     assert [tokens for tokens, _ in documents(data)] == [[97, EOS], [BOS, 98, EOS]]
+
+
+def datatrove(
+    path: Path, ids: Sequence[Sequence[int]], width: int = 2, metadata: str = "", loss: Sequence[int] = ()
+) -> Path:
+    """Write a tokenised file of these documents."""
+    tokens = [token for document in ids for token in document]
+    path.write_bytes(np.array(tokens, f"<u{width}").tobytes())
+    Path(f"{path}.index").write_bytes(np.cumsum([len(document) for document in ids], dtype="<u8").tobytes())
+    for part, content in {"metadata": metadata.encode(), "loss": bytes(loss)}.items():
+        Path(f"{path}.{part}").unlink(missing_ok=True)
+        if content:
+            Path(f"{path}.{part}").write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("width", "eos", "metadata"), [(2, True, "gpt2|2\n9\n9 T"), (4, False, "gpt2|4"), (4, True, "")]
+)
+def test_datatrove_documents_are_those_of_the_texts(tmp_path: Path, width: int, eos: bool, metadata: str) -> None:
+    (tmp_path / "tokens").mkdir()
+    path = datatrove(tmp_path / "tokens" / "0_tokens.ds", ids_of(TEXTS, eos), width, metadata)
+    for named in (path, f"{path}.index", tmp_path / "tokens"):
+        data = read(tmp_path, named)
+        assert documents(data) == documents(prepare_texts(tmp_path, TEXTS, packing=False))
+        assert ("made with the tokenizer gpt2, and the run's is in" in line_of(data)) == bool(metadata)
+        assert data.counts.files_left_out == 0
+
+
+def line_of(data: PreparedData) -> str:
+    (line,) = (line for line in data.counts.lines() if line.startswith("token ids"))
+    return line
+
+
+def test_the_tokenizer_that_is_named_may_be_the_runs(tmp_path: Path) -> None:
+    tokenizer = tokenizer_folder(tmp_path, template=False)
+    data = read(tmp_path, datatrove(tmp_path / "a.ds", [[1, 2, EOS]], 2, f"{tokenizer}|2"), tokenizer=tokenizer)
+    assert "made with" not in line_of(data) and "EOS" in line_of(data)
+
+
+def test_datatrove_loss_says_what_is_trained(tmp_path: Path) -> None:
+    ids, loss = [[1, 2, 3, 4], [5, 6, 7]], [0, 0, 1, 1, 1, 0, 1]
+    data = read(tmp_path, datatrove(tmp_path / "a.ds", ids, loss=loss))
+    assert documents(data) == [([1, 2, 3, 4], [3, 4]), ([5, 6, 7], [7])]
+    assert "2 rows with labels: no EOS added" in line_of(data)
+
+
+def test_datatrove_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    def said(after: Any = lambda path: None, **changes: Any) -> str:
+        path = datatrove(tmp_path / "a.ds", [[1, 2], [3]], **changes)
+        after(path)
+        return refusal(tmp_path, path).what
+
+    assert "3 tokens, and its index ends at 3" not in said(lambda path: path.write_bytes(b"123"))
+    assert "3 bytes, and the 3 tokens of its index" in said(lambda path: path.write_bytes(b"123"))
+    assert "2 tokens, and its index ends at 3" in said(lambda path: path.write_bytes(b"1234"), metadata="gpt2|2")
+    assert "no a.ds.index beside it" in said(lambda path: Path(f"{path}.index").unlink())
+    assert "index is cut short" in said(lambda path: Path(f"{path}.index").write_bytes(b"12345"))
+    swapped = np.array([3, 2], "<u8").tobytes()
+    assert "not of documents in order" in said(lambda path: Path(f"{path}.index").write_bytes(swapped))
+    assert "not tokenizer|2" in said(metadata="gpt2")
+    assert "3 tokens, and 2 of its .loss" in said(loss=[1, 1])
+
+
+def save_to_disk(folder: Path, columns: dict[str, list[Any]], files: int = 2) -> Path:
+    """Write a folder as `datasets.save_to_disk` does."""
+    pa = pytest.importorskip("pyarrow")
+    folder.mkdir(exist_ok=True)
+    table, names = pa.table(columns), [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
+    size = -(-len(table) // files)
+    for number, name in enumerate(names):
+        part = table.slice(number * size, size)
+        with pa.ipc.new_stream(str(folder / name), table.schema) as out:
+            out.write_table(part, max_chunksize=3)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_datasets_folder_has_the_documents_of_the_texts(tmp_path: Path) -> None:
+    expected = documents(prepare_texts(tmp_path, TEXTS, packing=False))
+    for eos in (True, False):
+        ids = ids_of(TEXTS, eos)
+        folder = save_to_disk(tmp_path / f"saved{eos}", {"input_ids": ids, "text": TEXTS})
+        data = read(tmp_path, folder)
+        assert documents(data) == expected
+        assert any("'input_ids' read; left out: 'text'" in line for line in data.counts.lines())
+        mask = [[0, *[1] * len(row), 0, 0] for row in ids]
+        padded = {"input_ids": [[9, *row, 8, 8] for row in ids], "attention_mask": mask}
+        assert documents(read(tmp_path, save_to_disk(tmp_path / f"padded{eos}", padded))) == expected
+    texts = save_to_disk(tmp_path / "texts", {"text": TEXTS})
+    assert documents(read(tmp_path, texts)) == expected
+
+
+ROWS = {"input_ids": [[1, 2, 3, 4], [5, 6, 7]], "labels": [[-100, -100, 3, 4], [-100, 6, -100]]}
+TRAINED = [([1, 2, 3, 4], [3, 4]), ([5, 6, 7], [6])]
+
+
+def test_labels_say_what_is_trained(tmp_path: Path) -> None:
+    data = read(tmp_path, save_to_disk(tmp_path / "saved", ROWS))
+    assert documents(data) == TRAINED and "2 rows with labels: no EOS added" in line_of(data)
+    all_of_it = save_to_disk(tmp_path / "all", {"input_ids": ROWS["input_ids"], "labels": ROWS["input_ids"]})
+    data = read(tmp_path, all_of_it)
+    assert documents(data) == [([1, 2, 3, 4], [2, 3, 4]), ([5, 6, 7], [6, 7])]
+    assert data.counts.train.examples == 0  # texts, which may be cut over rows
+
+
+def test_ids_in_other_records_are_read_where_there_is_no_text(tmp_path: Path) -> None:
+    records = [dict(zip(ROWS, row, strict=True)) for row in zip(*ROWS.values(), strict=True)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert documents(read(tmp_path, path)) == TRAINED
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pytest.importorskip("pyarrow").table(ROWS), tmp_path / "rows.parquet")
+    assert documents(read(tmp_path, tmp_path / "rows.parquet")) == TRAINED
+    path.write_text("".join(json.dumps({**record, "text": "ab"}) + "\n" for record in records))
+    assert documents(read(tmp_path, path)) == [([97, 98, EOS], [98, EOS])] * 2
+    assert documents(read(tmp_path, [{"path": str(path), "text_key": "input_ids"}])) == TRAINED
+
+
+def test_rows_of_one_length_are_parts_of_a_stream(tmp_path: Path) -> None:
+    rows = [[1, 2, EOS, 3], [4, 5, 6, 7], [8, EOS, 9, 10], [11, 12]]
+    data = read(tmp_path, save_to_disk(tmp_path / "saved", {"input_ids": rows}))
+    assert [tokens for tokens, _ in documents(data)] == rows
+    assert "4 rows of one length, as cut from a stream: no EOS added" in line_of(data)
+
+
+def test_rows_that_say_two_things_are_refused(tmp_path: Path) -> None:
+    def said(**columns: Any) -> str:
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(columns) + "\n")
+        return refusal(tmp_path, path).what
+
+    assert "rows.jsonl:1: label 2 is 3, and the token there 2" in said(input_ids=[1, 2], labels=[1, 3])
+    assert "shifted by one" in said(input_ids=[1, 2, 3], labels=[2, 3, -100])
+    assert "2 input_ids, and 1 labels" in said(input_ids=[1, 2], labels=[1])
+    assert "attention_mask is 0 between tokens" in said(input_ids=[1, 2, 3], attention_mask=[1, 0, 1])
+    assert "'input_ids' holds a list, not a list of integers" in said(input_ids=["a"])
+    assert "'input_ids' holds null" in said(input_ids=None)
+    assert "token 2 is 300" in said(input_ids=[1, 300])
+
+
+def test_datasets_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    folder = save_to_disk(tmp_path / "saved", ROWS, files=1)
+    (arrow,) = folder.glob("*.arrow")
+    whole_file = arrow.read_bytes()
+    arrow.write_bytes(whole_file[: len(whole_file) // 2])
+    assert f"{arrow}: not readable as Arrow" in refusal(tmp_path, folder).what
+    arrow.unlink()
+    assert f"{arrow.name}, which state.json names, is not there" in refusal(tmp_path, folder).what
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
+    assert "names no files of this folder" in refusal(tmp_path, folder).what
+    (folder / "state.json").write_text('{"_indices_files": [{"filename": "i.arrow"}]}')
+    assert "an index selects" in refusal(tmp_path, folder).what
+    splits = tmp_path / "splits"
+    splits.mkdir()
+    save_to_disk(splits / "train", ROWS)
+    (splits / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert "holds the splits train, test" in refusal(tmp_path, splits).what
+    (splits / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert documents(read(tmp_path, splits)) == TRAINED
+
+
+def array(ids: Sequence[int], encoding: str) -> bytes:
+    """The ids as MDS writes them by `encoding`."""
+    _, _, of = encoding.partition(":")
+    dtype, _, shape = of.partition(":")
+    values = np.array(ids, dtype or "int64")
+    front = [] if dtype else [bytes([65])]
+    front += [] if shape else [bytes([1 << 2, len(ids)])]
+    return b"".join([*front, values.tobytes()]) if encoding != "bytes" else values.tobytes()
+
+
+def mds(folder: Path, columns: dict[str, str], samples: Sequence[Sequence[bytes]], files: int = 2) -> Path:
+    """Write shards of samples, the values of sorted `columns` with their encodings; compressed by gzip if odd."""
+    folder.mkdir(exist_ok=True)
+    about = {
+        "column_names": list(columns),
+        "column_encodings": list(columns.values()),
+        "column_sizes": [4 * 8 if encoding.endswith(":4") else 8 if encoding == "int" else None
+                         for encoding in columns.values()],
+    }  # fmt: skip
+    text, shards = json.dumps(about).encode(), []
+    for number in range(files):
+        part = samples[number::files] if files > 1 else samples
+        sizes = [[len(value) for value, size in zip(sample, about["column_sizes"], strict=True) if size is None]
+                 for sample in part]  # fmt: skip
+        bodies = [np.array(size, "<u4").tobytes() + b"".join(sample) for size, sample in zip(sizes, part, strict=True)]
+        offsets = np.cumsum([0, *map(len, bodies)]) + 4 * (len(part) + 2) + len(text)
+        raw = b"".join([np.array([len(part), *offsets], "<u4").tobytes(), text, *bodies])
+        name = f"shard.{number:05d}.mds"
+        (folder / (f"{name}.gz" if number % 2 else name)).write_bytes(gzip.compress(raw) if number % 2 else raw)
+        zipped = {"basename": f"{name}.gz", "bytes": 1, "hashes": {}} if number % 2 else None
+        raw_data = {"basename": name, "bytes": len(raw), "hashes": {}}
+        shards.append(
+            {"version": 2, "format": "mds", "samples": len(part), "raw_data": raw_data, "zip_data": zipped, **about}
+        )
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+    return folder
+
+
+@pytest.mark.parametrize("encoding", ["bytes", "ndarray", "ndarray:int32", "ndarray:uint16"])
+def test_mds_samples_are_the_documents_of_the_texts(tmp_path: Path, encoding: str) -> None:
+    texts = TEXTS[::2] + TEXTS[1::2]
+    expected = documents(prepare_texts(tmp_path, texts, packing=False))
+    samples = [(b"\0" * 8, array(ids, encoding)) for ids in ids_of(TEXTS)]
+    data = read(tmp_path, mds(tmp_path / "shards", {"number": "int", "tokens": encoding}, samples))
+    assert documents(data) == expected
+    assert any("'tokens' read; left out: 'number'" in line for line in data.counts.lines())
+    as_texts = mds(tmp_path / "texts", {"meta": "pkl", "text": "str"}, [(b"x", text.encode()) for text in TEXTS])
+    assert documents(read(tmp_path, as_texts)) == expected
+
+
+def test_mds_arrays_of_one_shape_are_parts_of_a_stream(tmp_path: Path) -> None:
+    rows = [[1, 2, EOS, 3], [4, 5, 6, 7], [8, EOS, 9, 10]]
+    folder = mds(
+        tmp_path / "shards", {"tokens": "ndarray:int64:4"}, [(array(row, "ndarray:int64:4"),) for row in rows], 1
+    )
+    assert [tokens for tokens, _ in documents(read(tmp_path, folder / "index.json"))] == rows
+
+
+def test_mds_shards_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    def folder(encoding: str = "ndarray", value: bytes | None = None) -> Path:
+        return mds(tmp_path / "shards", {"tokens": encoding}, [(value or array([1, 2], encoding),)], 1)
+
+    def said(path: Path) -> str:
+        return refusal(tmp_path, path).what
+
+    shard = tmp_path / "shards" / "shard.00000.mds"
+    raw = (folder() / shard.name).read_bytes()
+    shard.write_bytes(raw[:-1])
+    assert f"{shard}: {len(raw) - 1} bytes, not the {len(raw)} of index.json" in said(tmp_path / "shards")
+    shard.write_bytes(b"\2" + raw[1:])
+    assert "does not hold the 1 sample of index.json" in said(tmp_path / "shards")
+    shard.unlink()
+    assert "shard.00000.mds, which index.json names, is not there" in said(tmp_path / "shards")
+    assert "'tokens' is encoded as pkl" in said(folder("pkl", b"x"))
+    assert "no token ids of 8, 4 or 2 bytes" in said(folder("bytes", b"xyz"))
+    assert "not an array of token ids" in said(folder("ndarray:int32", b"\x09\1\1"))
+    assert f"{shard}:1: token 2 is 300" in said(folder("ndarray:int32", array([1, 300], "ndarray:int32")))

@@ -19,7 +19,7 @@ MOST_BYTES = 2**28  # most bytes in memory at once: a line, a record or a .json 
 _MOST_TIMES = 200  # growth limit of a compressed file ...
 _ALWAYS_BYTES = 2**26  # ... but this size is always allowed
 _BUFFER = 2**18  # bytes expanded together
-_MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd"}
+_MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "compression.zstd", ".zstd": "compression.zstd"}
 
 
 def _expanded(path: Path) -> IO[bytes]:
@@ -28,7 +28,7 @@ def _expanded(path: Path) -> IO[bytes]:
     try:
         return cast(IO[bytes], import_module(_MODULES[kind]).open(path))
     except ImportError:
-        if kind != ".zst":
+        if not kind.startswith(".zst"):
             raise
         return cast(IO[bytes], _Frames(path, import_module("zstandard").ZstdDecompressor()))
 

@@ -172,13 +172,15 @@ class NumberedText(str):
 @dataclass(frozen=True)
 class TokenIds:
     """A document of token ids, integers [tokens], and its place for messages. `trained`: a mask of the trained tokens;
-    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it."""
+    None: all of them, of a document that may be cut over rows. `is_whole`: BOS and EOS belong around it. `tokenizer`:
+    the name of the tokenizer that made it, if it is told."""
 
     where: str
     ids: NDArray[np.integer]
     trained: NDArray[np.bool_] | None = None
     is_whole: bool = True
     numbers: tuple[float, ...] = ()
+    tokenizer: str = ""
 
     def __len__(self) -> int:
         return len(self.ids)

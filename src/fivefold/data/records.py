@@ -12,12 +12,17 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data import examples
+from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 from fivefold.data.spans import words
+from fivefold.data.token_ids import rows_of_ids
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -54,6 +59,7 @@ _VERDICTS: Mapping[tuple[str, str, str], tuple[tuple[str, ...], tuple[str, ...]]
     ("response1", "response2", "overall_preference"): (("-3", "-2", "-1"), ("1", "2", "3")),
     ("conversation_a", "conversation_b", "winner"): (("model_a",), ("model_b",)),
 }
+_IDS, _BESIDE_IDS = ("input_ids", "tokens"), ("labels", "attention_mask")  # columns of tokens, and what is beside them
 _WORKED = {"solution": "answer"}  # of two answers, the one with its working is trained
 
 
@@ -93,31 +99,56 @@ class Records(Format):
     """A format whose documents come from a field of records: the source's `text_key`."""
 
     noun: str = "key"  # the word for a field in messages
+    tokens_first: bool = False  # token ids are read where a record has a text too
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         """Every record of a file, at least one, preceded by its place for messages."""
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
+        documents = self._documents(path, source)
+        for document in documents:
+            yield from rows_of_ids(document, documents) if isinstance(document, TokenIds) else (document,)
+
+    def parts(self, names: Collection[str], source: Source) -> "Parts | None":
+        """The keys that make the document of records with these `names`; None for texts and unknown records."""
+        return parts_of(names, _ids_first(names, source) if self.tokens_first else source)
+
+    def _known(
+        self, record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], "Parts | None"]
+    ) -> "Parts | None":
+        """The parts of a record, cached for records with the same keys, also in `source.read`."""
+        names = tuple(record)
+        if names in known:
+            return known[names]
+        parts = self.parts(names, source)
+        if len(known) < _MOST_FORMS:
+            known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
+        return parts
+
+    def _documents(self, path: Path, source: Source) -> Generator[Document]:
         known: dict[tuple[str, ...], Parts | None] = {}
         with closing(self.records(path, source)) as records:
             if source.rates:
                 answers = (
                     rated_of(record, source, where, parts)
                     for where, record in records
-                    if _is_decided(record, source, parts := _known(record, source, known))
+                    if _is_decided(record, source, parts := self._known(record, source, known))
                 )
                 yield from examples.beside_others(answer for group in answers for answer in group)
                 return
             whole: Parts | None = None  # parts of the last record that was an example
             for where, record in records:
-                parts = _known(record, source, known)
+                parts = self._known(record, source, known)
                 if parts is None and whole is not None:
                     _check_complete(record, whole, source, where, self.noun)
                 whole = parts or whole
                 if not _is_decided(record, source, parts):
                     continue
-                document = example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
+                if parts and parts.ids:
+                    document: Document = ids_of(record, parts, where)
+                else:
+                    document = example_of(record, source, where, parts) or text_of(record, source, where, self.noun)
                 yield _numbered(document, record, source, where) if source.numbers else document
 
     def options(self, source: Source) -> dict[str, str]:
@@ -148,30 +179,22 @@ class Parts:
     label: str | None = None
     verdict: str | None = None  # the column with the better answer
     media: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()  # of token ids, and of what is said about them
 
     @property
     def keys(self) -> tuple[str, ...]:
         """All keys of the example."""
         of_answers = (*self.answers, self.label, self.verdict)
-        named = (self.turns, *self.asked, *of_answers, *self.beside.values(), *self.media)
+        named = (self.turns, *self.asked, *of_answers, *self.beside.values(), *self.media, *self.ids)
         return tuple(key for key in named if key is not None)
-
-
-def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, ...], Parts | None]) -> Parts | None:
-    """The parts of a record that make its document, cached for records with the same keys, also in `source.read`."""
-    names = tuple(record)
-    if names in known:
-        return known[names]
-    parts = parts_of(names, source)
-    if len(known) < _MOST_FORMS:
-        known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
-    return parts
 
 
 def parts_of(names: Collection[str], source: Source) -> Parts | None:
     """The keys that make an example of records with these `names`; None for texts and unknown records. Raises
     `UserError` if `source` names a missing key."""
     columns, kind = source.columns, source.format if source.format in RECORD_KINDS else None
+    if source.text_key in _IDS and source.text_key in names and not (kind or columns or source.pairs):
+        return _parts_of_ids(names, source.text_key, source)
     if kind is None and not columns and source.text_key in names and not source.pairs:
         return None
     for part, key in columns.items():
@@ -190,7 +213,8 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
     named = {*columns, *(_BROAD[part] for part in columns if part in _BROAD)}
     form = max(of_pairs or fitting, key=lambda form: len(named.intersection(form.needs)), default=None)
     if form is None:
-        return None
+        has_ids = _IDS[0] in names and source.text_key not in names and not (kind or columns or source.pairs)
+        return _parts_of_ids(names, _IDS[0], source) if has_ids else None
     if source.train_on != Source.train_on and (source.rates or form.answers == _PAIR):
         raise UserError(
             f"{source.label}.train_on: {source.train_on}: of preference records the answers are trained alone",
@@ -209,6 +233,23 @@ def parts_of(names: Collection[str], source: Source) -> Parts | None:
         verdict=found["verdict"][0] if form.answers == _PAIR and found["verdict"] else None,
         media=found["media"],
     )
+
+
+def _ids_first(names: Collection[str], source: Source) -> Source:
+    """The source with its `text_key` at a column of token ids, if there is one and nothing else is asked for."""
+    key = next((key for key in _IDS if key in names), None)
+    if key != _IDS[0] and Source.text_key in names:
+        return source  # `tokens` may be a number of them
+    return replace(source, text_key=key) if key and source.text_key == Source.text_key else source
+
+
+def _parts_of_ids(names: Collection[str], key: str, source: Source) -> Parts:
+    if source.train_on != Source.train_on:
+        raise UserError(
+            f"{source.named('train_on')}: {source.train_on}: of token ids, 'labels' say what is trained",
+            fix=f"leave {source.named('train_on')} out",
+        )
+    return Parts(Form("token ids", ("",), ()), ids=(key, *(name for name in _BESIDE_IDS if name in names)))
 
 
 _BROAD = {"prompt": "asked", "completion": "answered"}  # a name in `columns` replaces all columns like it
@@ -280,6 +321,45 @@ def example_of(
         **beside,
     )  # fmt: skip
     return Preference(found[0], found[1]) if len(found) == 2 else found[0]
+
+
+def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> TokenIds:
+    """The token ids in a record. `labels` are the ids, with -100 in place of those that are not trained; tokens whose
+    `attention_mask` is 0 are padding. Raises `UserError`, naming the place."""
+    key = parts.ids[0]
+    ids = _integers(record.get(key), where, key)
+    beside = {name: _integers(record[name], where, name) for name in parts.ids[1:] if record.get(name) is not None}
+    for name, values in beside.items():
+        if len(values) != len(ids):
+            raise UserError(f"{where}: {len(ids):,} {key}, and {len(values):,} {name}", fix="write one for each token")
+    labels = beside.get("labels")
+    if (mask := beside.get("attention_mask")) is not None:
+        real = np.flatnonzero(mask)
+        kept = slice(int(real[0]), int(real[-1]) + 1) if len(real) else slice(0, 0)
+        if not mask[kept].all():
+            raise UserError(f"{where}: the attention_mask is 0 between tokens", fix="leave out tokens of padding alone")
+        ids, labels = ids[kept], None if labels is None else labels[kept]
+    if labels is None:
+        return TokenIds(where, ids)
+    trained = labels != IGNORE
+    if (wrong := trained & (labels != ids)).any():
+        at = int(wrong.argmax())
+        is_shifted = bool((~trained | (labels == np.roll(ids, -1)))[:-1].all())
+        raise UserError(
+            f"{where}: label {at + 1:,} is {int(labels[at])}, and the token there {int(ids[at])}"
+            + "; the labels are shifted by one" * is_shifted,
+            fix="write in labels the ids of the tokens themselves, and -100 for those that are not trained",
+        )
+    return TokenIds(where, ids, trained, is_whole=False)
+
+
+def _integers(values: object, where: str, key: str) -> NDArray[np.integer]:
+    """The integers of a list, or of an array."""
+    if isinstance(values, list | tuple | np.ndarray):
+        array = np.asarray(values) if len(values) else np.empty(0, np.int64)
+        if array.ndim == 1 and array.dtype.kind in "iu":
+            return array
+    raise UserError(f"{where}: {key!r} holds {examples.kind_of(values)}, not a list of integers", fix="write token ids")
 
 
 def _question(record: Mapping[str, object], parts: Parts, where: str) -> object:

@@ -312,6 +312,8 @@ class _Writer:
                     out.write(tokens.tobytes())
                     mask.write(marks.tobytes())
                 batch.clear()  # free the memory of a long document before the next is read
+        if self.ids.labelled == len(self.lengths) and self.trained == sum(self.lengths):
+            self.examples = self.trained = 0  # labels that leave nothing out say nothing
         if not self.examples:
             (self.folder / _TRAINED).unlink()
         mixed = {"texts and examples": self.examples, "pairs of answers and other examples": self.pairs}

@@ -5,19 +5,20 @@ documents, and a row that says which of its tokens are trained, stay as they are
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
-from fivefold.data.examples import TokenIds
+from fivefold.data.examples import Document, TokenIds
 from fivefold.data.tokenizer import TokenizerInfo, missing_bos
 
-_PEEKED = 64  # rows whose lengths tell a stream from documents
+_PEEKED = 16  # rows whose lengths tell a stream from documents
 
 
 @dataclass
@@ -26,9 +27,11 @@ class TokenIdsReport:
 
     tokenizer: TokenizerInfo
     documents: int = 0
-    as_they_are: int = 0  # rows of a stream, or with trained tokens
+    cut: int = 0  # rows of a stream
+    labelled: int = 0  # rows that say which tokens are trained
     without_bos: int = 0
     without_eos: int = 0
+    others: dict[str, None] = field(default_factory=dict)  # names of tokenizers that are not this one
     last: Counter[int] = field(default_factory=Counter)  # the last token of documents that do not end in EOS
 
     def complete(self, document: TokenIds, dtype: np.dtype[np.unsignedinteger]) -> list[NDArray[np.unsignedinteger]]:
@@ -38,9 +41,12 @@ class TokenIdsReport:
         """
         self._check(document)
         self.documents += 1
+        if document.tokenizer and not self._is_named(document.tokenizer):
+            self.others[document.tokenizer] = None
         bos, eos = self.tokenizer.bos_token_ids, self.tokenizer.eos_token_id
         if not document.is_whole:
-            self.as_they_are += 1
+            self.cut += document.trained is None
+            self.labelled += document.trained is not None
             return [document.ids.astype(dtype)]
         front = missing_bos(document.ids[: len(bos)].tolist(), bos)
         has_end = document.ids[-1:].tolist() == [eos]
@@ -50,6 +56,11 @@ class TokenIdsReport:
         self.without_bos += bool(front)
         parts = (np.array(front, dtype), document.ids.astype(dtype), np.array([eos] * (not has_end), dtype))
         return [part for part in parts if len(part)]
+
+    def _is_named(self, name: str) -> bool:
+        """True if a name, of the hub or of a folder, is that of the run's tokenizer."""
+        folder = self.tokenizer.folder
+        return f"models--{name.replace('/', '--')}" in folder.parts or Path(name).absolute() == folder.absolute()
 
     def _check(self, document: TokenIds) -> None:
         size, ids = self.tokenizer.vocab_size, document.ids
@@ -66,10 +77,12 @@ class TokenIdsReport:
         """The report; empty if there were no documents of ids."""
         if not self.documents:
             return ""
-        whole, eos = self.documents - self.as_they_are, self.tokenizer.eos_token_id
+        whole, eos = self.documents - self.cut - self.labelled, self.tokenizer.eos_token_id
         said = []
-        if self.as_they_are:
-            said.append(f"{many(self.as_they_are, 'row')} of a stream or with labels, nothing added")
+        if self.cut:
+            said.append(f"{many(self.cut, 'row')} of one length, as cut from a stream: no EOS added")
+        if self.labelled:
+            said.append(f"{many(self.labelled, 'row')} with labels: no EOS added")
         if whole and not self.without_eos:
             said.append(f"{many(whole, 'document')}, all of which end in EOS ({eos})")
         elif whole:
@@ -78,17 +91,19 @@ class TokenIdsReport:
             said.append(f"{many(whole, 'document')}, EOS ({eos}) added to {self.without_eos:,}{ends}")
         if self.without_bos:
             said.append(f"BOS added to {self.without_bos:,}")
+        said += [
+            f"made with the tokenizer {other}, and the run's is in {self.tokenizer.folder}" for other in self.others
+        ]
         return f"{name}: {'; '.join(said)}"
 
 
-def rows_of_ids(documents: Iterable[TokenIds]) -> Iterator[TokenIds]:
-    """Rows of a table as documents. Rows of one length, as the first show, are parts of a stream: they are not whole.
-    The last row of a stream may be shorter."""
-    documents = iter(documents)
-    head = list(islice(documents, _PEEKED))
-    lengths = [len(document) for document in head]
-    if len(lengths) < _PEEKED and lengths[-1] < lengths[0]:
+def rows_of_ids(first: TokenIds, others: Iterator[Document]) -> Iterator[Document]:
+    """Rows of a table as documents. Rows of one length, as the first ones show, are parts of a stream: they are not
+    whole. The last row of a stream may be shorter."""
+    head = [first, *islice(others, _PEEKED)]
+    lengths = [len(row) for row in head]
+    if len(head) <= _PEEKED and lengths[-1] < lengths[0]:
         lengths.pop()
     is_stream = len(lengths) > 1 and len(set(lengths)) == 1
-    for document in chain(head, documents):
-        yield TokenIds(document.where, document.ids, document.trained, not is_stream, document.numbers)
+    for row in chain(head, others):
+        yield replace(row, is_whole=False) if is_stream and isinstance(row, TokenIds) else row

@@ -118,4 +118,4 @@ def _tokens(path: Path, index: _Index, where: str) -> NDArray[np.integer]:
     return np.memmap(path, index.dtype, "r") if size else np.empty(0, index.dtype)
 
 
-FORMAT = Megatron(name="megatron", suffixes=(".bin",), companions=(".idx",))
+FORMAT = Megatron(name="megatron", companions=(".idx",))

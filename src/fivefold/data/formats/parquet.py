@@ -24,7 +24,7 @@ class Parquet(Records):
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, row = source.at(path), 0
-        with _readable(where), _open(path, where) as file:
+        with readable(where, "parquet"), _open(path, where) as file:
             parts = parts_of(file.schema_arrow.names, source)
             if parts is None:
                 _check_column(file, source, where)
@@ -34,22 +34,29 @@ class Parquet(Records):
                 for number in range(batch.num_rows):
                     row += 1
                     at = f"{where}:{row}"
-                    yield at, {**unread, **given({key: _text(batch.column(key)[number], at) for key in keys})}
+                    yield at, {**unread, **given({key: value_of(batch.column(key)[number], at) for key in keys})}
         if not row:
             raise no_documents(where, "the file has no rows")
 
 
 def _open(path: Path, where: str) -> Any:
-    try:
+    with needs_pyarrow(where, "parquet"):
         from pyarrow.parquet import ParquetFile
+    check_is_data(path, where)
+    return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+
+
+@contextmanager
+def needs_pyarrow(where: str, kind: str) -> Iterator[None]:
+    """Inside, convert a failing import of pyarrow to `UserError`."""
+    try:
+        yield
     except ImportError as error:
         raise UserError(
-            f"{where}: reading parquet needs pyarrow, which is not installed",
+            f"{where}: reading {kind} needs pyarrow, which is not installed",
             fix="pip install 'fivefold[parquet]'",
             more="or write the texts to a .jsonl file",
         ) from error
-    check_is_data(path, where)
-    return ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
 
 
 def _rows(file: Any) -> int:
@@ -60,7 +67,7 @@ def _rows(file: Any) -> int:
 
 
 @contextmanager
-def _readable(where: str) -> Iterator[None]:
+def readable(where: str, kind: str) -> Iterator[None]:
     """Convert errors of pyarrow about an unreadable file to `UserError`."""
     try:
         yield
@@ -68,7 +75,7 @@ def _readable(where: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, NotImplementedError) as error:  # the bases of pyarrow's own
         raise UserError(
-            f"{where}: not readable as parquet: {str(error).splitlines()[0]}", fix="copy the file from its origin again"
+            f"{where}: not readable as {kind}: {str(error).splitlines()[0]}", fix="copy the file from its origin again"
         ) from error
 
 
@@ -89,6 +96,14 @@ def _holds_strings(kind: Any) -> bool:
     )
 
 
+def _holds_integers(kind: Any) -> bool:
+    """True for lists of integers."""
+    from pyarrow import types
+
+    tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(test(kind) for test in tests) and bool(types.is_integer(kind.value_type))
+
+
 def _largest(file: Any, types: dict[str, Any]) -> str | None:
     """The column of strings that takes most space in the first row group."""
     if not file.num_row_groups:
@@ -100,7 +115,10 @@ def _largest(file: Any, types: dict[str, Any]) -> str | None:
     return max(strings, key=lambda name: sizes[name], default=None)
 
 
-def _text(value: Any, where: str) -> object:
+def value_of(value: Any, where: str) -> object:
+    """A value of Arrow in Python; integers of a list as an array, which is not copied."""
+    if value.is_valid and _holds_integers(value.type):
+        return value.values.to_numpy(zero_copy_only=False)
     try:
         return value.as_py()
     except UnicodeDecodeError as error:
