@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from fivefold.data import PreparedData, prepare
-from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole
+from tests.data.helpers import config_for, pieces, prepare_texts, random_texts, whole, write_jsonl
 from tests.data.test_bos import BOS, EOS, tokenizer_folder
 from tests.data.test_formats import refusal
+from tests.training.bodies import column, run_file, train
 
 CODES = {"<u1": 1, "<i4": 4, "<i8": 5, "<u2": 8}
 
@@ -365,3 +366,17 @@ def test_mds_shards_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     assert "no token ids of 8, 4 or 2 bytes" in said(folder("bytes", b"xyz"))
     assert "not an array of token ids" in said(folder("ndarray:int32", b"\x09\1\1"))
     assert f"{shard}:1: token 2 is 300" in said(folder("ndarray:int32", array([1, 300], "ndarray:int32")))
+
+
+@pytest.mark.full
+def test_a_run_trains_on_megatrons_tokens_as_on_the_texts(tmp_path: Path) -> None:
+    texts = random_texts(5, 53)
+    sources = {
+        "texts": write_jsonl(tmp_path / "texts.jsonl", texts),
+        "ids": megatron(tmp_path / "corpus", ids_of(texts)),
+    }
+    runs = {}
+    for name, path in sources.items():
+        runs[name] = run_file(tmp_path, data__train=str(path), train__max_steps=2, run__name=name)
+        assert train(runs[name], world=1).error is None
+    assert column(runs["ids"], "loss") == column(runs["texts"], "loss") and len(column(runs["ids"], "loss")) == 2

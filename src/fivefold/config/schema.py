@@ -193,7 +193,7 @@ class TokenizerSection(Section):
 
 class DataSource(Section):
     path: PathText = Field(
-        min_length=1, description="file, folder, glob, token store, hub:org/name?split=S or python-stdlib"
+        min_length=1, description="file, folder, glob, tokens, hub:org/name?split=S or python-stdlib"
     )
     format: str = Field(
         default="auto",

@@ -312,7 +312,7 @@ def _open(
             repeated=counts["repeated"],
             fraction=plan.fraction,
             bos=_bos_line(tokenizer, (*plan.stores, *plan.held)),
-            tokenizer=tokenizer.remarks(converses=train.counts.examples > 0),
+            tokenizer=tokenizer.remarks(converses=_is_rendered((*plan.stores, *plan.held))),
             columns=tuple(store.meta.columns for store in (*plan.stores, *plan.held) if store.meta.columns),
             ids=tuple(store.meta.ids for store in (*plan.stores, *plan.held) if store.meta.ids),
             answers_alone=tuple(line for store in (*plan.stores, *plan.held) for line in store.meta.answers_alone),
@@ -321,11 +321,15 @@ def _open(
     )
 
 
+def _is_rendered(stores: Stores) -> bool:
+    """True if there are examples of records; those of token ids were rendered by another engine."""
+    return any(store.meta.trained is not None and not store.meta.ids for store in stores)
+
+
 def _bos_line(tokenizer: TokenizerInfo, stores: Stores) -> str:
     """The line about BOS; empty if neither the run nor the tokenizer has any."""
     if tokenizer.bos_token_ids:
-        converses = any(store.meta.trained is not None for store in stores)
         return f"BOS {tokenizer.bos} in front of each document" + (
-            " that the chat template does not write" if converses else ""
+            " that the chat template does not write" if _is_rendered(stores) else ""
         )
     return f"no BOS (data.bos: false), though the tokenizer puts {tokenizer.bos}" if tokenizer.template_ids else ""

@@ -25,7 +25,8 @@ RECORD_KINDS = ("chat", "completion", "preference", "alpaca", "sharegpt")
 _INDEX = re.compile(r"\[(\d+)\]")
 MORE = (
     "formats: txt, md, jsonl, json, csv, tsv (also .gz, .bz2, .xz, .zst), parquet, python-stdlib, a token store, "
-    "folders or globs of them, and hub:org/name"
+    "folders or globs of them, and hub:org/name; tokens of Megatron (.bin with .idx), datatrove (.ds), "
+    "datasets.save_to_disk and MosaicML streaming"
 )
 # Files next to texts that are no texts: the card and the notes of a dataset.
 _BESIDE = ("readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -224,7 +225,7 @@ def _pick(
     left_out: list[Path] = []
     companions = tuple(ending for form in formats for ending in form.companions)
     for path in paths:
-        if not is_named and companions and path.name.endswith(companions):
+        if companions and path.name.endswith(companions):
             continue
         form = next((candidate for candidate in formats if is_named or candidate.matches(path)), None)
         if is_folder and path.name.lower() in _BESIDE:

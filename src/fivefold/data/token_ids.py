@@ -59,8 +59,8 @@ class TokenIdsReport:
 
     def _is_named(self, name: str) -> bool:
         """True if a name, of the hub or of a folder, is that of the run's tokenizer."""
-        folder = self.tokenizer.folder
-        return f"models--{name.replace('/', '--')}" in folder.parts or Path(name).absolute() == folder.absolute()
+        folder, path = self.tokenizer.folder, Path(name.removesuffix("/tokenizer.json"))
+        return f"models--{name.replace('/', '--')}" in folder.parts or path.absolute() == folder.absolute()
 
     def _check(self, document: TokenIds) -> None:
         size, ids = self.tokenizer.vocab_size, document.ids

@@ -45,7 +45,7 @@ class Datatrove(Format):
         if trained is not None and len(trained) != len(tokens):
             raise UserError(f"{where}: {len(tokens):,} tokens, and {len(trained):,} of its .loss", fix=_COPY)
         start = 0
-        for number, end in enumerate(ends.tolist(), start=1):
+        for number, end in enumerate(map(int, ends), start=1):
             marks = None if trained is None else trained[start:end] != 0
             at = f"{where}: document {number:,}"
             yield TokenIds(at, tokens[start:end], marks, is_whole=marks is None, tokenizer=tokenizer)
@@ -60,7 +60,7 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[np.unsignedinteger]:
     """The whole elements of a file; no file of 0 bytes can be mapped."""
     if path.stat().st_size < dtype.itemsize:
         return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r", shape=(path.stat().st_size // dtype.itemsize,))
+    return np.asarray(np.memmap(path, dtype, "r", shape=(path.stat().st_size // dtype.itemsize,)))
 
 
 def _ends(path: Path, where: str) -> NDArray[np.int64]:

@@ -64,14 +64,22 @@ def _shards(folder: Path) -> list[dict[str, Any]] | None:
     try:
         tree = json.loads((folder / _INDEX).read_bytes())
         shards = tree["shards"] if tree["version"] == 2 else []
-        is_known = shards and all(
-            shard["format"] == "mds" and Path(shard["raw_data"]["basename"]).name and int(shard["samples"]) >= 0
-            and len(shard["column_names"]) == len(shard["column_encodings"]) == len(shard["column_sizes"])
-            for shard in shards
-        )  # fmt: skip
+        is_known = bool(shards) and all(_is_shard(shard) for shard in shards)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return shards if is_known else None
+
+
+def _is_shard(shard: Mapping[str, Any]) -> bool:
+    """True for the entry of a shard. Raises `KeyError` or `TypeError` for something else."""
+    names, encodings, sizes = (shard[f"column_{what}"] for what in ("names", "encodings", "sizes"))
+    numbers = [shard["samples"], shard["raw_data"]["bytes"], *(size for size in sizes if size is not None)]
+    return (
+        shard["format"] == "mds"
+        and 0 < len(names) == len(encodings) == len(sizes)
+        and all(isinstance(text, str) for text in (*names, *encodings))
+        and all(isinstance(number, int) and number >= 0 for number in numbers)
+    )
 
 
 def _file(folder: Path, shard: Mapping[str, Any], where: str) -> tuple[Path, bool]:
@@ -159,7 +167,7 @@ class _Shard:
 
 def _bytes(path: Path, where: str, *, is_raw: bool) -> NDArray[np.uint8]:
     if is_raw:
-        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        return np.asarray(np.memmap(path, np.uint8, "r")) if path.stat().st_size else np.empty(0, np.uint8)
     if path.suffix not in (".zstd", ".zst", ".gz", ".bz2"):
         raise UserError(f"{where}: compressed as {path.suffix}", fix="write it with compression='zstd', or none")
     with opened(path, where) as file:

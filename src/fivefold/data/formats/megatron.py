@@ -94,7 +94,7 @@ class _Index:
             )
         if not sequences:
             raise no_documents(where, "the index holds no documents")
-        data = np.memmap(path, np.uint8, "r")[_HEADER.size :]
+        data = np.asarray(np.memmap(path, np.uint8, "r"))[_HEADER.size :]
         lengths, offsets = data[: 4 * sequences].view("<i4"), data[4 * sequences :][: 8 * sequences].view("<i8")
         found = data[12 * sequences :].view("<i8")
         if found.tolist() == [0]:  # written without ends of documents: a sequence is one
@@ -113,9 +113,14 @@ def _tokens(path: Path, index: _Index, where: str) -> NDArray[np.integer]:
             f"{where}: {size:,} bytes, and its .idx has {int(ends.max()):,} bytes of tokens ({index.dtype.name})",
             fix=_COPY,
         )
-    if (index.lengths < 0).any() or (index.offsets < 0).any() or (index.offsets % width).any():
+    if (
+        (index.lengths < 0).any()
+        or (index.offsets < 0).any()
+        or (index.offsets > size).any()
+        or (index.offsets % width).any()
+    ):
         raise UserError(f"{where}: its .idx names places that are not in it", fix=_COPY)
-    return np.memmap(path, index.dtype, "r") if size else np.empty(0, index.dtype)
+    return np.asarray(np.memmap(path, index.dtype, "r")) if size else np.empty(0, index.dtype)
 
 
 FORMAT = Megatron(name="megatron", companions=(".idx",))

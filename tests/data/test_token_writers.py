@@ -1,0 +1,61 @@
+"""Token files as the packages of other engines write them, where these are installed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.helpers import prepare_texts
+from tests.data.test_token_files import TEXTS, documents, ids_of, megatron, read
+
+IDS = ids_of(TEXTS)
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> list[tuple[list[int], list[int]]]:
+    return documents(prepare_texts(tmp_path, TEXTS, packing=False))
+
+
+def test_megatrons_builder(tmp_path: Path, expected: object) -> None:
+    torch, written = pytest.importorskip("torch"), tmp_path / "theirs.bin"
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = indexed.IndexedDatasetBuilder(str(written), dtype=np.int32)
+    for ids in IDS:
+        builder.add_document(torch.tensor(ids), [len(ids)])
+    builder.finalize(str(written.with_suffix(".idx")))
+    assert documents(read(tmp_path, written)) == expected
+    ours = megatron(tmp_path / "ours", IDS, "<i4")
+    assert ours.read_bytes() == written.read_bytes()
+    assert ours.with_suffix(".idx").read_bytes() == written.with_suffix(".idx").read_bytes()
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_datatroves_file(tmp_path: Path, expected: object, width: int) -> None:
+    tokenizer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
+    file = tokenizer.TokenizedFile(str(tmp_path / "out"), "a.ds", save_final_metadata=True, token_size=width)
+    for ids in IDS:
+        file.write(ids, None)
+    file.close()
+    assert documents(read(tmp_path, tmp_path / "out")) == expected
+
+
+def test_a_folder_of_datasets(tmp_path: Path, expected: object) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"input_ids": IDS, "text": TEXTS}).save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    assert documents(read(tmp_path, tmp_path / "saved")) == expected
+    rows = {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, 2, 3], [-100, 5]]}
+    datasets.Dataset.from_dict(rows).shuffle(seed=1).save_to_disk(str(tmp_path / "labelled"))
+    assert sorted(documents(read(tmp_path, tmp_path / "labelled"))) == [([1, 2, 3], [2, 3]), ([4, 5], [5])]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "gz"])
+def test_shards_of_streaming(tmp_path: Path, expected: object, compression: str | None) -> None:
+    writer = pytest.importorskip("streaming").MDSWriter
+    for encoding in ("bytes", "ndarray", "ndarray:uint16"):
+        folder = tmp_path / encoding.replace(":", "")
+        with writer(out=str(folder), columns={"tokens": encoding}, compression=compression, size_limit=1500) as out:
+            for ids in IDS:
+                tokens = np.array(ids, "uint16" if encoding.endswith("16") else "int64")
+                out.write({"tokens": tokens.tobytes() if encoding == "bytes" else tokens})
+        assert documents(read(tmp_path, folder)) == expected
