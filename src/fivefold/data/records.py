@@ -22,7 +22,7 @@ from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 from fivefold.data.spans import words
-from fivefold.data.token_ids import rows_of_ids
+from fivefold.data.token_ids import with_streams
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -106,11 +106,9 @@ class Records(Format):
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
-        documents = self._documents(path, source)
-        for document in documents:
-            yield from rows_of_ids(document, documents) if isinstance(document, TokenIds) else (document,)
+        return with_streams(self._documents(self.records(path, source), source))
 
-    def parts(self, names: Collection[str], source: Source) -> "Parts | None":
+    def keys_of(self, names: Collection[str], source: Source) -> "Parts | None":
         """The keys that make the document of records with these `names`; None for texts and unknown records."""
         return parts_of(names, _ids_first(names, source) if self.tokens_first else source)
 
@@ -121,14 +119,14 @@ class Records(Format):
         names = tuple(record)
         if names in known:
             return known[names]
-        parts = self.parts(names, source)
+        parts = self.keys_of(names, source)
         if len(known) < _MOST_FORMS:
             known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
         return parts
 
-    def _documents(self, path: Path, source: Source) -> Generator[Document]:
+    def _documents(self, opened: Generator[tuple[str, Mapping[str, object]]], source: Source) -> Iterator[Document]:
         known: dict[tuple[str, ...], Parts | None] = {}
-        with closing(self.records(path, source)) as records:
+        with closing(opened) as records:
             if source.rates:
                 answers = (
                     rated_of(record, source, where, parts)

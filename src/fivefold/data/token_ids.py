@@ -97,13 +97,16 @@ class TokenIdsReport:
         return f"{name}: {'; '.join(said)}"
 
 
-def rows_of_ids(first: TokenIds, others: Iterator[Document]) -> Iterator[Document]:
-    """Rows of a table as documents. Rows of one length, as the first ones show, are parts of a stream: they are not
-    whole. The last row of a stream may be shorter."""
-    head = [first, *islice(others, _PEEKED)]
+def with_streams(documents: Iterator[Document]) -> Iterator[Document]:
+    """The documents, of which rows of token ids are not whole if they are parts of a stream: rows of one length, as the
+    first ones show. The last row of a stream may be shorter."""
+    first = next(documents, None)
+    head = [] if first is None else [first]
+    if isinstance(first, TokenIds):
+        head += islice(documents, _PEEKED - 1)
     lengths = [len(row) for row in head]
-    if len(head) <= _PEEKED and lengths[-1] < lengths[0]:
+    if lengths and lengths[-1] < lengths[0]:
         lengths.pop()
     is_stream = len(lengths) > 1 and len(set(lengths)) == 1
-    for row in chain(head, others):
+    for row in chain(head, documents):
         yield replace(row, is_whole=False) if is_stream and isinstance(row, TokenIds) else row

@@ -46,7 +46,7 @@ class ArrowFolder(Records):
 
     def _rows(self, batch: Any, source: Source, where: str, before: int) -> Generator[tuple[str, Mapping[str, object]]]:
         names = batch.schema.names
-        parts = self.parts(names, source)
+        parts = self.keys_of(names, source)
         keys = [key for key in (parts.keys if parts else (source.text_key,)) if key in names]
         unread = dict.fromkeys(names)
         for number in range(batch.num_rows):

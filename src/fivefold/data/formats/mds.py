@@ -50,7 +50,7 @@ class Shards(Records):
         where, is_empty = source.at(path), True
         for listed in _shards(path) or []:
             shard = _Shard.read(path, listed, where)
-            parts = self.parts(shard.names, source)
+            parts = self.keys_of(shard.names, source)
             keys = parts.keys if parts else (source.text_key,)
             for number, sample in enumerate(shard.samples(keys), start=1):
                 is_empty = False
