@@ -5,6 +5,7 @@ with its answer.
 named in the report of a run's data.
 """
 
+from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
 from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
 from fivefold.data.spans import words
-from fivefold.data.token_ids import with_streams
+from fivefold.data.token_ids import are_of_stream
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
@@ -106,7 +107,17 @@ class Records(Format):
         raise NotImplementedError
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
-        return with_streams(self._documents(self.records(path, source), source))
+        return self._as_rows(self._documents(self.records(path, source), source), path, source)
+
+    def _as_rows(self, documents: Iterator[Document], path: Path, source: Source) -> Iterator[Document]:
+        """The documents; rows of token ids are not whole if the first ones of the file are parts of a stream."""
+        is_stream: bool | None = None
+        for document in documents:
+            if is_stream is None and isinstance(document, TokenIds):
+                notes = replace(source, read={}, undecided=Counter())
+                with closing(self.records(path, notes)) as records:
+                    is_stream = are_of_stream(self._documents(records, notes))
+            yield replace(document, is_whole=False) if is_stream and isinstance(document, TokenIds) else document
 
     def keys_of(self, names: Collection[str], source: Source) -> "Parts | None":
         """The keys that make the document of records with these `names`; None for texts and unknown records."""

@@ -5,9 +5,9 @@ documents, and a row that says which of its tokens are trained, stay as they are
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -97,16 +97,9 @@ class TokenIdsReport:
         return f"{name}: {'; '.join(said)}"
 
 
-def with_streams(documents: Iterator[Document]) -> Iterator[Document]:
-    """The documents, of which rows of token ids are not whole if they are parts of a stream: rows of one length, as the
-    first ones show. The last row of a stream may be shorter."""
-    first = next(documents, None)
-    head = [] if first is None else [first]
-    if isinstance(first, TokenIds):
-        head += islice(documents, _PEEKED - 1)
-    lengths = [len(row) for row in head]
+def are_of_stream(documents: Iterable[Document]) -> bool:
+    """True if the first documents are rows of one length, of which only the last may be shorter."""
+    lengths = [len(document) for document in islice(documents, _PEEKED)]
     if lengths and lengths[-1] < lengths[0]:
         lengths.pop()
-    is_stream = len(lengths) > 1 and len(set(lengths)) == 1
-    for row in chain(head, documents):
-        yield replace(row, is_whole=False) if is_stream and isinstance(row, TokenIds) else row
+    return len(lengths) > 1 and len(set(lengths)) == 1
