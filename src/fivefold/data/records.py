@@ -16,13 +16,13 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data import examples
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated
-from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
+from fivefold.data.source import RECORD_KINDS, FileList, Format, Part, Source
 from fivefold.data.spans import words
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
 _REQUEST = {"messages", "tools", "parallel_tool_calls"}  # keys in an `input` of OpenAI's preference form
-_MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
+MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
 _MORE = "docs/howto/data.md, 'Conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -98,9 +98,19 @@ class Records(Format):
         """Every record of a file, at least one, preceded by its place for messages."""
         raise NotImplementedError
 
+    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        """The records of a part of a file."""
+        raise NotImplementedError
+
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
+        return self._documents(self.records(path, source), source)
+
+    def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
+        return self._documents(self.records_of(part, path, source), source)
+
+    def _documents(self, opened: Generator[tuple[str, Mapping[str, object]]], source: Source) -> Iterator[Document]:
         known: dict[tuple[str, ...], Parts | None] = {}
-        with closing(self.records(path, source)) as records:
+        with closing(opened) as records:
             if source.rates:
                 answers = (
                     rated_of(record, source, where, parts)
@@ -163,7 +173,7 @@ def _known(record: Mapping[str, object], source: Source, known: dict[tuple[str, 
     if names in known:
         return known[names]
     parts = parts_of(names, source)
-    if len(known) < _MOST_FORMS:
+    if len(known) < MOST_FORMS:
         known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
     return parts
 
@@ -392,7 +402,7 @@ def check_used(source: Source, *, are_examples: bool) -> None:
     keys = {f"columns.{part}": key for part, key in source.columns.items()}
     keys |= {"text_key": source.text_key} if source.text_key != Source.text_key else {}
     for setting, key in keys.items():
-        if key not in names and len(source.read) < _MOST_FORMS:
+        if key not in names and len(source.read) < MOST_FORMS:
             raise UserError(
                 f"{source.named(setting)}: no record has {key!r}; they have {_listed(names)}",
                 fix=f"name one of them, or leave {source.named(setting)} out",
