@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -197,6 +198,22 @@ def test_an_error_names_the_row_of_the_file(tmp_path: Path) -> None:
         with pytest.raises(UserError) as refused:
             prepared(config_for(path), tmp_path / "cache")
         assert str(refused.value) == str(alone.value) and f".jsonl:{row}: " in str(alone.value)
+
+
+def test_two_jobs_on_one_shard_do_no_harm(tmp_path: Path) -> None:
+    config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(10, 97)), validation=0.1), tmp_path / "a"
+    with (
+        patch.object(ahead, "_tokenise", in_process),
+        patch.object(units, "file_checksum", wraps=units.file_checksum) as made,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        knobs: dict[str, Any] = {"cache": cache, "unit_bytes": UNIT}
+        calls = [pool.submit(prepare_ahead, config, shard=(at % 2, 2), **knobs) for at in range(4)]
+        results = [call.result() for call in calls]
+    assert any(result.data for result in results)
+    assert made.call_count == 4 * results[0].sources[0].units  # its files; each unit was made once
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
 
 
 def test_a_full_disk_is_said(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """`fivefold data`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -86,7 +86,15 @@ def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "R
         _Line(one.source, f"{one.done:,} of {one.units:,}", f"{one.documents:,}", f"{one.tokens:,}")
         for one in ahead.sources
     )
-    return Report(title="prepared", rows=lines, ok=True, closing=_closing(ahead))
+    details = {
+        "sources": [asdict(one) for one in ahead.sources],
+        "units_tokenised": ahead.tokenised,
+        "bytes_tokenised": ahead.size,
+        "seconds": ahead.seconds,
+        "units_left": ahead.left,
+        "train_rows": None if ahead.data is None else len(ahead.data.train),
+    }
+    return Report(title="prepared", rows=lines, ok=True, closing=_closing(ahead), details=details)
 
 
 def _closing(ahead: "Ahead") -> str:

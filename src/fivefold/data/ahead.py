@@ -101,10 +101,10 @@ def prepare_ahead(
 
 def _progress_of(units: Units) -> SourceProgress:
     number, name = len(units.units), units.files.name
-    if units.is_joined:
+    done = [counts for at in range(number) if (counts := units.counts(at))]
+    if units.is_joined:  # looked at last: another process may be removing the units
         whole = units.joined_counts()
         return SourceProgress(name, number, number, whole["documents"], whole["tokens"])
-    done = [counts for at in range(number) if (counts := units.counts(at))]
     documents, tokens = (sum(counts[key] for counts in done) for key in ("documents", "tokens"))
     return SourceProgress(name, number, len(done), documents, tokens)
 

@@ -144,6 +144,10 @@ class Units:
             entry(self.path(number), read=lambda folder: read_signed(folder / _UNIT), build=build)
         except _Joined:
             return False
+        except DamagedError:
+            if self.is_joined:  # and the unit removed before this process had read it
+                return False
+            raise
         if self.is_joined:  # by another process, which did not wait for this unit
             shutil.rmtree(self.path(number), ignore_errors=True)
         return True
@@ -238,10 +242,12 @@ class Units:
 
     def close(self, store: Path) -> None:
         """Remove the units, which the token store in `store` holds now. A process at work sees that and stops."""
-        write_atomically(self.folder / _JOINED, store.name)
-        for number in range(len(self.units)):
-            shutil.rmtree(self.path(number), ignore_errors=True)
-            self.path(number).with_suffix(".lock").unlink(missing_ok=True)
+        with locked(self.folder):
+            if not self.is_joined:
+                write_atomically(self.folder / _JOINED, store.name)
+            for number in range(len(self.units)):
+                shutil.rmtree(self.path(number), ignore_errors=True)
+                self.path(number).with_suffix(".lock").unlink(missing_ok=True)
 
 
 class _Joined(Exception):
