@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.integrity import file_checksum
 from fivefold.data import ahead, prepare, units
 from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
 from fivefold.data.units import Units, shares
@@ -204,7 +205,7 @@ def test_two_jobs_on_one_shard_do_no_harm(tmp_path: Path) -> None:
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(10, 97)), validation=0.1), tmp_path / "a"
     with (
         patch.object(ahead, "_tokenise", in_process),
-        patch.object(units, "file_checksum", wraps=units.file_checksum) as made,
+        patch("fivefold.data.units.file_checksum", wraps=file_checksum) as made,
         ThreadPoolExecutor(4) as pool,
     ):
         knobs: dict[str, Any] = {"cache": cache, "unit_bytes": UNIT}
@@ -219,7 +220,7 @@ def test_two_jobs_on_one_shard_do_no_harm(tmp_path: Path) -> None:
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(8, 41))), tmp_path / "cache"
     with (
-        patch.object(units, "file_checksum", side_effect=OSError(28, "No space left on device")),
+        patch("fivefold.data.units.file_checksum", side_effect=OSError(28, "No space left on device")),
         pytest.raises(UserError, match=r"cannot write .*/units/.*: No space left") as refused,
     ):
         prepared(config, cache)
@@ -234,6 +235,7 @@ def test_shards() -> None:
     for wrong in ("1", "-1/8", "0/0", "a/b"):
         with pytest.raises(UserError, match="no shard i/n"):
             parse_shard(wrong)
+    assert [units.unit_bytes(n) for n in (1, 2**31, 2**36, 2**42)] == [2**20, 2**21, 2**24, 2**30]
     divided = shares([5, 1, 1, 1, 1, 1, 3], 3)
     assert sorted(unit for share in divided for unit in share) == list(range(7))
     assert sorted(sum([5, 1, 1, 1, 1, 1, 3][unit] for unit in share) for share in divided) == [4, 4, 5]

@@ -22,7 +22,7 @@ from fivefold.core.cache import Progress, cache_root, say_aloud
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.data.prepare import PreparedData, inputs, prepare
 from fivefold.data.store import Say, check_settings, content_key, store_folder
-from fivefold.data.units import UNIT_BYTES, Units, shares
+from fivefold.data.units import Units, shares
 
 _MORE = "docs/howto/data.md, 'Prepare ahead'"
 _TODO = 2  # units a process, submitted at once
@@ -70,13 +70,14 @@ def prepare_ahead(
     progress: Progress | None = None,
     cache: Path | None = None,
     say: Say = say_aloud,
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | None = None,
 ) -> Ahead:
     """Tokenise the data of `config` into the cache: all of it, or `shard` i of n; in `workers` processes of one thread
     each (None: one for each core).
 
-    Once all is tokenised, by this call or by others, the parts are joined and the rows packed. Raises `UserError` for
-    bad input, and for input that changed since another call.
+    `unit_bytes`: about the bytes of text of a unit, if this call is the first of a source. Once all is tokenised, by
+    this call or by others, the units are joined and the rows packed. Raises `UserError` for bad input, and for input
+    that changed since another call.
     """
     began, root = time.monotonic(), cache_root(cache)
     train, validation, tokenizer = inputs(config, root, progress)

@@ -1,6 +1,6 @@
 """The units of a source: what `fivefold data --prepare` tokenises one by one, on any number of processes and machines.
 
-A unit is some files, or the part of one large file, of about 16 MiB. Its tokens are a folder of the cache:
+A unit is some files, or the part of one large file, of 1 to 16 MiB. Its tokens are a folder of the cache:
 
 units/<source>/manifest.json   the files with their sizes and times, and the units
 units/<source>/00000/          tokens.bin and trained.bin as in a token store; lengths.npy, hashes.npy and numbers.npy
@@ -33,8 +33,9 @@ from fivefold.data.source import FileList, Part, Source
 from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, made_by
 from fivefold.data.tokenizer import TokenizerInfo
 
-UNIT_BYTES = 2**24  # of text: some seconds of one core are lost with a killed process
-_MOST_UNITS = 4096  # units of a larger source are larger
+# Bytes of text: enough units for many shards, and some seconds of one core are lost with a killed process ...
+_SMALLEST, _LARGEST, _UNITS = 2**20, 2**24, 1024
+_MOST_UNITS = 4096  # ... but no more folders than this, where units of a large source are larger
 _VERSION = 1  # raise when the files of a unit change
 _MANIFEST, _JOINED, _UNIT = "manifest.json", "joined", "unit.json"
 _COUNTS = ("examples", "pairs", "rated", "trained", "ended")
@@ -64,7 +65,7 @@ class Units:
     units: tuple[Unit, ...]
 
     @classmethod
-    def begin(cls, files: FileList, tokenizer: TokenizerInfo, root: Path, size: int = UNIT_BYTES) -> "Units":
+    def begin(cls, files: FileList, tokenizer: TokenizerInfo, root: Path, size: int | None = None) -> "Units":
         """The units of a source, divided now if they are not yet. Raises `UserError` if the files are no longer those
         that were divided."""
         folder, state = _folder(files, tokenizer, root), _state(files)
@@ -289,9 +290,14 @@ def _stamp(path: Path) -> tuple[int, int]:
     return (stat.st_size, stat.st_mtime_ns)
 
 
-def _divide(files: FileList, state: list[list[Any]], size: int, folder: Path) -> None:
+def unit_bytes(total: int) -> int:
+    """Bytes of text of a unit of a source of `total` bytes."""
+    return max(_SMALLEST, min(_LARGEST, total // _UNITS), -(-total // _MOST_UNITS))
+
+
+def _divide(files: FileList, state: list[list[Any]], size: int | None, folder: Path) -> None:
     sizes = [form.size(path) for path, form in files.files]
-    size = max(size, -(-sum(sizes) // _MOST_UNITS))
+    size = size or unit_bytes(sum(sizes))
     units: list[Unit] = []
     for number, ((path, form), bytes_) in enumerate(zip(files.files, sizes, strict=True)):
         parts = form.parts(path, files.source, size) if bytes_ > size else ()
