@@ -15,7 +15,6 @@ import glob
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from heapq import heapify, heapreplace
 from pathlib import Path
@@ -69,9 +68,9 @@ class Units:
         """The units of a source, divided now if they are not yet. Raises `UserError` if the files are no longer those
         that were divided."""
         folder, state = _folder(files, tokenizer, root), _state(files)
-        with suppress(OSError, ValueError):
-            if _is_joined(folder) and (_manifest(folder)["files"] != state or not _store_of(folder, root).is_dir()):
-                with locked(folder):  # a source of before, all done
+        if _is_of_before(folder, state, root):
+            with locked(folder):
+                if _is_of_before(folder, state, root):  # another process may have begun anew while this one waited
                     shutil.rmtree(folder, ignore_errors=True)
         manifest = entry(folder, read=_manifest, build=lambda beside, _: _divide(files, state, size, beside))
         found = cls(files, tokenizer, root, folder, manifest["files"], _units_of(manifest))
@@ -149,8 +148,6 @@ class Units:
             if self.is_joined:  # and the unit removed before this process had read it
                 return False
             raise
-        if self.is_joined:  # by another process, which did not wait for this unit
-            shutil.rmtree(self.path(number), ignore_errors=True)
         return True
 
     def _write(self, folder: Path, number: int) -> None:
@@ -247,8 +244,15 @@ class Units:
             if not self.is_joined:
                 write_atomically(self.folder / _JOINED, store.name)
             for number in range(len(self.units)):
-                shutil.rmtree(self.path(number), ignore_errors=True)
-                self.path(number).with_suffix(".lock").unlink(missing_ok=True)
+                self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        """Remove a unit, and what a killed process left of it; a process that is at work on it ends it first."""
+        path = self.path(number)
+        with locked(path):
+            for left in (path, *path.parent.glob(f".{path.name}.*")):
+                shutil.rmtree(left, ignore_errors=True)
+            path.with_suffix(".lock").unlink(missing_ok=True)
 
 
 class _Joined(Exception):
@@ -321,6 +325,14 @@ def _units_of(manifest: Mapping[str, Any]) -> tuple[Unit, ...]:
 
 def _is_joined(folder: Path) -> bool:
     return (folder / _JOINED).exists()
+
+
+def _is_of_before(folder: Path, state: list[list[Any]], root: Path) -> bool:
+    """True if the units were joined and the files changed since, or the token store is gone."""
+    try:
+        return _is_joined(folder) and (_manifest(folder)["files"] != state or not _store_of(folder, root).is_dir())
+    except (OSError, ValueError):
+        return False
 
 
 def _store_of(folder: Path, root: Path) -> Path:
