@@ -94,6 +94,13 @@ def test_tokenising() -> None:
 
 
 @pytest.mark.campaign
+def test_prepare() -> None:
+    done = run("prepare", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the same bytes") == 2
+
+
+@pytest.mark.campaign
 def test_gpu_train(tmp_path: Path) -> None:
     target = tmp_path / "gpu.json"
     done = run("gpu_train", "--device", "cpu", "--tiny", "--warmup", "1", "--steps", "2", "--json", str(target))

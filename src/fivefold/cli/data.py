@@ -1,11 +1,18 @@
 """`fivefold data`."""
 
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fivefold.cli.options import Debug, Json
 from fivefold.cli.train import split_arguments
+from fivefold.core.errors import UserError
+
+if TYPE_CHECKING:
+    from fivefold.config import RunConfig
+    from fivefold.data.ahead import Ahead
+    from fivefold.report.table import Report
 
 
 def data(
@@ -16,6 +23,19 @@ def data(
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, in the order of training.")] = 2,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Tokenise ahead of the run; what is done already is kept.")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --prepare: processes. Default: one for each core.", show_default=False),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="With --prepare: only share I of N, from 0, as a job of an array.", show_default=False
+        ),
+    ] = None,
     json: Json = None,
     debug: Debug = False,
 ) -> None:
@@ -23,12 +43,69 @@ def data(
 
     The run finds these tokens in the cache.
 
-    Example: fivefold data run.yaml data.train.path=chat.jsonl --rows 3
+    Examples: fivefold data run.yaml data.train.path=chat.jsonl --rows 3    fivefold data run.yaml --prepare --workers 8
     """
     path, overrides = split_arguments(arguments or [])
     from fivefold.config import load_config
-    from fivefold.data import prepare
-    from fivefold.data.shown import examine
     from fivefold.report.table import write
 
-    write(examine(prepare(load_config(path, overrides)), rows), json=json)
+    config = load_config(path, overrides)
+    if prepare:
+        write(_prepared(config, workers, shard), json=json)
+        return
+    if workers or shard:
+        raise UserError(
+            f"{'--workers' if workers else '--shard'} is of --prepare", fix="fivefold data RUN.yaml --prepare ..."
+        )
+    from fivefold.data import prepare as prepare_data
+    from fivefold.data.shown import examine
+
+    write(examine(prepare_data(config), rows), json=json)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One source in the table of `--prepare`."""
+
+    source: str
+    units: str
+    documents: str
+    tokens: str
+
+
+def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "Report[_Line]":
+    """Tokenise ahead, and report it."""
+    from fivefold.data.ahead import parse_shard, prepare_ahead
+    from fivefold.report.table import Report
+    from fivefold.training.launch import preparing
+
+    share = parse_shard(shard) if shard else None
+    with preparing() as progress:
+        ahead = prepare_ahead(config, workers=workers, shard=share, progress=progress)
+    lines = tuple(
+        _Line(one.source, f"{one.done:,} of {one.units:,}", f"{one.documents:,}", f"{one.tokens:,}")
+        for one in ahead.sources
+    )
+    details = {
+        "sources": [asdict(one) for one in ahead.sources],
+        "units_tokenised": ahead.tokenised,
+        "bytes_tokenised": ahead.size,
+        "seconds": ahead.seconds,
+        "units_left": ahead.left,
+        "train_rows": None if ahead.data is None else len(ahead.data.train),
+    }
+    return Report(title="prepared", rows=lines, ok=True, closing=_closing(ahead), details=details)
+
+
+def _closing(ahead: "Ahead") -> str:
+    from fivefold.core.units import many
+
+    speed = ahead.size / 1e6 / ahead.seconds
+    said = f"{many(ahead.tokenised, 'unit')} tokenised here, {ahead.size / 1e6:,.1f} MB of text"
+    said += f", in {ahead.seconds:,.1f} s ({speed:.2f} MB/s)" if ahead.tokenised else ""
+    if ahead.data is None:
+        return (
+            f"{said}. {many(ahead.left, 'unit')} of other shards not yet done: the last shard joins them, and so does "
+            "--prepare without --shard, which also does what is missing."
+        )
+    return f"{said}. Ready: {many(len(ahead.data.train), 'row')} of {ahead.data.train.seq_length:,} to train on."

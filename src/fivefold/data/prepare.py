@@ -28,6 +28,7 @@ from fivefold.data.spans import Turn
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
 from fivefold.data.store import BLOCK, Say, TokenStore, store_for
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
+from fivefold.data.units import Units
 
 _ROWS_VERSION = 1  # raise when the rows of the same tokens change
 _SPLIT_VERSION = 2  # raise when the rows of runs with a held-out fraction change
@@ -72,14 +73,12 @@ def prepare(
     bad input, naming file and row.
     """
     root = cache_root(cache)
-    train, validation = _files(config, root)
-    tokenizer = find_tokenizer(
-        config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress,
-        bos=config.data.bos,
-    )  # fmt: skip
-    tokenizer = replace(tokenizer, template=tokenizer.template.on(history.first_day(config.run_dir) or date.today()))
-    stores = tuple(store_for(one, tokenizer, root, progress, say) for one in train)
-    held = tuple(store_for(one, tokenizer, root, progress, say) for one in validation)
+    train, validation, tokenizer = inputs(config, root, progress)
+
+    def store_of(files: FileList) -> TokenStore:
+        return store_for(files, tokenizer, root, progress, say, Units.find(files, tokenizer, root))
+
+    stores, held = tuple(map(store_of, train)), tuple(map(store_of, validation))
     _check_objective(config, [*zip(train, stores, strict=True), *zip(validation, held, strict=True)])
     plan = _Plan.of(config, stores, held)
     folder = root / "rows" / plan.key
@@ -91,6 +90,19 @@ def prepare(
 
     counts = entry(folder, read=lambda folder: _counts_of(folder, root), build=build)
     return _open(plan, folder, counts, tokenizer, config.train.seed, train, validation)
+
+
+def inputs(
+    config: RunConfig, root: Path, progress: Progress | None = None
+) -> tuple[list[FileList], list[FileList], TokenizerInfo]:
+    """The files of `data.train` and of a validation list, and the tokenizer. Raises `UserError`."""
+    train, validation = _files(config, root)
+    tokenizer = find_tokenizer(
+        config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress,
+        bos=config.data.bos,
+    )  # fmt: skip
+    day = history.first_day(config.run_dir) or date.today()
+    return train, validation, replace(tokenizer, template=tokenizer.template.on(day))
 
 
 def _files(config: RunConfig, root: Path) -> tuple[list[FileList], list[FileList]]:

@@ -21,14 +21,14 @@ from fivefold.core.units import many
 from fivefold.data import examples
 from fivefold.data.batch import IGNORE
 from fivefold.data.examples import ANSWERED, ASKED, Document, Example, NumberedText, Preference, Rated, TokenIds
-from fivefold.data.source import RECORD_KINDS, FileList, Format, Source
+from fivefold.data.source import RECORD_KINDS, FileList, Format, Part, Source
 from fivefold.data.spans import words
 from fivefold.data.token_ids import are_of_stream
 
 _KEYS_SHOWN = 8
 _KEY_SHOWN = 40  # characters
 _REQUEST = {"messages", "tools", "parallel_tool_calls"}  # keys in an `input` of OpenAI's preference form
-_MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
+MOST_FORMS = 256  # most sets of keys per source whose meaning is cached
 _MORE = "docs/howto/data.md, 'Conversations and instructions'"
 _YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -106,6 +106,10 @@ class Records(Format):
         """Every record of a file, at least one, preceded by its place for messages."""
         raise NotImplementedError
 
+    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        """The records of a part of a file."""
+        raise NotImplementedError
+
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
         return self._as_rows(self._documents(self.records(path, source), source), path, source)
 
@@ -119,6 +123,9 @@ class Records(Format):
                     is_stream = are_of_stream(self._documents(records, notes))
             yield replace(document, is_whole=False) if is_stream and isinstance(document, TokenIds) else document
 
+    def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
+        return self._as_rows(self._documents(self.records_of(part, path, source), source), path, source)
+
     def keys_of(self, names: Collection[str], source: Source) -> "Parts | None":
         """The keys that make the document of records with these `names`; None for texts and unknown records."""
         return parts_of(names, _ids_first(names, source) if self.tokens_first else source)
@@ -131,7 +138,7 @@ class Records(Format):
         if names in known:
             return known[names]
         parts = self.keys_of(names, source)
-        if len(known) < _MOST_FORMS:
+        if len(known) < MOST_FORMS:
             known[names], source.read[names] = parts, parts.keys if parts else (source.text_key,)
         return parts
 
@@ -481,7 +488,7 @@ def check_used(source: Source, *, are_examples: bool) -> None:
     keys = {f"columns.{part}": key for part, key in source.columns.items()}
     keys |= {"text_key": source.text_key} if source.text_key != Source.text_key else {}
     for setting, key in keys.items():
-        if key not in names and len(source.read) < _MOST_FORMS:
+        if key not in names and len(source.read) < MOST_FORMS:
             raise UserError(
                 f"{source.named(setting)}: no record has {key!r}; they have {_listed(names)}",
                 fix=f"name one of them, or leave {source.named(setting)} out",

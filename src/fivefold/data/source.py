@@ -84,6 +84,16 @@ def _reads_back(text: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a file: bytes or row groups from `start` to `stop`. `rows_before`: the rows of the file before it; not
+    counted until a message needs them."""
+
+    start: int
+    stop: int
+    rows_before: int = 0
+
+
+@dataclass(frozen=True)
 class Format:
     """Converts one kind of file to documents. A new one is a file in `formats/`: a subclass and an instance."""
 
@@ -98,6 +108,19 @@ class Format:
 
     def documents(self, path: Path, source: Source) -> Iterator[Document]:
         """The documents of one file, in file order. Raises `UserError` naming the file and the row (from 1)."""
+        raise NotImplementedError
+
+    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
+        """Consecutive parts of about `size` bytes that can be read without the ones before, each with its bytes; none
+        if a file is only read as a whole."""
+        return ()
+
+    def counted(self, path: Path, source: Source, part: Part) -> Part:
+        """The part, with the number of rows before it."""
+        return part
+
+    def documents_of(self, part: Part, path: Path, source: Source) -> Iterator[Document]:
+        """The documents of a part of a file from `parts`."""
         raise NotImplementedError
 
     def files(self, path: Path, source: Source, root: Path) -> Sequence[Path] | None:

@@ -20,7 +20,7 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1_000_000
 _TELLINGS = 200  # most progress reports: a display may be slower than a short document
 _ARRAYS = ("offsets.npy", "blocks.npy", "checksums.npy")
-_TRAINED, _NUMBERS = "trained.bin", "numbers.npy"
+TOKENS, TRAINED, _NUMBERS = "tokens.bin", "trained.bin", "numbers.npy"
 
 Say = Callable[[str], None]
 # Tokens of a document with their marks for `trained.bin`; a text has no marks.
@@ -123,7 +123,7 @@ class TokenStore:
             return None
         if not self.meta.tokens:
             return np.empty(0, np.uint8)
-        return np.memmap(self.folder / _TRAINED, dtype=np.uint8, mode="r")
+        return np.memmap(self.folder / TRAINED, dtype=np.uint8, mode="r")
 
     def columns(self, token: int) -> dict[str, float]:
         """The numbers of the document that a token is in, by column."""
@@ -163,12 +163,12 @@ def open_store(folder: Path, root: Path) -> TokenStore:
     """
     try:
         store = TokenStore(folder, _read_meta(folder / "meta.json"))
-        for name in (*_ARRAYS, *[_TRAINED] * (store.meta.trained is not None), *[_NUMBERS] * bool(store.meta.numbers)):
+        for name in (*_ARRAYS, *[TRAINED] * (store.meta.trained is not None), *[_NUMBERS] * bool(store.meta.numbers)):
             check_file(folder / name, store.meta.files[name], root)
         if store.meta.numbers and store.numbers.shape != (store.meta.documents, len(store.meta.numbers)):
             raise DamagedError(f"{_NUMBERS} has numbers of {list(store.numbers.shape)}, not for each document")
         if store.trained is not None and len(store.trained) != store.meta.tokens:
-            raise DamagedError(f"{_TRAINED} has {len(store.trained):,} bytes, not one for each token")
+            raise DamagedError(f"{TRAINED} has {len(store.trained):,} bytes, not one for each token")
         _check_offsets(store)
         _check_tokens(store, root)
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -226,32 +226,73 @@ def _check_tokens(store: TokenStore, root: Path) -> None:
     trust(path, root)
 
 
+class Prepared(Protocol):
+    """Tokens of a source that were made ahead (`data.units`)."""
+
+    def join(self, writer: "StoreWriter", progress: Progress | None, say: Say) -> None:
+        """Write every document of the source, in order."""
+
+    def close(self, store: Path) -> None:
+        """Remove the parts, which `store` holds now."""
+
+
 def store_for(
-    files: FileList, tokenizer: TokenizerInfo, root: Path, progress: Progress | None = None, say: Say = say_aloud
+    files: FileList,
+    tokenizer: TokenizerInfo,
+    root: Path,
+    progress: Progress | None = None,
+    say: Say = say_aloud,
+    prepared: Prepared | None = None,
 ) -> TokenStore:
     """The token store of one source: its own folder if it is one, else the cache's, tokenised now if missing.
 
-    A damaged store of the cache is rebuilt, and reported by `say`. Raises `UserError` for bad input (file and row
-    named), or for a token store that is damaged, or was made with another tokenizer.
+    `prepared`: tokens that were made ahead, to be joined. A damaged store of the cache is rebuilt, and reported by
+    `say`. Raises `UserError` for bad input (file and row named), or for a token store that is damaged, or was made with
+    another tokenizer.
     """
-    if not any(isinstance(form, Records) for _, form in files.files):
-        check_plain(files)
+    check_settings(files)
     if files.store:
         return _given_store(files, files.store, tokenizer, root)
-    content = key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
-    # Records may be examples, rendered by the template; that is known only once they are read.
-    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
-    folder = root / "stores" / key_of(
-        _VERSION, _READING, content, tokenizer.digest, tokenizer.bos_token_ids, *written
-    )  # fmt: skip
+    content = content_key(files, root)
+    folder = store_folder(files, content, tokenizer, root)
 
     def build(beside: Path, damage: str) -> None:
         if damage:
             say(f"DAMAGED: the cached tokens of {files.name}: {damage}; they are made again from the text")
-        with _after(damage, files):
-            _Writer(beside, tokenizer, content).write(files, progress)
+        with _after(damage, files), StoreWriter(beside, tokenizer, files.source.numbers) as writer:
+            if prepared:
+                prepared.join(writer, progress, say)
+            else:
+                writer.add(_documents(files, progress))
+            writer.finish(files, content)
 
-    return entry(folder, read=lambda folder: open_store(folder, root), build=build)
+    store = entry(folder, read=lambda folder: open_store(folder, root), build=build)
+    if prepared:
+        prepared.close(folder)
+    return store
+
+
+def check_settings(files: FileList) -> None:
+    """Raise `UserError` for settings of records on a source that has none."""
+    if not any(isinstance(form, Records) for _, form in files.files):
+        check_plain(files)
+
+
+def content_key(files: FileList, root: Path) -> str:
+    """A hash of the contents of the files and of the options that change how they are read."""
+    return key_of([[form.name, form.options(files.source), form.digest(path, root)] for path, form in files.files])
+
+
+def store_folder(files: FileList, content: str, tokenizer: TokenizerInfo, root: Path) -> Path:
+    """The folder of the token store of a source with these contents."""
+    return root / "stores" / key_of(_VERSION, _READING, content, *made_by(files, tokenizer))
+
+
+def made_by(files: FileList, tokenizer: TokenizerInfo) -> list[Any]:
+    """The hashes, besides those of the texts, that determine the tokens of a source."""
+    # Records may be examples, rendered by the template; that is known only once they are read.
+    written = [tokenizer.template.digest for _, form in files.files[:1] if isinstance(form, Records)]
+    return [tokenizer.digest, tokenizer.bos_token_ids, *written]
 
 
 def _given_store(files: FileList, folder: Path, tokenizer: TokenizerInfo, root: Path) -> TokenStore:
@@ -292,30 +333,50 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
         ) from error
 
 
-class _Writer:
-    """Writes one store. Memory holds a batch of documents with its tokens, the offsets and the block hashes."""
+class StoreWriter:
+    """Writes one store, or a part of one (`data.parts`). Memory holds a batch of documents with its tokens, the offsets
+    and the block hashes."""
 
-    def __init__(self, folder: Path, tokenizer: TokenizerInfo, content: str) -> None:
-        self.folder, self.tokenizer, self.content = folder, tokenizer, content
+    def __init__(self, folder: Path, tokenizer: TokenizerInfo, columns: tuple[str, ...]) -> None:
+        self.folder, self.tokenizer, self.columns = folder, tokenizer, columns
         self.dtype = _dtype(tokenizer.vocab_size)
-        self.lengths, self.hashes = array("q"), array("Q")
-        self.numbers, self.columns = array("d"), tuple[str, ...]()
-        self.ids = TokenIdsReport(tokenizer)
+        self.lengths, self.hashes, self.numbers = array("q"), array("Q"), array("d")
+        self.ids = TokenIdsReport(self.tokenizer)
         self.left_out: dict[str, None] = {}  # keys of all turns that the template left out
         self.examples = self.pairs = self.rated = self.trained = self.ended = 0
 
-    def write(self, files: FileList, progress: Progress | None) -> None:
-        tokenizer, self.columns = self.tokenizer.load(), files.source.numbers
-        with (self.folder / "tokens.bin").open("wb") as out, (self.folder / _TRAINED).open("wb") as mask:
-            for batch in _batches(_documents(files, progress)):
-                for tokens, marks in self._tokens(batch, tokenizer):
-                    out.write(tokens.tobytes())
-                    mask.write(marks.tobytes())
-                batch.clear()  # free the memory of a long document before the next is read
+    def __enter__(self) -> "StoreWriter":
+        self.tokens, self.mask = (self.folder / TOKENS).open("wb"), (self.folder / TRAINED).open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tokens.close()
+        self.mask.close()
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The tokenizer, loaded with the first document."""
+        return self.tokenizer.load()
+
+    def add(self, documents: Iterable[Document]) -> None:
+        """Tokenise and write documents."""
+        for batch in _batches(documents):
+            for tokens, marks in self._tokens(batch, self.loaded):
+                self.tokens.write(tokens.tobytes())
+                self.mask.write(marks.tobytes())
+            batch.clear()  # free the memory of a long document before the next is read
+
+    def close(self) -> None:
+        """End tokens.bin and trained.bin; of texts there is no trained.bin."""
+        self.__exit__()
+        if not self.examples:
+            (self.folder / TRAINED).unlink()
+
+    def finish(self, files: FileList, content: str) -> None:
+        """Write what belongs to a whole store."""
         if self.ids.labelled == len(self.lengths) and self.trained == sum(self.lengths):
             self.examples = self.trained = 0  # labels that leave nothing out say nothing
-        if not self.examples:
-            (self.folder / _TRAINED).unlink()
+        self.close()
         mixed = {"texts and examples": self.examples, "pairs of answers and other examples": self.pairs}
         for kinds, number in mixed.items():
             if 0 < number < len(self.lengths):
@@ -326,12 +387,14 @@ class _Writer:
         if files.source.read:
             check_used(files.source, are_examples=self.examples > 0)
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)
-        checksums = chunk_checksums(self.folder / "tokens.bin")
+        checksums = chunk_checksums(self.folder / TOKENS)
         for name, values in zip(_ARRAYS, (offsets, np.array(self.hashes, np.uint64), checksums), strict=True):
             np.save(self.folder / name, values)
         if self.columns:
             np.save(self.folder / _NUMBERS, np.array(self.numbers).reshape(-1, len(self.columns)))
-        meta = self._meta(int(offsets[-1]), self.ids.line(files.name), *columns_read(files, tuple(self.left_out)))
+        meta = self._meta(
+            content, int(offsets[-1]), self.ids.line(files.name), *columns_read(files, tuple(self.left_out))
+        )
         (self.folder / "meta.json").write_text(signed(asdict(meta)), encoding="utf-8")
 
     def _texts(self, document: Document, tokenizer: Any) -> list[Text]:
@@ -400,8 +463,8 @@ class _Writer:
         flags = [np.zeros(len(front)), *(text.is_trained(part.ends) for part in parts), np.full(len(ends), is_last)]
         return [(part, flag.astype(np.uint8)) for part, flag in zip(tokens, flags, strict=True) if len(part)]
 
-    def _meta(self, tokens: int, ids: str, columns: str, answers: tuple[str, ...]) -> StoreMeta:
-        names = (*_ARRAYS, *[_TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
+    def _meta(self, content: str, tokens: int, ids: str, columns: str, answers: tuple[str, ...]) -> StoreMeta:
+        names = (*_ARRAYS, *[TRAINED] * bool(self.examples), *[_NUMBERS] * bool(self.columns))
         files = {name: file_checksum(self.folder / name) for name in names}
         # A text determines its tokens. A record does not: the template and the trained part matter too. So the digest
         # covers the tokens, as rows and checkpoints of other tokens belong to other data.
@@ -409,7 +472,7 @@ class _Writer:
         return StoreMeta(
             kind=_KIND,
             version=_VERSION,
-            content=key_of(self.content, *made) if made else self.content,
+            content=key_of(content, *made) if made else content,
             tokenizer=self.tokenizer.digest,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_id=self.tokenizer.eos_token_id,

@@ -5,10 +5,11 @@ documents, and a row that says which of its tokens are trained, stay as they are
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from fivefold.core.units import many
 from fivefold.data.examples import Document, TokenIds
 from fivefold.data.tokenizer import TokenizerInfo, missing_bos
 
+_NUMBERS = ("documents", "cut", "labelled", "without_bos", "without_eos")
 _PEEKED = 16  # rows whose lengths tell a stream from documents
 
 
@@ -72,6 +74,18 @@ class TokenIdsReport:
                 f"has the ids 0 to {size - 1:,}",
                 fix="set tokenizer.name_or_path to the tokenizer that made these tokens",
             )
+
+    def counts(self) -> dict[str, Any]:
+        """The counts as JSON-like values."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        return {**numbers, "others": list(self.others), "last": [list(pair) for pair in self.last.items()]}
+
+    def add(self, counts: Mapping[str, Any]) -> None:
+        """Add the `counts` of another part of the same source."""
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + counts[name])
+        self.others |= dict.fromkeys(counts["others"])
+        self.last.update(dict(counts["last"]))
 
     def line(self, name: str) -> str:
         """The report; empty if there were no documents of ids."""

@@ -3,15 +3,17 @@
 
 import json
 import re
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from fivefold.core.errors import UserError
 from fivefold.data.compression import MOST_BYTES, lines_of, opened, read_most
 from fivefold.data.records import Records
-from fivefold.data.source import Source, no_documents, not_utf8
+from fivefold.data.source import Part, Source, no_documents, not_utf8
 
+_CHUNK = 2**20  # bytes
 _LONG = re.compile(rb"(?<=[\s:,\[])-?\d{4301}")
 
 
@@ -64,17 +66,60 @@ def _read(path: Path, source: Source) -> list[object]:
 
 @dataclass(frozen=True)
 class JsonLines(Records):
-    """Read line by line, with one record in memory. Blank lines are skipped."""
+    """Read line by line, with one record in memory. Blank lines are skipped.
+
+    A part of a file has the lines that begin in it. Two kinds of files are not divided: compressed ones, and those of
+    rated answers, each of which is paired with another prompt of its file.
+    """
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
         where, is_empty = source.at(path), True
         with opened(path, where) as file:
-            for row, line in lines_of(file, where):
-                if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
-                    is_empty, at = False, f"{where}:{row}"
-                    yield at, _object(_parsed(line, at), at, fix='one {"text": "..."} per line')
+            for record in _objects(lines_of(file, where), where):
+                is_empty = False
+                yield record
         if is_empty:
             raise no_documents(f"{where}:1")
+
+    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
+        end = path.stat().st_size
+        if self.is_packed(path) or source.rates:
+            return ()
+        stops = [(start, min(start + size, end)) for start in range(0, end, size)]
+        # A byte order mark stands in the first row alone.
+        return [(Part(start, stop, rows_before=int(start > 0)), stop - start) for start, stop in stops]
+
+    def counted(self, path: Path, source: Source, part: Part) -> Part:
+        left, rows, last = part.start, 0, b"\n"
+        with path.open("rb") as file:
+            while chunk := file.read(min(left, _CHUNK)):
+                left, rows, last = left - len(chunk), rows + chunk.count(b"\n"), chunk[-1:]
+        return replace(part, rows_before=rows + (last != b"\n"))  # with the line that runs into the part
+
+    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        where = source.at(path)
+        with opened(path, where) as file:
+            file.seek(max(0, part.start - 1))
+            while part.start and (rest := file.readline(_CHUNK)) and not rest.endswith(b"\n"):
+                pass
+            yield from _objects(_until(part.stop, file, where, part.rows_before), where)
+
+
+def _until(stop: int, file: IO[bytes], where: str, rows_before: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin before the byte `stop`, with their numbers."""
+    begin = file.tell()
+    for row, line in lines_of(file, where) if begin < stop else ():
+        yield rows_before + row, line
+        begin += len(line)
+        if begin >= stop:
+            return
+
+
+def _objects(lines: Iterable[tuple[int, bytes]], where: str) -> Generator[tuple[str, Mapping[str, object]]]:
+    for row, line in lines:
+        if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
+            at = f"{where}:{row}"
+            yield at, _object(_parsed(line, at), at, fix='one {"text": "..."} per line')
 
 
 def _parsed(line: bytes, where: str) -> object:

@@ -1,7 +1,7 @@
 """Parquet: a row is a document, its text in the column `text_key`. Read with pyarrow, which is an extra."""
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.core.errors import UserError
 from fivefold.data.compression import check_is_data
 from fivefold.data.records import Records, given, no_text, parts_of
-from fivefold.data.source import Source, no_documents, not_utf8
+from fivefold.data.source import Part, Source, no_documents, not_utf8
 
 _ROWS, _TOGETHER = 64, 2**24  # rows and bytes that are decoded together, roughly
 _BUFFER = 2**20  # bytes read at once of a column
@@ -23,20 +23,46 @@ class Parquet(Records):
         return True
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
-        where, row = source.at(path), 0
+        is_empty = True
+        with closing(self._records(path, source, None)) as records:
+            for record in records:
+                is_empty = False
+                yield record
+        if is_empty:
+            raise no_documents(source.at(path), "the file has no rows")
+
+    def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
+        if source.rates:  # each answer is paired with another prompt of its file
+            return ()
+        where = source.at(path)
         with readable(where, "parquet"), _open(path, where) as file:
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        parts: list[tuple[Part, int]] = []
+        start = rows = before = room = 0
+        for number, group in enumerate(groups):
+            rows, room = rows + group.num_rows, room + group.total_byte_size
+            if room >= size or number + 1 == len(groups):
+                parts.append((Part(start, number + 1, before), room))
+                start, before, room = number + 1, rows, 0
+        return parts
+
+    def records_of(self, part: Part, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
+        return self._records(path, source, part)
+
+    def _records(self, path: Path, source: Source, part: Part | None) -> Generator[tuple[str, Mapping[str, object]]]:
+        where, row = source.at(path), part.rows_before if part else 0
+        with readable(where, "parquet"), _open(path, where) as file:
+            groups = range(part.start, part.stop) if part else range(file.num_row_groups)
             parts = parts_of(file.schema_arrow.names, source)
             if parts is None:
                 _check_column(file, source, where)
             keys = list(parts.keys) if parts else [source.text_key]
             unread = dict.fromkeys(file.schema_arrow.names)
-            for batch in file.iter_batches(_rows(file), columns=keys, use_threads=False):
+            for batch in file.iter_batches(_rows(file), list(groups), columns=keys, use_threads=False):
                 for number in range(batch.num_rows):
                     row += 1
                     at = f"{where}:{row}"
                     yield at, {**unread, **given({key: value_of(batch.column(key)[number], at) for key in keys})}
-        if not row:
-            raise no_documents(where, "the file has no rows")
 
 
 def _open(path: Path, where: str) -> Any:

@@ -1,0 +1,180 @@
+"""`fivefold data --prepare`: tokenise ahead of a run, in several processes or as the jobs of an array.
+
+Every process takes units of the sources (`data.units`). The run finds their tokens in the cache as if it had tokenised
+the sources itself.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+from fivefold.config import RunConfig
+from fivefold.core.cache import Progress, cache_root, say_aloud
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.data.prepare import PreparedData, inputs, prepare
+from fivefold.data.store import Say, check_settings, content_key, store_folder
+from fivefold.data.units import Units, shares
+
+_MORE = "docs/howto/data.md, 'Prepare ahead'"
+_TODO = 2  # units a process, submitted at once
+
+
+@dataclass(frozen=True)
+class SourceProgress:
+    """One source after the command. `done`: its units that are tokenised, by whichever process."""
+
+    source: str
+    units: int
+    done: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The result of the command: `tokenised`: units of this call, of `size` bytes of text, in `seconds`. `left`: units
+    that no call has tokenised yet. `data`: the data of the run, once every unit is."""
+
+    sources: tuple[SourceProgress, ...]
+    tokenised: int
+    size: int
+    seconds: float
+    left: int
+    data: PreparedData | None
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `i/n`, share i of n from 0 on. Raises `UserError`."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    share, number = map(int, match.groups()) if match else (0, 0)
+    if not 0 <= share < number:
+        counted = f"shards are counted from 0: 0/{number} to {number - 1}/{number}" if number else "such as 0/8"
+        raise UserError(f"--shard {text}: no shard i/n", fix=counted, more=_MORE)
+    return share, number
+
+
+def prepare_ahead(
+    config: RunConfig,
+    *,
+    workers: int | None = None,
+    shard: tuple[int, int] | None = None,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    say: Say = say_aloud,
+    unit_bytes: int | None = None,
+) -> Ahead:
+    """Tokenise the data of `config` into the cache: all of it, or `shard` i of n; in `workers` processes of one thread
+    each (None: one for each core).
+
+    `unit_bytes`: about the bytes of text of a unit, if this call is the first of a source. Once all is tokenised, by
+    this call or by others, the units are joined and the rows packed. Raises `UserError` for bad input, and for input
+    that changed since another call.
+    """
+    began, root = time.monotonic(), cache_root(cache)
+    train, validation, tokenizer = inputs(config, root, progress)
+    sources: list[Units] = []
+    for files in (*train, *validation):
+        check_settings(files)
+        # Only a call for all of it reads all of it: a shard must not take longer the more shards there are.
+        if files.store or (not shard and store_folder(files, content_key(files, root), tokenizer, root).is_dir()):
+            continue
+        sources.append(Units.begin(files, tokenizer, root, unit_bytes))
+    every = [(units, number) for units in sources for number in range(len(units.units))]
+    sizes = [units.units[number].size for units, number in every]
+    mine = shares(sizes, shard[1])[shard[0]] if shard else sorted(range(len(every)), key=lambda at: -sizes[at])
+    todo = [at for at in mine if not every[at][0].is_joined and every[at][0].counts(every[at][1]) is None]
+    _tokenise([every[at] for at in todo], workers or len(os.sched_getaffinity(0)), progress)
+    seconds = time.monotonic() - began
+    lines = tuple(map(_progress_of, sources))
+    left = sum(line.units - line.done for line in lines)
+    data = None if left else prepare(config, progress=progress, cache=cache, say=say)
+    return Ahead(lines, len(todo), sum(sizes[at] for at in todo), seconds, left, data)
+
+
+def _progress_of(units: Units) -> SourceProgress:
+    number, name = len(units.units), units.files.name
+    done = [counts for at in range(number) if (counts := units.counts(at))]
+    if units.is_joined:  # looked at last: another process may be removing the units
+        whole = units.joined_counts()
+        return SourceProgress(name, number, number, whole["documents"], whole["tokens"])
+    documents, tokens = (sum(counts[key] for counts in done) for key in ("documents", "tokens"))
+    return SourceProgress(name, number, len(done), documents, tokens)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progress | None) -> None:
+    """Tokenise units in processes of their own, in this order."""
+    total, done = sum(units.units[number].size for units, number in todo), 0
+    sources = list({units.folder: units for units, _ in todo}.values())
+    at = {units.folder: place for place, units in enumerate(sources)}
+    count = max(1, min(workers, len(todo)))
+    with _pool(count, sources) as pool:
+        waiting = iter(todo)
+        running = {}
+        while True:
+            for units, number in waiting:
+                running[pool.submit(_tokenise_one, at[units.folder], number)] = units.units[number].size
+                if len(running) >= _TODO * count:
+                    break
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                future.result()
+                done += running.pop(future)
+                if progress:
+                    progress(f"tokenising in {count} process{'es' * (count > 1)}", done, total)
+
+
+@contextmanager
+def _pool(workers: int, sources: Sequence[Units]) -> Iterator[ProcessPoolExecutor]:
+    """Processes that tokenise. They end with this one, however it ends."""
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
+    pool = ProcessPoolExecutor(workers, spawn, _begin, (sources,))
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException as error:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise RunFailed(
+                "a process of --prepare was killed, or ran out of memory",
+                fix="run the command again: what was tokenised is kept; with fewer --workers if memory is short",
+                more=_MORE,
+            ) from error
+        raise
+
+
+_sources: Sequence[Units] = ()  # of this process
+
+
+def _begin(sources: Sequence[Units]) -> None:
+    """Prepare a process of the pool."""
+    global _sources
+    _sources = sources
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core for each process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of the pool has a parent"
+    parent.join()
+    os._exit(1)
+
+
+def _tokenise_one(source: int, number: int) -> None:
+    _sources[source].tokenise(number)

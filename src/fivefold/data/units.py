@@ -1,0 +1,355 @@
+"""The units of a source: what `fivefold data --prepare` tokenises one by one, on any number of processes and machines.
+
+A unit is some files, or the part of one large file, of 1 to 16 MiB. Its tokens are a folder of the cache:
+
+units/<source>/manifest.json   the files with their sizes and times, and the units
+units/<source>/00000/          tokens.bin and trained.bin as in a token store; lengths.npy, hashes.npy and numbers.npy
+                               of its documents; unit.json, their counts and checksums
+units/<source>/joined          the name of the token store that holds them now
+
+The first process writes the manifest and all others read it, so that they divide the source in the same way. Joining
+writes the token store that one process would have written, byte for byte.
+"""
+
+import glob
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from heapq import heapify, heapreplace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fivefold.core.cache import Progress, entry, key_of, locked, write_atomically
+from fivefold.core.errors import UserError
+from fivefold.core.files import expanded
+from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
+from fivefold.data.examples import Document
+from fivefold.data.records import MOST_FORMS
+from fivefold.data.source import FileList, Part, Source
+from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, made_by
+from fivefold.data.tokenizer import TokenizerInfo
+
+# Bytes of text: enough units for many shards, and some seconds of one core are lost with a killed process ...
+_SMALLEST, _LARGEST, _UNITS = 2**20, 2**24, 1024
+_MOST_UNITS = 4096  # ... but no more folders than this, where units of a large source are larger
+_VERSION = 1  # raise when the files of a unit change
+_MANIFEST, _JOINED, _UNIT = "manifest.json", "joined", "unit.json"
+_COUNTS = ("examples", "pairs", "rated", "trained", "ended")
+_ARRAYS = {"lengths": np.int64, "hashes": np.uint64, "numbers": np.float64}
+_COPIED = 2**22  # bytes copied together
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Files `first` to `last` of a source (the last excluded), or the `part` of one; `size`: its bytes of text."""
+
+    first: int
+    last: int
+    size: int
+    part: Part | None = None
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a source in the folder `folder` of the cache. `state`: the files as the manifest has them."""
+
+    files: FileList
+    tokenizer: TokenizerInfo
+    root: Path
+    folder: Path
+    state: Sequence[Sequence[Any]]
+    units: tuple[Unit, ...]
+
+    @classmethod
+    def begin(cls, files: FileList, tokenizer: TokenizerInfo, root: Path, size: int | None = None) -> "Units":
+        """The units of a source, divided now if they are not yet. Raises `UserError` if the files are no longer those
+        that were divided."""
+        folder, state = _folder(files, tokenizer, root), _state(files)
+        if _is_of_before(folder, state, root):
+            with locked(folder):
+                if _is_of_before(folder, state, root):  # another process may have begun anew while this one waited
+                    shutil.rmtree(folder, ignore_errors=True)
+        manifest = entry(folder, read=_manifest, build=lambda beside, _: _divide(files, state, size, beside))
+        found = cls(files, tokenizer, root, folder, manifest["files"], _units_of(manifest))
+        found.check_unchanged()
+        return found
+
+    @classmethod
+    def find(cls, files: FileList, tokenizer: TokenizerInfo, root: Path) -> "Units | None":
+        """The units of a source if it is being prepared; None if not, if it changed since, or if they are joined."""
+        folder = _folder(files, tokenizer, root)
+        if files.store or not (folder / _MANIFEST).exists() or _is_joined(folder):
+            return None
+        try:
+            manifest = _manifest(folder)
+        except DamagedError:
+            return None
+        if manifest["files"] != _state(files):
+            return None
+        return cls(files, tokenizer, root, folder, manifest["files"], _units_of(manifest))
+
+    def check_unchanged(self) -> None:
+        """Raise `UserError` if a file changed since the source was divided."""
+        if (now := _state(self.files)) == self.state:
+            return
+        before = {name: rest for name, *rest in self.state}
+        changed = next((name for name, *rest in now if before.get(name) != rest), None)
+        gone = next((name for name in before if name not in {name for name, *_ in now}), None)
+        what = f"{changed} {'changed' if changed in before else 'was added'}" if changed else f"{gone} is gone"
+        raise UserError(
+            f"{self.files.source.label}: {what} since `fivefold data --prepare` began with this source",
+            fix=f"put it back as it was; or begin again, with all shards: rm -r {self.folder}",
+            more="docs/howto/data.md, 'Prepare ahead'",
+        )
+
+    def _check_unit(self, number: int) -> None:
+        """Raise `UserError` if a file of the unit changed."""
+        unit = self.units[number]
+        mine = slice(unit.first, unit.last)
+        if _state(replace(self.files, files=self.files.files[mine])) != self.state[mine]:
+            self.check_unchanged()
+
+    @property
+    def is_joined(self) -> bool:
+        """True if a token store holds all units."""
+        return _is_joined(self.folder)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:05}"
+
+    def counts(self, number: int) -> Mapping[str, Any] | None:
+        """The contents of unit.json; None if the unit is not tokenised, or unit.json is damaged."""
+        try:
+            return read_signed(self.path(number) / _UNIT)
+        except DamagedError:
+            return None
+
+    def joined_counts(self) -> Mapping[str, Any]:
+        """The contents of meta.json of the token store that holds all units. Raises `OSError` or `ValueError`."""
+        return read_signed(_store_of(self.folder, self.root) / "meta.json")
+
+    def tokenise(self, number: int) -> bool:
+        """Tokenise a unit, if that is to be done. False if a token store holds all units by now."""
+
+        def build(beside: Path, _: str) -> None:
+            if self.is_joined:
+                raise _Joined
+            self._write(beside, number)
+            self._check_unit(number)
+
+        try:
+            entry(self.path(number), read=lambda folder: read_signed(folder / _UNIT), build=build)
+        except _Joined:
+            return False
+        except DamagedError:
+            if self.is_joined:  # and the unit removed before this process had read it
+                return False
+            raise
+        return True
+
+    def _write(self, folder: Path, number: int) -> None:
+        source = replace(self.files.source, read={}, undecided=Counter())
+        with StoreWriter(folder, self.tokenizer, source.numbers) as writer:
+            self._add(writer, number, source)
+            writer.close()
+        for name, dtype in _ARRAYS.items():
+            np.save(folder / f"{name}.npy", np.array(getattr(writer, name), dtype))
+        tree = {
+            **{name: getattr(writer, name) for name in _COUNTS},
+            **_reading(source),
+            "left_out": list(writer.left_out),
+            "ids": writer.ids.counts(),
+            "documents": len(writer.lengths),
+            "tokens": sum(writer.lengths),
+            "files": {path.name: file_checksum(path) for path in sorted(folder.iterdir())},
+        }
+        (folder / _UNIT).write_text(signed(tree), encoding="utf-8")
+
+    def _add(self, writer: StoreWriter, number: int, source: Source) -> None:
+        """Tokenise a unit. An error names the row of the file: rows are counted once there is one."""
+        unit = self.units[number]
+        try:
+            writer.add(self._documents(unit, source))
+        except UserError as error:
+            if unit.part is None:
+                raise
+            (path, form) = self.files.files[unit.first]
+            for _ in self._documents(replace(unit, part=form.counted(path, source, unit.part)), source):
+                pass  # raises the error again, with the row
+            raise error
+
+    def _documents(self, unit: Unit, source: Source) -> Iterator[Document]:
+        for path, form in self.files.files[unit.first : unit.last]:
+            if unit.part is None:
+                yield from form.documents(path, source)
+            else:
+                yield from form.documents_of(unit.part, path, source)
+
+    # ---- joining -------------------------------------------------------------------------------------------------
+
+    def join(self, writer: StoreWriter, progress: Progress | None, say: Say) -> None:
+        """Write every document of the source, in order; units that are missing or damaged are tokenised now."""
+        total, behind = sum(unit.size for unit in self.units), 0
+        joined, of_file = self.files.source, dict[tuple[str, ...], tuple[str, ...]]()
+        for number, unit in enumerate(self.units):
+            reading = self._append(writer, number, say)
+            if unit.part is None or unit.part.start == 0:
+                of_file = {}
+            for names, keys in reading["read"]:
+                if unit.part is None:
+                    joined.read[tuple(names)] = tuple(keys)
+                else:
+                    _remember(of_file, tuple(names), tuple(keys))
+            joined.read.update(of_file)
+            joined.undecided.update(reading["undecided"])
+            behind += unit.size
+            if progress:
+                progress(f"joining {self.files.name}", behind, total)
+        self.check_unchanged()
+
+    def _append(self, writer: StoreWriter, number: int, say: Say) -> Mapping[str, Any]:
+        """Write a unit, and return what was read of its records."""
+        folder = self.path(number)
+        try:
+            counts = self._checked(number) if folder.exists() else None
+        except (OSError, ValueError) as damage:
+            say(f"DAMAGED: the prepared tokens in {folder}: {damage}; they are made again from the text")
+            counts = None
+        if counts is None:
+            source = replace(self.files.source, read={}, undecided=Counter())
+            self._add(writer, number, source)
+            return _reading(source)
+        for name, out in ((TOKENS, writer.tokens), (TRAINED, writer.mask)):
+            if name in counts["files"]:
+                with (folder / name).open("rb") as file:
+                    shutil.copyfileobj(file, out, _COPIED)
+        for name, dtype in _ARRAYS.items():
+            getattr(writer, name).frombytes(np.load(folder / f"{name}.npy").astype(dtype).tobytes())
+        for name in _COUNTS:
+            setattr(writer, name, getattr(writer, name) + counts[name])
+        writer.left_out |= dict.fromkeys(counts["left_out"])
+        writer.ids.add(counts["ids"])
+        return counts
+
+    def _checked(self, number: int) -> Mapping[str, Any]:
+        counts = read_signed(self.path(number) / _UNIT)
+        for name, checksum in counts["files"].items():
+            check_file(self.path(number) / name, checksum, self.root)
+        return counts
+
+    def close(self, store: Path) -> None:
+        """Remove the units, which the token store in `store` holds now. A process at work sees that and stops."""
+        with locked(self.folder):
+            if not self.is_joined:
+                write_atomically(self.folder / _JOINED, store.name)
+            for number in range(len(self.units)):
+                self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        """Remove a unit, and what a killed process left of it; a process that is at work on it ends it first."""
+        path = self.path(number)
+        with locked(path):
+            for left in (path, *path.parent.glob(f".{path.name}.*")):
+                shutil.rmtree(left, ignore_errors=True)
+            path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+class _Joined(Exception):
+    """The units were joined while this process was at work."""
+
+
+def shares(sizes: Sequence[int], number: int) -> list[list[int]]:
+    """Divide units of these sizes: the largest first, each to the share that has least. The same on every machine."""
+    found: list[list[int]] = [[] for _ in range(number)]
+    loads = [(0, share) for share in range(number)]
+    heapify(loads)
+    for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
+        load, share = loads[0]
+        heapreplace(loads, (load + sizes[unit], share))
+        found[share].append(unit)
+    return found
+
+
+def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path) -> Path:
+    """The folder of the units of a source: by its name, not by its contents, which only a whole reading would tell."""
+    source = files.source
+    path = expanded(source.path)
+    is_path = glob.has_magic(source.path) or path.exists()
+    named = [str(path.absolute()) if is_path else source.path, source.format, source.text_key, source.train_on]
+    kinds = [source.pairs, source.rates, list(source.numbers), sorted(source.columns.items())]
+    return root / "units" / key_of(_VERSION, named, kinds, made_by(files, tokenizer))
+
+
+def _state(files: FileList) -> list[list[Any]]:
+    """What a change of the files would change: their names, sizes and times."""
+    return [[str(path), form.name, *_stamp(path)] for path, form in files.files]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        stat = path.stat()
+    except OSError:  # an address of the hub, which names the commit
+        return (0, 0)
+    return (stat.st_size, stat.st_mtime_ns)
+
+
+def unit_bytes(total: int) -> int:
+    """Bytes of text of a unit of a source of `total` bytes."""
+    return max(_SMALLEST, min(_LARGEST, total // _UNITS), -(-total // _MOST_UNITS))
+
+
+def _divide(files: FileList, state: list[list[Any]], size: int | None, folder: Path) -> None:
+    sizes = [form.size(path) for path, form in files.files]
+    size = size or unit_bytes(sum(sizes))
+    units: list[Unit] = []
+    for number, ((path, form), bytes_) in enumerate(zip(files.files, sizes, strict=True)):
+        parts = form.parts(path, files.source, size) if bytes_ > size else ()
+        if len(parts) > 1:
+            units += [Unit(number, number + 1, part_size, part) for part, part_size in parts]
+        elif units and units[-1].part is None and units[-1].size + bytes_ <= size:
+            units[-1] = replace(units[-1], last=number + 1, size=units[-1].size + bytes_)
+        else:
+            units.append(Unit(number, number + 1, bytes_))
+    tree = {"version": _VERSION, "files": state, "units": [asdict(unit) for unit in units]}
+    (folder / _MANIFEST).write_text(signed(tree, indent=None), encoding="utf-8")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return read_signed(folder / _MANIFEST)
+
+
+def _units_of(manifest: Mapping[str, Any]) -> tuple[Unit, ...]:
+    return tuple(Unit(**{**unit, "part": unit["part"] and Part(**unit["part"])}) for unit in manifest["units"])
+
+
+def _is_joined(folder: Path) -> bool:
+    return (folder / _JOINED).exists()
+
+
+def _is_of_before(folder: Path, state: list[list[Any]], root: Path) -> bool:
+    """True if the units were joined and the files changed since, or the token store is gone."""
+    try:
+        return _is_joined(folder) and (_manifest(folder)["files"] != state or not _store_of(folder, root).is_dir())
+    except (OSError, ValueError):
+        return False
+
+
+def _store_of(folder: Path, root: Path) -> Path:
+    return root / "stores" / (folder / _JOINED).read_text(encoding="utf-8")
+
+
+def _reading(source: Source) -> dict[str, Any]:
+    """What was learnt of the keys of records, as JSON."""
+    return {
+        "read": [[list(names), list(keys)] for names, keys in source.read.items()],
+        "undecided": dict(source.undecided),
+    }
+
+
+def _remember(read: dict[tuple[str, ...], tuple[str, ...]], names: tuple[str, ...], keys: tuple[str, ...]) -> None:
+    """Join what parts of one file read: of `MOST_FORMS` sets of keys, the fewest used of each (see `example_of`)."""
+    if names in read or len(read) < MOST_FORMS:
+        read[names] = min(read.get(names, keys), keys, key=len)

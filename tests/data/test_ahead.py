@@ -1,0 +1,292 @@
+"""Tokenising ahead (`fivefold data --prepare`): the same bytes in the cache, whatever the processes and shards."""
+
+import filecmp
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.integrity import file_checksum
+from fivefold.data import ahead, prepare, units
+from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
+from fivefold.data.units import Units, shares
+from tests.data.helpers import config_for, random_texts, write_jsonl
+from tests.data.test_token_files import ids_of, megatron
+
+UNIT = 1009  # bytes
+
+
+def in_process(todo: Any, *_: object) -> None:
+    """In place of the pool of processes, which tests marked `full` start."""
+    for one, number in todo:
+        one.tokenise(number)
+
+
+def prepared(config: Any, cache: Path, **knobs: Any) -> Ahead:
+    with patch.object(ahead, "_tokenise", in_process):
+        return prepare_ahead(config, cache=cache, unit_bytes=UNIT, **knobs)
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Compare the tokens and rows of two caches, byte for byte."""
+    files = [path for kind in ("stores", "rows") for path in (one / kind).rglob("*") if path.is_file()]
+    files = [path for path in files if path.suffix != ".lock"]
+    assert any(path.name == "tokens.bin" for path in files) and any(path.name == "counts.json" for path in files)
+    for path in files:
+        assert filecmp.cmp(path, other / path.relative_to(one), shallow=False), path
+    assert {path.name for path in (one / "stores").iterdir()} == {path.name for path in (other / "stores").iterdir()}
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def sources(folder: Path) -> dict[str, Any]:
+    """A list of sources for each way in which a source is divided."""
+    texts = random_texts(0, 97)
+    long = write_jsonl(folder / "long.jsonl", ["a" * 5003, *texts, "b" * 5003, "c"])
+    (folder / "many").mkdir()
+    for number, text in enumerate(texts[2:40]):
+        (folder / f"many/{number:02}.txt").write_text(text + "x", encoding="utf-8")
+    chats = [{"prompt": f"q{n} {text}", "completion": text + "!", "id": n} for n, text in enumerate(texts)]
+    table = folder / "table.csv"
+    table.write_text("text\n" + "".join(f'"{text}x"\n' for text in texts), encoding="utf-8")
+    return {
+        "lines": long,
+        "many files": folder / "many",
+        "examples": write_records(folder / "chats.jsonl", chats),
+        "sources": [{"path": str(long)}, {"path": str(table), "weight": 2.0}],
+    }
+
+
+def test_any_number_of_shards_makes_the_same_bytes(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for (name, train), number in zip(sources(tmp_path).items(), (1, 3, 7, 5), strict=True):
+        with subtests.test(msg=name):
+            config, cache = config_for(train, validation=0.1), tmp_path / f"ahead {name}"
+            calls = [prepared(config, cache, shard=(share, number)) for share in reversed(range(number))]
+            assert [call.data is None for call in calls] == [True] * (number - 1) + [False]
+            assert all(call.tokenised for call in calls) or number > sum(one.units for one in calls[0].sources)
+            alone = prepare(config, cache=tmp_path / f"alone {name}")
+            assert_same(tmp_path / f"alone {name}", cache)
+            assert calls[-1].data and calls[-1].data.counts == alone.counts
+            assert not list(cache.glob("units/*/0*"))  # joined
+            again = prepared(config, cache, shard=(0, number))
+            assert again.tokenised == 0 and again.data
+
+
+def test_units_divide_a_file_between_its_lines(tmp_path: Path) -> None:
+    config = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(1, 97)))
+    first = prepared(config, tmp_path / "cache", shard=(0, 4))
+    assert first.sources[0].units == -(-(tmp_path / "a.jsonl").stat().st_size // UNIT)
+    assert first.left == first.sources[0].units - first.tokenised > 0
+
+
+def test_parquet_is_divided_between_its_row_groups(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": random_texts(2, 397)}), path, row_group_size=29)
+    done = prepared(config_for(path), tmp_path / "ahead", shard=None)
+    assert done.sources[0].units > 5
+    prepare(config_for(path), cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", tmp_path / "ahead")
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_kept_and_what_is_missing_is_made(tmp_path: Path) -> None:
+    """A process that ends in the middle, then a run that does not wait for the other shards."""
+    config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(3, 97)), validation=0.1), tmp_path / "a"
+    whole = units.Units.tokenise
+    calls: list[int] = []
+
+    def tokenise(one: Units, number: int) -> bool:
+        calls.append(number)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return whole(one, number)
+
+    with patch.object(Units, "tokenise", tokenise), pytest.raises(KeyboardInterrupt):
+        prepared(config, cache, shard=(0, 2))
+    kept = {path.name: path.stat().st_ino for path in cache.glob("units/*/0*") if path.is_dir()}
+    assert len(kept) == 3
+    rest = prepared(config, cache, shard=(0, 2))
+    assert (
+        rest.data is None
+        and {path.name: path.stat().st_ino for path in cache.glob("units/*/0*")}.items() >= kept.items()
+    )
+    add = units.Units._add
+    with patch.object(Units, "_add", autospec=True, side_effect=add) as read:
+        prepare(config, cache=cache)  # `fivefold train`
+    assert read.call_count == rest.left > 0
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
+
+
+def test_damaged_units_are_made_again(tmp_path: Path) -> None:
+    config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(4, 97))), tmp_path / "a"
+    prepared(config, cache, shard=(0, 2))
+    damaged = sorted(cache.glob("units/*/0*/tokens.bin"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    sorted(cache.glob("units/*/0*/unit.json"))[0].write_text("{}")
+    said: list[str] = []
+    assert prepared(config, cache, shard=(1, 2), say=said.append).data is None  # unit.json does not count as done
+    assert prepared(config, cache, say=said.append).data
+    assert len(said) == 1 and said[0].startswith(f"DAMAGED: the prepared tokens in {damaged.parent}")
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
+
+
+def test_input_that_changed_between_shards_is_refused(tmp_path: Path) -> None:
+    texts, folder = random_texts(5, 97), tmp_path / "texts"
+    folder.mkdir()
+    path, config = write_jsonl(folder / "a.jsonl", texts), config_for(folder)
+    cache = tmp_path / "cache"
+    prepared(config, cache, shard=(0, 3))
+    stat = path.stat()
+    write_jsonl(path, [*texts, "more"])
+    with pytest.raises(UserError, match=r"a\.jsonl changed since .* began") as refused:
+        prepared(config, cache, shard=(1, 3))
+    assert f"rm -r {next(cache.glob('units/*/manifest.json')).parent}" in str(refused.value)
+    prepare(config, cache=cache)  # a run has the new text alone
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
+    write_jsonl(path, texts)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    write_jsonl(folder / "b.jsonl", ["b"])
+    with pytest.raises(UserError, match=r"b\.jsonl was added since"):
+        prepared(config, cache, shard=(1, 3))
+    (folder / "b.jsonl").unlink()
+    assert prepared(config, cache, shard=(1, 3)).tokenised
+
+    changing = units.Units._write  # while a unit is read
+
+    def write(one: Units, beside: Path, number: int) -> None:
+        changing(one, beside, number)
+        os.utime(path)
+
+    with patch.object(Units, "_write", write), pytest.raises(UserError, match="changed since"):
+        prepared(config, cache, shard=(2, 3))
+
+
+def test_a_joined_source_may_change(tmp_path: Path) -> None:
+    texts, cache = random_texts(6, 41), tmp_path / "cache"
+    config = config_for(write_jsonl(tmp_path / "a.jsonl", texts))
+    first = prepared(config, cache)
+    write_jsonl(tmp_path / "a.jsonl", [*texts, "more"])
+    second = prepared(config, cache, shard=(0, 1))
+    assert first.data and second.data and second.data.counts.documents == first.data.counts.documents + 1
+    other = prepared(config_for(tmp_path / "a.jsonl", tokenizer="train:300"), cache, shard=(0, 1))
+    assert other.tokenised == second.tokenised  # another tokenizer has nothing of it
+
+
+def test_an_error_names_the_row_of_the_file(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}) for text in random_texts(7, 97)]
+    for row, line in ((61, '{"text": 1}'), (90, "{")):
+        path = tmp_path / f"{row}.jsonl"
+        path.write_text("\n".join([*lines[: row - 1], line, *lines[row:]]), encoding="utf-8")
+        with pytest.raises(UserError) as alone:
+            prepare(config_for(path), cache=tmp_path / "alone")
+        with pytest.raises(UserError) as refused:
+            prepared(config_for(path), tmp_path / "cache")
+        assert str(refused.value) == str(alone.value) and f".jsonl:{row}: " in str(alone.value)
+
+
+def test_two_jobs_on_one_shard_do_no_harm(tmp_path: Path) -> None:
+    config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(10, 97)), validation=0.1), tmp_path / "a"
+    with (
+        patch.object(ahead, "_tokenise", in_process),
+        patch("fivefold.data.units.file_checksum", wraps=file_checksum) as made,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        knobs: dict[str, Any] = {"cache": cache, "unit_bytes": UNIT}
+        calls = [pool.submit(prepare_ahead, config, shard=(at % 2, 2), **knobs) for at in range(4)]
+        results = [call.result() for call in calls]
+    assert any(result.data for result in results)
+    assert made.call_count == 4 * results[0].sources[0].units  # its files; each unit was made once
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(8, 41))), tmp_path / "cache"
+    with (
+        patch("fivefold.data.units.file_checksum", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(UserError, match=r"cannot write .*/units/.*: No space left") as refused,
+    ):
+        prepared(config, cache)
+    assert "free space" in str(refused.value) and not list(cache.glob("units/*/0*/unit.json"))
+    assert prepared(config, cache).data
+
+
+def test_shards() -> None:
+    assert parse_shard("0/8") == (0, 8) and parse_shard("7/8") == (7, 8)
+    with pytest.raises(UserError, match=r"shards are counted from 0: 0/8 to 7/8"):
+        parse_shard("8/8")
+    for wrong in ("1", "-1/8", "0/0", "a/b"):
+        with pytest.raises(UserError, match="no shard i/n"):
+            parse_shard(wrong)
+    assert [units.unit_bytes(n) for n in (1, 2**31, 2**36, 2**42)] == [2**20, 2**21, 2**24, 2**30]
+    divided = shares([5, 1, 1, 1, 1, 1, 3], 3)
+    assert sorted(unit for share in divided for unit in share) == list(range(7))
+    assert sorted(sum([5, 1, 1, 1, 1, 1, 3][unit] for unit in share) for share in divided) == [4, 4, 5]
+
+
+@pytest.mark.full
+def test_a_killed_process_costs_a_unit(tmp_path: Path) -> None:
+    """Two processes, one of which is killed; then the same command again."""
+    texts = random_texts(9, 997)
+    config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache"
+    knobs: dict[str, Any] = {"workers": 2, "cache": cache, "unit_bytes": 3001}
+    killed: list[int] = []
+
+    def kill() -> None:
+        import multiprocessing
+
+        while not list(cache.glob("units/*/0*/unit.json")):
+            time.sleep(0.01)
+        killed.append(multiprocessing.active_children()[0].pid or 0)
+        os.kill(killed[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    with pytest.raises(RunFailed, match="was killed"):
+        prepare_ahead(config, **knobs)
+    thread.join()
+    kept = len(list(cache.glob("units/*/0*/unit.json")))
+    done = prepare_ahead(config, **knobs)
+    assert kept and done.tokenised == done.sources[0].units - kept and done.data
+    prepare(config, cache=tmp_path / "alone")
+    assert_same(tmp_path / "alone", cache)
+
+
+def test_token_ids_are_prepared_in_units_too(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    ids = ids_of(random_texts(7, 97))
+    stream = [(row + [7] * 9)[:9] for row in ids]
+    labels = [[-100] * (n > 60) + row[n > 60 :] for n, row in enumerate(ids)]
+    trains = {
+        "files": megatron(tmp_path / "one", ids).parent / "*.bin",
+        "documents": write_records(tmp_path / "ids.jsonl", [{"input_ids": row} for row in ids]),
+        "stream": write_records(tmp_path / "stream.jsonl", [{"input_ids": row} for row in stream]),
+        "labels": write_records(
+            tmp_path / "labels.jsonl",
+            [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)],
+        ),
+    }
+    megatron(tmp_path / "two", ids[:5])
+    for name, train in trains.items():
+        with subtests.test(msg=name):
+            ahead_of_it = prepared(config_for(train), tmp_path / f"ahead {name}")
+            alone = prepare(config_for(train), cache=tmp_path / f"alone {name}")
+            assert_same(tmp_path / f"alone {name}", tmp_path / f"ahead {name}")
+            assert ahead_of_it.data and ahead_of_it.data.counts == alone.counts and alone.counts.ids
