@@ -92,7 +92,7 @@ def prepare_ahead(
     sizes = [units.units[number].size for units, number in every]
     mine = shares(sizes, shard[1])[shard[0]] if shard else sorted(range(len(every)), key=lambda at: -sizes[at])
     todo = [at for at in mine if not every[at][0].is_joined and every[at][0].counts(every[at][1]) is None]
-    _tokenise([every[at] for at in todo], workers or len(os.sched_getaffinity(0)), progress)
+    _tokenise([every[at] for at in todo], workers or _cores(), progress)
     seconds = time.monotonic() - began
     lines = tuple(map(_progress_of, sources))
     left = sum(line.units - line.done for line in lines)
@@ -108,6 +108,11 @@ def _progress_of(units: Units) -> SourceProgress:
         return SourceProgress(name, number, number, whole["documents"], whole["tokens"])
     documents, tokens = (sum(counts[key] for counts in done) for key in ("documents", "tokens"))
     return SourceProgress(name, number, len(done), documents, tokens)
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

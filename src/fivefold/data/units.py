@@ -95,9 +95,9 @@ class Units:
         """Raise `UserError` if a file changed since the source was divided."""
         if (now := _state(self.files)) == self.state:
             return
-        before = {name: rest for name, *rest in self.state}
+        before, names = {name: rest for name, *rest in self.state}, {name for name, *_ in now}
         changed = next((name for name, *rest in now if before.get(name) != rest), None)
-        gone = next((name for name in before if name not in {name for name, *_ in now}), None)
+        gone = next((name for name in before if name not in names), None)
         what = f"{changed} {'changed' if changed in before else 'was added'}" if changed else f"{gone} is gone"
         raise UserError(
             f"{self.files.source.label}: {what} since `fivefold data --prepare` began with this source",
@@ -285,15 +285,15 @@ def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path) -> Path:
 
 def _state(files: FileList) -> list[list[Any]]:
     """What a change of the files would change: their names, sizes and times."""
-    return [[str(path), form.name, *_stamp(path)] for path, form in files.files]
+    return [[*_stamp(path), form.name] for path, form in files.files]
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> tuple[str, int, int]:
     try:
         stat = path.stat()
     except OSError:  # an address of the hub, which names the commit
-        return (0, 0)
-    return (stat.st_size, stat.st_mtime_ns)
+        return (str(path), 0, 0)
+    return (str(path.absolute()), stat.st_size, stat.st_mtime_ns)
 
 
 def unit_bytes(total: int) -> int:
