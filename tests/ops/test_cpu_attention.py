@@ -21,7 +21,8 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.interrupts import Stopped
 from fivefold.models import kernels
 from fivefold.models.attention import attention_forward
-from fivefold.ops import cpu_attention
+from fivefold.models.packed import packed_attention
+from fivefold.ops import cpu_attention, dropout
 from tests.plain_attention import reference_attention
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
@@ -57,13 +58,14 @@ def inputs(rows, heads, shared, queries, keys, size, dtype):
     return [tensor.to(dtype) for tensor in (q, k, v, grad)]
 
 
-def check(q, k, v, grad, rule, ahead=None, roundings=1.0):
+def check(q, k, v, grad, rule, ahead=None, roundings=1.0, drops=None):
     exact = [tensor.double() for tensor in (q, k, v, grad)]
-    out64, lse64 = kernels.blockwise_forward(*exact[:3], rule, ahead=ahead)
-    grads64 = kernels.blockwise_backward(exact[3], *exact[:3], out64, lse64, rule, ahead=ahead)
-    assert kernels.serving(q, rule, q.shape[2] - 1, ahead) == "compiled"
-    out, lse = kernels.forward(q, k, v, rule, q.shape[2] - 1, ahead=ahead)
-    grads = kernels.backward(grad, q, k, v, out, lse, rule, q.shape[2] - 1, ahead=ahead)
+    options = {"ahead": ahead, "drops": drops}
+    out64, lse64 = kernels.blockwise_forward(*exact[:3], rule, **options)
+    grads64 = kernels.blockwise_backward(exact[3], *exact[:3], out64, lse64, rule, **options)
+    assert kernels.serving(q, rule, q.shape[2] - 1, **options) == "compiled"
+    out, lse = kernels.forward(q, k, v, rule, q.shape[2] - 1, **options)
+    grads = kernels.backward(grad, q, k, v, out, lse, rule, q.shape[2] - 1, **options)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     assert (lse.double() - lse64).abs().max() <= 1e-6 * lse64.abs().max()
     for ours, theirs in zip((out, *grads), (out64, *grads64), strict=True):
@@ -78,12 +80,48 @@ def test_values_and_gradients(subtests):
             check(*inputs(*SHAPES[shape], dtype), kernels.AttentionParams(0.4, **RULES[rule]))
 
 
+def drops_of(rows, heads, queries, keys, p):
+    """Drops of the last queries of rows and of their keys, as views of those of longer rows."""
+    tokens = dropout.token_hashes(0, 3, 5, rows, keys + 7, torch.device("cpu"))
+    heads_H = dropout.feature_hashes(0, "site", torch.arange(heads, dtype=torch.int32))
+    whole = dropout.attention_drops(tokens, torch.tensor(9, dtype=torch.int32), heads_H, p)
+    return dropout.AttentionDrops(whole.queries[:, keys - queries : keys], whole.keys[:, :keys], p)
+
+
+def test_weights_that_are_dropped(subtests):
+    """The same weights as in fp64; with a probability of 1 all of them. What is kept is larger, and the output of a
+    query that sees itself alone is rounded."""
+    for shape, rule, dtype, p in product(SHAPES, ("plain", "both"), TOLERANCE, (0.1, 0.75, 1.0)):
+        with subtests.test(shape=shape, rule=rule, dtype=dtype, p=p):
+            rows, heads, _, queries, keys, _ = SHAPES[shape]
+            tensors, drops = inputs(*SHAPES[shape], dtype), drops_of(rows, heads, queries, keys, p)
+            check(
+                *tensors, kernels.AttentionParams(0.4, **RULES[rule]), drops=drops,
+                roundings=2 * max(1, dropout.kept_scale(p)),
+            )  # fmt: skip
+
+
+def test_documents_of_two_rows_that_are_dropped():
+    """In one call, as document by document in fp64."""
+    edges, drops = torch.tensor([0, 50, 70, 134, 140], dtype=torch.int32), drops_of(2, 4, 70, 70, 0.2)
+    arguments = (edges, 0.4, 40, None, None, drops.queries, drops.keys, 0.2)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        q, k, v = (tensor.to(dtype).requires_grad_() for tensor in inputs(2, 4, 2, 70, 70, 16, torch.float32)[:3])
+        out, lse = packed_attention(q, k, v, *arguments)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, exact in zip(*results, strict=True):
+        assert (ours - exact).abs().max() <= 4e-6 * exact.abs().max()
+
+
 def test_queries_ahead_of_their_keys(subtests):
     """As a rank of a ring meets them: 70 queries, 200 keys before them, or under a window the last of these."""
     for (ahead, window), dtype in product([(200, None), (230, None), (230, 150), (205, 9)], TOLERANCE):
         with subtests.test(ahead=ahead, window=window, dtype=dtype):
             queries = 70 if window != 9 else 3
-            check(*inputs(1, 4, 2, queries, 200, 32, dtype), kernels.AttentionParams(0.3, window), ahead=ahead)
+            tensors, rule = inputs(1, 4, 2, queries, 200, 32, dtype), kernels.AttentionParams(0.3, window)
+            check(*tensors, rule, ahead=ahead)
+            check(*tensors, rule, ahead=ahead, drops=drops_of(1, 4, queries, 200, 0.2), roundings=2.5)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

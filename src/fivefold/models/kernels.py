@@ -11,7 +11,7 @@ Operators cannot call autograd, so each kernel is a pair of functions that pass 
 | `fused` | 16-bit types on CUDA, not served by flash: `ops/gpu_attention.py`, once tried | yes | yes | linear in T |
 | `blockwise_*` | everything else: scores in fp32 or fp64, some queries at a time | yes | yes | linear in L |
 
-Probabilities are dropped by `blockwise_*` alone: the others have random numbers of their own, or none.
+Probabilities are dropped by `compiled` and `blockwise_*`: the others have random numbers of their own, or none.
 
 Attention sinks need no kernel of their own: `join_sinks` adds them to the output and log-sum-exp of any of them.
 
@@ -92,10 +92,10 @@ def forward(
     than the queries, and the first query stands `ahead` positions after the first key. `farthest`: positions from a key
     to the last query that could see it. `drops`: of these queries and keys.
     """
-    kernel = serving(q_NHLD, rule, farthest, ahead) if drops is None else "blockwise"
+    kernel = serving(q_NHLD, rule, farthest, ahead, drops)
     if kernel in _OWN:
         given: tuple[Tensor, Tensor] = _OWN[kernel].forward(
-            q_NHLD, k_NGSD, v_NGSD, rule, offset=_offset(q_NHLD, k_NGSD, ahead)
+            q_NHLD, k_NGSD, v_NGSD, rule, offset=_offset(q_NHLD, k_NGSD, ahead), **_dropping(drops)
         )
         return given
     if kernel == "cpu":
@@ -111,9 +111,11 @@ def backward(
     *, ahead: int | None = None, drops: AttentionDrops | None = None,
 ) -> Gradients:  # fmt: skip
     """Gradients of q, k, v, by the kernel of `forward`; `grad` and `out` [N,H,L,D], `lse` [N,H,L]."""
-    kernel = serving(q, rule, farthest, ahead) if drops is None else "blockwise"
+    kernel = serving(q, rule, farthest, ahead, drops)
     if kernel in _OWN:
-        grads: Gradients = _OWN[kernel].backward(grad, q, k, v, out, lse, rule, offset=_offset(q, k, ahead))
+        grads: Gradients = _OWN[kernel].backward(
+            grad, q, k, v, out, lse, rule, offset=_offset(q, k, ahead), **_dropping(drops)
+        )
         return grads
     if kernel == "cpu":
         dq, dk, dv = cpu_attention_backward(grad, q, k, v, out, lse, 0.0, ahead is None, scale=rule.scale)
@@ -123,10 +125,14 @@ def backward(
     return blockwise_backward(grad, q, k, v, out, lse, rule, ahead=ahead, drops=drops)
 
 
-def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | None = None) -> str:
+def serving(
+    q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | None = None, drops: AttentionDrops | None = None
+) -> str:
     """The kernel of the table for a batch: see `forward`."""
     if cpu_attention.serves(q_NHLD):
         return "compiled"
+    if drops is not None:
+        return "blockwise"
     is_plain = rule.softcap is None and (rule.window is None or farthest < rule.window)
     if is_plain and q_NHLD.device.type == "cpu":
         return "cpu"
@@ -137,13 +143,15 @@ def serving(q_NHLD: Tensor, rule: AttentionParams, farthest: int, ahead: int | N
 
 def takes_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrops | None = None) -> bool:
     """True if one call handles all documents, of any lengths: `varlen_forward`."""
-    return drops is None and serving_documents(query, rule) != ""
+    return serving_documents(query, rule, drops) != ""
 
 
-def serving_documents(query: Tensor, rule: AttentionParams) -> str:
+def serving_documents(query: Tensor, rule: AttentionParams, drops: AttentionDrops | None = None) -> str:
     """The kernel of the table that handles all documents of queries [.., D] in one call; "" if there is none."""
     if cpu_attention.serves(query):
         return "compiled"
+    if drops is not None:
+        return ""
     if rule.softcap is None:
         return "flash" if takes_flash(query) else ""
     return "fused" if gpu_attention.serves(query, rule) else ""
@@ -190,12 +198,14 @@ def _even(rows: int, length: int, like: Tensor) -> Tensor:
 
 
 def varlen_forward(
-    q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionParams
-) -> tuple[Tensor, Tensor]:
-    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device."""
-    if (kernel := serving_documents(q_MHD, rule)) in _OWN:
+    q_MHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionParams,
+    drops: AttentionDrops | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [M,H,D] and log-sum-exp [H,M] of all documents at once; `cu_seqlens` on the device. `drops`: of the M
+    tokens, as one row."""
+    if (kernel := serving_documents(q_MHD, rule, drops)) in _OWN:
         q, k, v = map(_one_row, (q_MHD, k_MGD, v_MGD))
-        out, lse = _OWN[kernel].forward(q, k, v, rule, cu_seqlens=cu_seqlens)
+        out, lse = _OWN[kernel].forward(q, k, v, rule, cu_seqlens=cu_seqlens, **_dropping(drops))
         return out[0].transpose(0, 1), lse[0]
     out, lse, *_ = flash_attention_forward(
         q_MHD, k_MGD, v_MGD, cu_seqlens, cu_seqlens, longest, longest, 0.0, rule.window is None, False,
@@ -214,11 +224,14 @@ def varlen_backward(
     cu_seqlens: Tensor,
     longest: int,
     rule: AttentionParams,
+    drops: AttentionDrops | None = None,
 ) -> Gradients:
     """Gradients of q, k, v; `grad` and `out` [M,H,D], `lse` [H,M]."""
-    if (kernel := serving_documents(q, rule)) in _OWN:
+    if (kernel := serving_documents(q, rule, drops)) in _OWN:
         grad, q, k, v, out = map(_one_row, (grad, q, k, v, out))
-        dq, dk, dv = _OWN[kernel].backward(grad, q, k, v, out, lse.unsqueeze(0), rule, cu_seqlens=cu_seqlens)
+        dq, dk, dv = _OWN[kernel].backward(
+            grad, q, k, v, out, lse.unsqueeze(0), rule, cu_seqlens=cu_seqlens, **_dropping(drops)
+        )
         return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
@@ -227,6 +240,10 @@ def varlen_backward(
         scale=rule.scale, **_flash_window(rule),
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _dropping(drops: AttentionDrops | None) -> dict[str, AttentionDrops]:
+    return {} if drops is None else {"drops": drops}
 
 
 def _one_row(tensor_MHD: Tensor) -> Tensor:

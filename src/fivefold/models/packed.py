@@ -44,7 +44,7 @@ def packed_attention(
     rule = kernels.AttentionParams(scale, window, softcap)
     drops = _drops(dropped_queries, dropped_keys, p)
     if kernels.takes_documents(query, rule, drops):
-        out_BTHD, lse_BTH = _all_at_once(query, key, value, cu_seqlens, rule)
+        out_BTHD, lse_BTH = _all_at_once(query, key, value, cu_seqlens, rule, drops)
     else:
         out_BTHD, lse_BTH = _by_groups(query, key, value, cu_seqlens, rule, drops)
     if sinks is not None:
@@ -54,15 +54,18 @@ def packed_attention(
 
 
 def _all_at_once(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, rule: kernels.AttentionParams,
+    drops: AttentionDrops | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp from one call, without a copy of the output."""
     shape = query.shape[0], query.shape[2]
     if query.device.type == "cpu":  # its kernel would read and write out of bounds
         documents(cu_seqlens, *shape)
     q_MHD, k_MGD, v_MGD = (_tokens(tensor) for tensor in (query, key, value))
     edges = _on_device(cu_seqlens, query.device)
-    out_MHD, lse_HM = kernels.varlen_forward(q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule)
+    out_MHD, lse_HM = kernels.varlen_forward(
+        q_MHD, k_MGD, v_MGD, edges, longest(cu_seqlens), rule, drops and drops.as_one_row()
+    )
     return out_MHD.contiguous().view(*shape, *out_MHD.shape[1:]), lse_HM.T.contiguous().view(*shape, len(lse_HM))
 
 
@@ -104,8 +107,9 @@ def packed_attention_backward(
     if kernels.takes_documents(query, rule, drops):
         edges, lse_HM = _on_device(cu_seqlens, query.device), lse_MH.T.contiguous()
         found = kernels.varlen_backward(
-            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule
-        )
+            grad_MHD, q_MHD, k_MGD, v_MGD, out_MHD, lse_HM, edges, longest(cu_seqlens), rule,
+            drops and drops.as_one_row(),
+        )  # fmt: skip
         shape = query.shape[0], query.shape[2]
         dq, dk, dv = (piece.contiguous().view(*shape, *piece.shape[1:]).transpose(1, 2) for piece in found)
         return dq, dk, dv

@@ -5,7 +5,8 @@
 
    Legend: N documents of L queries and S keys; H query heads, G key/value heads (H / G of them share one), D head size.
    Query i stands at position `offset` + i among the keys, and sees the keys j <= that position, of these the last
-   `window`. BQ queries meet BK keys at a time, whose scores stay in the first two caches.
+   `window`. Weights are dropped as by `dropout.py`: where the product of two hashes is below `drop_below`. BQ queries
+   meet BK keys at a time, whose scores stay in the first two caches.
    A product is summed in registers: MQ rows x 2 vectors of scores, or of an output MQ rows x 1 or 2, MQ / 2 rows x 4. */
 
 #include <math.h>
@@ -25,6 +26,7 @@ enum { BQ = 64, BK = 128, TILE = 2 * LANES };
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
 /* A tensor [N, heads, length, D] whose last dimension is contiguous; strides in elements. */
@@ -39,6 +41,9 @@ typedef struct {
     int64_t offset, window;                                /* window: 0 is none */
     float scale, softcap;                                  /* softcap: 0 is none */
     int32_t is_bf16, threads;
+    Tensor query_hashes, key_hashes; /* int32 [N, 1, L] and [N, H, S + TILE]; without data nothing is dropped */
+    int32_t drop_below;
+    float kept_scale; /* 1 / (1 - p) */
 } Shape;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -128,6 +133,22 @@ INLINE int64_t tokens(const Shape *s, int64_t n, int is_of_keys) {
 
 INLINE int64_t at(const Tensor *t, Document d, int64_t h, int64_t l) {
     return d.n * t->row + h * t->head + (d.first + l) * t->token;
+}
+
+/* Hashes by which a head drops: of a query, and of the keys from `key` on. 0 and NULL where nothing is dropped. */
+INLINE uint32_t query_hash(const Shape *s, Document d, int64_t l) {
+    const Tensor *t = &s->query_hashes;
+    return t->data ? ((const uint32_t *)t->data)[at(t, d, 0, l)] : 0;
+}
+INLINE const uint32_t *key_hashes(const Shape *s, Document d, int64_t h, int64_t key) {
+    const Tensor *t = &s->key_hashes;
+    return t->data ? (const uint32_t *)t->data + at(t, d, h, key) : NULL;
+}
+
+/* x, with zeros where this query and these keys drop. */
+INLINE vec drop(const Shape *s, uint32_t query, const uint32_t *keys, vec x) {
+    ints dropped = (ints)(*(const bits *)keys * query) < s->drop_below;
+    return (vec)(~dropped & (ints)x);
 }
 
 /* `count` rows from token `first`, times `scale`, as floats [rows][width]; zeros after D and after the last row. */
@@ -271,9 +292,10 @@ typedef struct {
 } Forward;
 
 /* Scores [span] of a query with the keys from `from` on, of which it sees those in [first, last), become weights:
-   e^(score - largest score so far). `out` and `total` are what the keys before them gave, for that largest score. */
+   e^(score - largest score so far). `out` and `total` are what the keys before them gave, for that largest score.
+   `hash` and `hashes` are those of the query and its keys: `total` counts what they drop. */
 INLINE void weigh(const Shape *s, float *scores, int64_t from, int64_t span, int64_t first, int64_t last, float scale,
-                  float *largest, float *total, float *out, int64_t width) {
+                  uint32_t hash, const uint32_t *hashes, float *largest, float *total, float *out, int64_t width) {
     int is_whole = first <= from && last >= from + span;
     vec top = splat(-INFINITY);
     for (int64_t j = 0; j < span; j += LANES) {
@@ -297,8 +319,8 @@ INLINE void weigh(const Shape *s, float *scores, int64_t from, int64_t span, int
     vec sum = {0};
     for (int64_t j = 0; j < span; j += LANES) {
         vec x = exponential(load(scores + j) - now);
-        store(scores + j, x);
         sum += x;
+        store(scores + j, hashes ? drop(s, hash, hashes + j, x) : x);
     }
     if (now > before) {
         float shrink = expf(before - now);
@@ -312,7 +334,7 @@ INLINE void weigh(const Shape *s, float *scores, int64_t from, int64_t span, int
 /* Output and log-sum-exp of query l, of the sums over all keys. */
 static void put_result(const Forward *f, Document d, int64_t h, int64_t l, const float *out, float largest,
                        float total) {
-    put_row(f->s, f->out, d, h, l, out, 1.0f / total);
+    put_row(f->s, f->out, d, h, l, out, f->s->kept_scale / total);
     ((float *)f->lse->data)[at(f->lse, d, h, l)] = largest + logf(total);
 }
 
@@ -349,7 +371,8 @@ static void forward_block(const Forward *f, Job job, float *scratch) {
                 multiply(scores + j, BK, q + group * width, width, keys + (from + j) * s->size, s->size);
             for (int64_t i = group; i < group + MQ; i++)
                 weigh(s, scores + (i - group) * BK, from, span, first_key(s, position + i), last_key(d, position + i),
-                      1.0f, largest + i, total + i, out + i * width, width);
+                      1.0f, query_hash(s, d, least(start + i, d.queries - 1)), key_hashes(s, d, h, from), largest + i,
+                      total + i, out + i * width, width);
             accumulate(out + group * width, width, scores, BK, 1, values + from * width, span);
         }
     }
@@ -385,17 +408,20 @@ static void sum_up(const Backward *b, Job job, float *scratch) {
 typedef struct {
     int64_t first, last;
     float lse, delta;
+    uint32_t hash;
 } Query;
 
 /* Query l of a document whose queries begin at `head` in `delta`; one from `end` on sees nothing. */
 INLINE Query query_of(const Backward *b, Document d, int64_t h, int64_t head, int64_t l, int64_t end) {
-    if (l >= end) return (Query){0, 0, 0, 0};
+    if (l >= end) return (Query){0, 0, 0, 0, 0};
     float lse = ((const float *)b->lse->data)[at(b->lse, d, h, l)];
-    return (Query){first_key(b->s, d.offset + l), last_key(d, d.offset + l), lse, b->delta[head + l]};
+    return (Query){first_key(b->s, d.offset + l), last_key(d, d.offset + l), lse, b->delta[head + l],
+                   query_hash(b->s, d, l)};
 }
 
-/* Weights of its scores x with the keys from `key` on; `change`, the gradients of the weights, become those of x. */
-INLINE vec weigh_again(const Shape *s, const Query *q, vec x, int64_t key, vec *change) {
+/* Weights of its scores x with the keys from `key` on, of `hashes`; `change`, the gradients of the weights that were
+   kept, become those of x. */
+INLINE vec weigh_again(const Shape *s, const Query *q, vec x, int64_t key, const uint32_t *hashes, vec *change) {
     vec slope = splat(1.0f);
     if (s->softcap) {
         vec t = tangent(x / s->softcap);
@@ -404,8 +430,9 @@ INLINE vec weigh_again(const Shape *s, const Query *q, vec x, int64_t key, vec *
     }
     vec weight = exponential(x - q->lse);
     if (q->first > key || q->last < key + LANES) weight = (vec)(are_seen(key, q->first, q->last) & (ints)weight);
+    if (hashes) *change = drop(s, q->hash, hashes, *change * s->kept_scale);
     *change = weight * (*change - q->delta) * slope;
-    return weight;
+    return hashes ? drop(s, q->hash, hashes, weight) : weight;
 }
 
 /* The BK keys of a part with all queries that see them: their dk and dv, and what they add to `dq` [H][padded L][width].
@@ -428,6 +455,7 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
     if (s->window) end = least(end, key + count - 1 + s->window - d.offset);
     for (int64_t h = g * share; h < (g + 1) * share; h++) {
         int64_t place = h * b->places[s->documents] + b->places[job.n];
+        const uint32_t *hashes = key_hashes(s, d, h, key);
         for (int64_t start = begin / MQ * MQ; start < end; start += BQ) {
             int64_t some = least(BQ, end - start), height = up(some, MQ);
             take_rows(q, s, b->q, d, h, start, some, height, width, 1.0f);
@@ -447,7 +475,8 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
                         const Query of = query_of(b, d, h, place, start + group + i, start + some);
                         for (; filled < high; filled += LANES) {
                             vec change = load(ds + filled);
-                            store(w + filled, weigh_again(s, &of, load(w + filled), key + filled, &change));
+                            const uint32_t *here = hashes ? hashes + filled : NULL;
+                            store(w + filled, weigh_again(s, &of, load(w + filled), key + filled, here, &change));
                             store(ds + filled, change);
                         }
                     }
@@ -469,7 +498,7 @@ static void backward_block(const Backward *b, Job job, float *dq, float *scratch
     }
     for (int64_t j = 0; j < count; j++) {
         put_row(s, b->dk, d, g, key + j, dk + j * width, s->scale);
-        put_row(s, b->dv, d, g, key + j, dv + j * width, 1.0f);
+        put_row(s, b->dv, d, g, key + j, dv + j * width, s->kept_scale);
     }
 }
 
@@ -592,9 +621,11 @@ int attention_backward(const Shape *s, const Tensor *grad, const Tensor *q, cons
 /* Both once, of a document of 9 tokens, in both types: 0 where this CPU has the instructions. */
 int attention_tried(void) {
     float x[4][9 * 8] = {{0}}, lse[9], dq[9 * 8], dk[9 * 8], dv[9 * 8];
+    int32_t hashes[9 + TILE] = {0};
     int failed = 0;
     for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
-        Shape s = {NULL, 1, 1, 1, 9, 9, 8, 0, 5, 1.0f, 2.0f, is_bf16, 1};
+        Tensor of_hashes = {hashes, 9, 9, 1};
+        Shape s = {NULL, 1, 1, 1, 9, 9, 8, 0, 5, 1.0f, 2.0f, is_bf16, 1, of_hashes, of_hashes, -1, 1.0f};
         Tensor t[4], of_lse = {lse, 9, 9, 1}, of_dq = {dq, 72, 72, 8}, of_dk = {dk, 72, 72, 8}, of_dv = {dv, 72, 72, 8};
         for (int i = 0; i < 4; i++) t[i] = (Tensor){x[i], 72, 72, 8};
         failed |= attention_forward(&s, t, t + 1, t + 2, t + 3, &of_lse) ||

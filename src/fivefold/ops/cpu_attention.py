@@ -23,11 +23,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.core.c_library import UnusableCompiler, compile_library, compiler, kept_library
 from fivefold.core.cpuinfo import cpuinfo
 from fivefold.core.errors import RunFailed, UserError, first_line
+from fivefold.ops.dropout import AttentionDrops, drop_below, kept_scale
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
 HEADER = Path(__file__).with_name("cpu_attention_bf16.h")  # included if the CPU has AMX
@@ -36,6 +38,7 @@ _OPTIONS = ("-O3", "-fopenmp", "-lm")
 _MACHINES = ("-march=native", "-mcpu=native", "-O3")  # the last: the compiler's default machine
 _TRIAL = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).attention_tried())"
 _TYPES = (torch.float32, torch.bfloat16)
+_TILE = 32  # keys, at most
 
 
 @dataclass
@@ -68,6 +71,9 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int32) for name in ("is_bf16", "threads")),
+        *((name, _Tensor) for name in ("query_hashes", "key_hashes")),
+        ("drop_below", ctypes.c_int32),
+        ("kept_scale", ctypes.c_float),
     ]
 
 
@@ -94,27 +100,30 @@ def lacks() -> str:
 
 def forward(
     q_NHLD: Tensor, k_NGSD: Tensor, v_NGSD: Tensor, rule: AttentionParams, *, offset: int = 0,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, drops: AttentionDrops | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [N,H,L,D] and log-sum-exp [N,H,L] in fp32. `offset`: positions from the first key to the first query.
 
     With `cu_seqlens` (int32 [documents + 1], on the CPU) the tensors have one row of documents between these bounds.
+    `drops`: of these queries [N,L] and keys [N,S,H]; the log-sum-exp is that without them.
     """
     rows, heads, length, size = q_NHLD.shape
     out_NHLD = q_NHLD.new_empty(rows, length, heads, size).transpose(1, 2)
     lse_NHL = torch.empty(rows, heads, length, dtype=torch.float32)
-    shape = _shape(q_NHLD, k_NGSD, rule, offset, cu_seqlens)
+    drops = drops and _by_head(drops)
+    shape = _shape(q_NHLD, k_NGSD, rule, offset, cu_seqlens, drops)
     _call("attention_forward", shape, q_NHLD, k_NGSD, v_NGSD, out_NHLD, lse_NHL.unsqueeze(-1))
     return out_NHLD, lse_NHL
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: AttentionParams, *, offset: int = 0,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, drops: AttentionDrops | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v; `grad` and `out` [N,H,L,D], `lse` [N,H,L]; the others as in `forward`."""
     dq, dk, dv = (_like(tensor) for tensor in (q, k, v))
-    shape = _shape(q, k, rule, offset, cu_seqlens)
+    drops = drops and _by_head(drops)
+    shape = _shape(q, k, rule, offset, cu_seqlens, drops)
     _call("attention_backward", shape, grad, q, k, v, out, lse.unsqueeze(-1), dq, dk, dv)
     return dq, dk, dv
 
@@ -130,7 +139,16 @@ def _is_taken(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
-def _shape(q_NHLD: Tensor, k_NGSD: Tensor, rule: AttentionParams, offset: int, cu_seqlens: Tensor | None) -> _Shape:
+def _by_head(drops: AttentionDrops) -> AttentionDrops:
+    """Hashes of queries as [N,1,L] and of keys as [N,H,S + _TILE]: the kernel reads whole tiles of keys."""
+    keys_NHS = F.pad(drops.keys.transpose(1, 2), (0, _TILE)).contiguous()
+    return AttentionDrops(drops.queries.unsqueeze(1), keys_NHS, drops.p)
+
+
+def _shape(
+    q_NHLD: Tensor, k_NGSD: Tensor, rule: AttentionParams, offset: int, cu_seqlens: Tensor | None,
+    drops: AttentionDrops | None = None,
+) -> _Shape:  # fmt: skip
     rows, heads, queries, size = q_NHLD.shape
     shared, keys = k_NGSD.shape[1:3]
     assert heads % shared == 0, f"{heads} query heads do not share {shared} key/value heads"
@@ -142,7 +160,20 @@ def _shape(q_NHLD: Tensor, k_NGSD: Tensor, rule: AttentionParams, offset: int, c
     return _Shape(
         bounds, rows, heads, shared, queries, keys, size, offset, rule.window or 0,
         rule.scale, rule.softcap or 0.0, q_NHLD.dtype == torch.bfloat16, torch.get_num_threads(),
+        *_dropping(drops, heads, queries, keys),
     )  # fmt: skip
+
+
+def _dropping(drops: AttentionDrops | None, heads: int, queries: int, keys: int) -> tuple[_Tensor, _Tensor, int, float]:
+    """Fields of a shape. `drops`: by head."""
+    if drops is None:
+        return _Tensor(), _Tensor(), 0, 1.0
+    assert drops.queries.shape[2] == queries and drops.keys.shape[1:] == (heads, keys + _TILE), "drops of other tokens"
+    return _passed(drops.queries), _passed(drops.keys), drop_below(drops.p), kept_scale(drops.p)
+
+
+def _passed(tensor: Tensor) -> _Tensor:
+    return _Tensor(tensor.data_ptr(), *tensor.stride()[:3])
 
 
 def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
@@ -152,7 +183,7 @@ def _call(name: str, shape: _Shape, *tensors: Tensor) -> None:
     types.remove(torch.float32)  # that of the log-sum-exp
     assert len(set(types)) == 1, f"{name} takes one type, not {types}"
     held = [tensor if _is_taken(tensor) else tensor.contiguous() for tensor in tensors]
-    passed = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in held]
+    passed = [_passed(tensor) for tensor in held]
     function: Callable[..., int] = getattr(library, name)
     if function(ctypes.byref(shape), *map(ctypes.byref, passed)):
         raise MemoryError(f"no memory for attention over {shape.queries:,} queries in {shape.heads} heads")

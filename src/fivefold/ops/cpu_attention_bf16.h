@@ -200,8 +200,10 @@ static void forward_block_bf16(const Forward *f, Job job, float *scratch) {
                     span);
             for (int64_t i = 0; i < STEP; i++) {
                 float *row = scores + i * BK;
-                weigh(s, row, from, span, first_key(s, here + i), last_key(d, here + i), s->scale, largest + group + i,
-                      total + group + i, out + (group + i) * depth, depth);
+                uint32_t hash = query_hash(s, d, least(start + group + i, d.queries - 1));
+                weigh(s, row, from, span, first_key(s, here + i), last_key(d, here + i), s->scale, hash,
+                      key_hashes(s, d, h, from), largest + group + i, total + group + i, out + (group + i) * depth,
+                      depth);
                 for (int64_t j = 0; j < span; j += PANEL)
                     _mm256_storeu_si256((__m256i *)(weights + i * BK + j), rounded(load(row + j)));
             }
@@ -263,6 +265,7 @@ static void backward_block_bf16(const Backward *b, Job job, float *dq, float *sc
     if (s->window) end = least(end, key + count - 1 + s->window - d.offset);
     for (int64_t h = g * share; h < (g + 1) * share; h++) {
         int64_t head = h * b->places[s->documents] + b->places[job.n];
+        const uint32_t *hashes = key_hashes(s, d, h, key);
         for (int64_t start = begin / BQ * BQ; start < end; start += BQ) {
             int64_t some = least(BQ, end - start), length = block_length(d, start), panel = length / 2 * PANEL;
             int64_t position = d.offset + start, bottom = BK, top = 0; /* of these keys, what one of the queries sees */
@@ -292,7 +295,9 @@ static void backward_block_bf16(const Backward *b, Job job, float *dq, float *sc
                             for (int r = 0; r < 2; r++) {
                                 int64_t place = (i + r) * BK + j;
                                 vec change = load(dscores + place);
-                                vec p = weigh_again(s, two + r, load(weights + place) * s->scale, key + j, &change);
+                                const uint32_t *keys = hashes ? hashes + j : NULL;
+                                vec x = load(weights + place) * s->scale;
+                                vec p = weigh_again(s, two + r, x, key + j, keys, &change);
                                 w[r] = rounded(p), ds[r] = rounded(change);
                                 _mm256_storeu_si256((__m256i *)(dscore_rows + place), ds[r]);
                             }
@@ -317,5 +322,5 @@ static void backward_block_bf16(const Backward *b, Job job, float *dq, float *sc
         }
     }
     put_columns(s, b->dk, d, g, key, count, dk, depth, s->scale, (float *)held);
-    put_columns(s, b->dv, d, g, key, count, dv, depth, 1.0f, (float *)held);
+    put_columns(s, b->dv, d, g, key, count, dv, depth, s->kept_scale, (float *)held);
 }

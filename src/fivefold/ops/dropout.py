@@ -64,17 +64,28 @@ def _signed(number: int) -> int:
 def kept(bits: Tensor, p: float) -> Tensor:
     """Turn 32-bit numbers in place into masks: all ones where an element is kept, zero where it is dropped.
 
-    Sign bits do what a comparison would, at a twentieth of its time on a CPU: the lowest bit is left out, so that the
-    difference to the bound does not overflow.
+    Sign bits do what a comparison with `drop_below` would, at a twentieth of its time on a CPU: the lowest bit is left
+    out, so that the difference to the bound does not overflow.
     """
     bits.bitwise_right_shift_(1).bitwise_not_()
     return bits.add_(round(p * 2**31) - 2**30).bitwise_right_shift_(31)
 
 
+def drop_below(p: float) -> int:
+    """Signed number of 32 bits below which an element is dropped. With p = 1 the largest number is not, but scaled by
+    0."""
+    return min(2 * round(p * 2**31) - 2**31, 2**31 - 1)
+
+
+def kept_scale(p: float) -> float:
+    """Factor of the elements that are kept."""
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
 def scaled(mask: Tensor, x: Tensor, p: float) -> Tensor:
     """Elements of `x` that a mask keeps, times 1 / (1 - p), in a new tensor or in place of the mask."""
     number = _NUMBERS[x.dtype.itemsize]
-    return mask.to(number).bitwise_and_(x.view(number)).view(x.dtype).mul_(1 / (1 - p) if p < 1 else 0.0)
+    return mask.to(number).bitwise_and_(x.view(number)).view(x.dtype).mul_(kept_scale(p))
 
 
 class Drop(torch.autograd.Function):
@@ -108,6 +119,10 @@ class AttentionDrops:
     queries: Tensor
     keys: Tensor
     p: float
+
+    def as_one_row(self) -> "AttentionDrops":
+        """Drops of the tokens of all rows, one row after the other: [1, B * T]."""
+        return AttentionDrops(self.queries.flatten().unsqueeze(0), self.keys.flatten(0, 1).unsqueeze(0), self.p)
 
 
 def attention_drops(tokens: Tensor, key: Tensor, heads: Tensor, p: float) -> AttentionDrops:
