@@ -107,11 +107,11 @@ def test_it_costs_no_torch() -> None:
 
 
 def test_what_no_model_may_ask_for_is_refused(tmp_path: Path) -> None:
-    path = folder(tmp_path, "a.safetensors", attention_dropout=0.1, router_jitter_noise=0.1)
+    path = folder(tmp_path, "a.safetensors", attention_dropout=0.1, router_jitter_noise=0.1, layerdrop=0.1)
     error = refusal(path)
-    assert error.what.startswith(f"{path} has router_jitter_noise 0.1, which is not built")
-    assert error.fix == "set model.overrides.router_jitter_noise: 0"
-    check(path, "data.seq_length=128", "model.overrides.router_jitter_noise=0")
+    assert error.what.startswith(f"{path} has layerdrop 0.1, which is not built")
+    assert error.fix == "set model.overrides.layerdrop: 0"
+    check(path, "data.seq_length=128", "model.overrides.layerdrop=0")
     (path / "config.json").write_text(json.dumps(CONFIG | {"auto_map": {"AutoConfig": "evil.C"}}))
     assert "no code from a model folder is executed" in refusal(path).what
 

@@ -19,6 +19,7 @@ from transformers import (
     Olmo2Config,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Starcoder2Config,
 )
@@ -339,14 +340,31 @@ def test_dropout_of_every_kind_is_found(config):
     assert not facts_of(build_meta(without_dropout(config))).dropouts  # a model that is not trained draws none
 
 
-@pytest.mark.parametrize(
-    "config", [MixtralConfig(**tiny.SIZES, router_jitter_noise=0.1), OPTConfig(layerdrop=0.1)],
-    ids=lambda config: config.model_type,
-)  # fmt: skip
-def test_other_random_numbers_are_refused(config):
+def test_dropped_layers_are_refused():
     with pytest.raises(UserError, match="which is not built") as error:
-        build_meta(config)
+        build_meta(OPTConfig(layerdrop=0.1))
     assert "model.overrides." in str(error.value.fix)
+
+
+PHIMOE = {**tiny.SIZES, "num_local_experts": 3, "router_jitter_noise": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "modules"),
+    [
+        (MixtralConfig(**tiny.SIZES, router_jitter_noise=0.1), ["mlp"]),
+        (PhimoeConfig(**PHIMOE, input_jitter_noise=0.1), ["mlp", "mlp.router"]),
+        (PhimoeConfig(**PHIMOE), []),  # its router draws one number a token, without an effect
+    ],
+    ids=["mixtral", "phimoe", "phimoe without"],
+)  # fmt: skip
+def test_jitter_of_hidden_states_is_found(config, modules):
+    found = facts_of(build_meta(config)).dropouts
+    assert [site.module for site in found[: len(modules)]] == [f"model.layers.0.{name}" for name in modules]
+    assert len(found) == len(modules) * config.num_hidden_layers
+    assert all((site.kind, site.features) == ("noise", config.hidden_size) for site in found)
+    assert all(site.p == pytest.approx(0.1) for site in found)
+    assert not facts_of(build_meta(without_dropout(config))).dropouts
 
 
 def test_dropout_inside_a_part_of_a_config_is_set_to_0():

@@ -73,7 +73,8 @@ OTHERS = [
     Case("tp2+nosp+mb4+fp64", "none", overrides=OPT),
     Case("tp2+mb4+fp64", "starcoder2", overrides=STARCODER),  # tokens are split over tp between layers
     Case("cp2.tp2+full+mb8+fp64", "starcoder2", overrides=STARCODER),
-    Case("shard2.ep2+mb2+fp64", "mixtral", overrides=(("attention_dropout", 0.1),)),
+    Case("shard2.ep2+mb2+fp64", "mixtral", overrides=(("attention_dropout", 0.1), ("router_jitter_noise", 0.2))),
+    Case("cp2.tp2+full+mb8+fp64", "mixtral", overrides=(("router_jitter_noise", 0.2),)),
 ]
 
 

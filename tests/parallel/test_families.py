@@ -87,7 +87,6 @@ BIOGPT = (("model_type", "biogpt"), ("hidden_dropout_prob", 0.0), ("attention_pr
         (Case("tp2", "none", overrides=BIOGPT), "sequence parallel is refused: biogpt.embed_positions of BioGpt"),
         (Case("tp2", "gpt2"), "sequence parallel is refused: transformer.wpe of GPT2LMHeadModel adds"),
         (Case("tp4", "phi3"), "tp=4 is more than num_key_value_heads=2"),
-        (Case("single", "mixtral", overrides=(("router_jitter_noise", 0.1),)), "router_jitter_noise 0.1, which is not"),
     ],
     ids=lambda value: (
         "" if isinstance(value, str) else f"{value.family}-{value.layout}{dict(value.overrides).get('model_type', '')}"

@@ -17,7 +17,7 @@ MOST_NUMBER = 2**53
 _MORE = "docs/explain/models.md"
 # Keys of heads other than the language model's.
 _NO_DROPOUT = ("classifier_", "summary_")
-_NOT_BUILT = "jitter|layer_?drop|drop_?path"  # the other keys of `noise` are those of dropout
+_NOT_BUILT = "layer_?drop|drop_?path"  # the other keys of `noise` are those of dropout and jitter
 _THRESHOLDS = [("phimoe", "router_jitter_noise")]  # also selects experts: 0 would change the model
 
 
@@ -100,7 +100,7 @@ def check_no_code(values: Mapping[str, Any], name: str) -> None:
 
 
 def check_no_noise(values: Mapping[str, Any], name: str) -> None:
-    """Raise `UserError` if the config.json of a single model asks in training for random numbers other than dropout."""
+    """Raise `UserError` if the config.json of a single model asks in training for layers that are dropped."""
     text = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     has_parts = any(isinstance(value, dict) and "model_type" in value for value in text.values())
     if not has_parts:
@@ -108,7 +108,7 @@ def check_no_noise(values: Mapping[str, Any], name: str) -> None:
 
 
 def refuse_noise(values: Mapping[str, Any], name: str) -> None:
-    """Raise `UserError` for jitter of routers and for layers that are dropped as a whole: they differ by layout."""
+    """Raise `UserError` for layers that are dropped as a whole: they differ by layout."""
     keys = {key: value for key, value in noise(values) if re.search(_NOT_BUILT, key)}
     if keys:
         raise UserError(

@@ -305,16 +305,17 @@ class Counted:
     most: int
 
 
-DropoutKind = Literal["module", "call", "branch", "attention"]
+DropoutKind = Literal["module", "call", "noise", "branch", "attention"]
 
 
 @dataclass(frozen=True)
 class DropoutSite:
-    """A place that drops elements in training, each with probability `p`.
+    """A place that drops elements in training, each with probability `p`, or draws noise.
 
     `kind`: the `module` is an `nn.Dropout`; its forward makes the `number`-th `call` of `F.dropout`; it is a linear
-    with a `branch`, whose input is dropped; or it is an `attention`, whose probabilities are dropped. `features`: of
-    the tensor that is dropped, over all tp ranks; for attention its query heads.
+    with a `branch`, whose input is dropped; or it is an `attention`, whose probabilities are dropped. Or its forward
+    makes the `number`-th call of `Tensor.uniform_` on hidden states: `noise` of the width 2 `p`. `features`: of the
+    tensor that is dropped, over all tp ranks; for attention its query heads.
     """
 
     module: str

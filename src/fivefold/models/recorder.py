@@ -24,7 +24,7 @@ from fivefold.models.anatomy import Anatomy, is_within
 from fivefold.models.facts import DropoutKind, DropoutSite
 from fivefold.models.recipe import buffer_values
 from fivefold.models.record import RESIDUAL, BlockTrace, Event, Kept, Kind, MixesTokens, Trace, Untraceable
-from fivefold.ops.dropout import dropout_by
+from fivefold.ops.dropout import dropout_by, plain_uniform, uniform_by
 from fivefold.torch_internals import Dispatch, is_convolution
 
 ATTENTION = "fivefold-trace"  # the attention function of the copy
@@ -90,8 +90,10 @@ class Recorder:
         self._begin(stops_at_block)
         saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
         watch = Dispatch(partial(self._watch, place))
-        dropping = dropout_by(self._dropout)
-        with _recording(self), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, watch, dropping:
+        with (
+            _recording(self), torch.random.fork_rng(devices=[]), torch.enable_grad(), saving, watch,
+            dropout_by(self._dropout), uniform_by(self._uniform),
+        ):  # fmt: skip
             torch.manual_seed(noise)
             try:
                 forward(**inputs)
@@ -142,7 +144,7 @@ class Recorder:
         self._alive: list[Tensor] = []  # tensors saved for backward, held so that their memory addresses stay unique
         self._given: set[int] = set()  # memory of a layer's other inputs, which all layers share
         self._made_of: dict[int, frozenset[int]] = {}  # memory -> memory of the stand-ins' outputs that it depends on
-        self._calls: dict[str, int] = {}  # module -> its calls of dropout
+        self._calls: dict[tuple[str, DropoutKind], int] = {}  # module -> its calls of dropout, and of noise
         self._random.manual_seed(0)
 
     @property
@@ -155,12 +157,23 @@ class Recorder:
         if training and p:
             name = self._under_way[-1] if self._under_way else ""
             kind: DropoutKind = "module" if isinstance(self._modules[name], nn.Dropout) else "call"
-            number = self._calls.get(name, 0)
-            if kind == "module" and number:
+            if kind == "module" and (name, kind) in self._calls:
                 raise Untraceable(f"{name} drops several tensors")
-            self._calls[name] = number + 1
-            self._trace.dropouts.append(DropoutSite(name, kind, float(p), x.shape[-1], number))
+            self._add_site(name, kind, float(p), x.shape[-1])
         return x
+
+    def _uniform(self, x: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
+        """Note a site of noise, in place of `Tensor.uniform_`; the mean stands for the noise. Only noise of hidden
+        states is one. Other draws are PyTorch's, and `_watch` notes them."""
+        if options or not self._is_hidden(x):
+            return plain_uniform(x, low, high, **options)
+        self._add_site(self._under_way[-1] if self._under_way else "", "noise", (high - low) / 2, x.shape[-1])
+        return x.fill_((low + high) / 2)
+
+    def _add_site(self, name: str, kind: DropoutKind, p: float, features: int) -> None:
+        number = self._calls.get((name, kind), 0)
+        self._calls[name, kind] = number + 1
+        self._trace.dropouts.append(DropoutSite(name, kind, p, features, number))
 
     # ---- every module ------------------------------------------------------------------------------------------------
 

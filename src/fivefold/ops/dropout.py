@@ -1,4 +1,4 @@
-"""Dropout as a function of what is dropped: the same elements for every layout, and again in every recomputed forward.
+"""Dropout and noise as functions of what is dropped: the same elements for every layout, and again in every recomputed forward.
 
 Whether an element is dropped is decided by 32 bits, the product of two odd numbers modulo 2**32:
 
@@ -8,7 +8,8 @@ Whether an element is dropped is decided by 32 bits, the product of two odd numb
 feature). A product of hashes costs one operator over all elements; the hashes themselves are as small as a row and a
 column. Backward multiplies again, so nothing is saved but `token` and `feature`.
 
-The probabilities of attention are dropped likewise, by a hash of the query and one of (key, head).
+The probabilities of attention are dropped likewise, by a hash of the query and one of (key, head). The same bits are
+uniform noise.
 
 Legend: B rows, T positions, D features, H query heads.
 """
@@ -130,7 +131,16 @@ def attention_drops(tokens: Tensor, key: Tensor, heads: Tensor, p: float) -> Att
     return AttentionDrops(of_site(tokens, key), mixed(mixed(tokens ^ ~key).unsqueeze(-1) ^ heads) | 1, p)
 
 
-# ---- calls of F.dropout ----------------------------------------------------------------------------------------------
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+def uniform(bits: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
+    """Numbers of `dtype` between `low` and `high`, from numbers of 32 bits."""
+    wide = bits.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    return wide.mul_((high - low) / 2**32).add_((high + low) / 2).to(dtype)
+
+
+# ---- calls of F.dropout and Tensor.uniform_ --------------------------------------------------------------------------
 
 
 @contextmanager
@@ -141,3 +151,17 @@ def dropout_by(function: Callable[..., Tensor]) -> Iterator[None]:
         yield
     finally:
         F.dropout = before
+
+
+plain_uniform: Callable[..., Tensor] = Tensor.uniform_
+
+
+@contextmanager
+def uniform_by(function: Callable[..., Tensor]) -> Iterator[None]:
+    """Let `function` serve the calls of `Tensor.uniform_` in this context."""
+    before = Tensor.uniform_
+    Tensor.uniform_ = lambda x, *args, **kwargs: function(x, *args, **kwargs)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.uniform_ = before  # type: ignore[method-assign]

@@ -1,12 +1,12 @@
 """Dropout of the unmodified model, element by element in Python's and numpy's integers: the reference for
 `parallel/dropout/`.
 
-`F.dropout` is replaced while the model trains. The site of a call follows from the running module: an `nn.Dropout`, a
+`F.dropout` and `Tensor.uniform_` are replaced while the model trains. The site of a call follows from the running module: an `nn.Dropout`, a
 linear whose adapter's input is dropped, an attention whose probabilities [1, H, T, T] are dropped, or a module that
 calls `F.dropout` itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -27,7 +27,8 @@ class Draws:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.row = self.start = self.step = 0
-        self._model, self._seed = model, seed
+        self._model: Any = model
+        self._seed = seed
         self._running: list[tuple[str, nn.Module]] = []
         self._calls: dict[str, int] = {}
         for name, module in model.named_modules():
@@ -40,7 +41,7 @@ class Draws:
         self.step = step
         self._model.train()
         try:
-            with patch.object(F, "dropout", self._dropout):
+            with patch.object(F, "dropout", self._dropout), patch.object(Tensor, "uniform_", self._uniform()):
                 yield
         finally:
             self._model.eval()
@@ -60,11 +61,28 @@ class Draws:
         kept = torch.from_numpy(bits >> U32(1) >= round(p * 2**31)).view(x.shape).to(x.device)
         return torch.where(kept, x / (1 - p), torch.zeros_like(x))
 
+    def _uniform(self) -> Callable[..., Tensor]:
+        """A method that fills a tensor: of hidden states by numbers, another one by PyTorch."""
+        hidden, plain = self._model.config.get_text_config().hidden_size, Tensor.uniform_
+
+        def fill(x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+            if x.shape[-1] != hidden:
+                return plain(x, low, high)
+            site = self._numbered(self._running[-1][0], "noise")
+            bits = self._of_features(site, x.numel() // x.shape[-1], x.shape[-1])
+            drawn = low + (high - low) * (bits / 2.0**32)
+            return x.copy_(torch.from_numpy(drawn).view(x.shape))
+
+        return fill
+
     def site(self, name: str, module: nn.Module) -> str:
         """Name of the site of this call in a running module."""
         kind = "module" if isinstance(module, nn.Dropout) else "call" if linear_dims(module) is None else "branch"
-        number = self._calls.get(name, 0)
-        self._calls[name] = number + 1
+        return self._numbered(name, kind)
+
+    def _numbered(self, name: str, kind: str) -> str:
+        number = self._calls.get(f"{name}/{kind}", 0)
+        self._calls[f"{name}/{kind}"] = number + 1
         return f"{name}/{kind}{number}"
 
     def _of_features(self, site: str, tokens: int, features: int) -> np.ndarray:

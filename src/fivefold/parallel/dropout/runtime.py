@@ -24,7 +24,10 @@ from fivefold.ops.dropout import (
     feature_hashes,
     key_of,
     of_site,
+    plain_uniform,
     token_hashes,
+    uniform,
+    uniform_by,
 )
 from fivefold.parallel.context.runtime import ContextParallel
 from fivefold.parallel.dropout.spec import DropCalls, DropInput, DropOutput, DropProbabilities
@@ -101,15 +104,23 @@ class Dropout:
         def drop(x: Tensor, p: float) -> Tensor:
             if not (p and self.is_on):
                 return x
-            if x.shape[-1] != len(hashes):
-                raise UserError(
-                    f"{site.module} drops {x.shape[-1]} features here, and {site.features} in one process",
-                    fix="use tp 1, or set that dropout to 0 in model.overrides",
-                    more="docs/explain/dropout.md",
-                )
+            _check(x, hashes, site)
             return Drop.apply(x, of_site(self.tokens_of(x), key), hashes, p)  # type: ignore[no-any-return,no-untyped-call]
 
         return drop
+
+    def noise(self, site: DropoutSite) -> Callable[[Tensor, float, float], Tensor]:
+        """Function that fills a tensor [.., D] with numbers between two bounds; with their mean where nothing drops."""
+        hashes, key = self._hashes(site, ((0, site.features),)), self._key(site)
+
+        def fill(x: Tensor, low: float, high: float) -> Tensor:
+            if not self.is_on:
+                return x.fill_((low + high) / 2)
+            _check(x, hashes, site)
+            bits = of_site(self.tokens_of(x), key).unsqueeze(-1) * hashes
+            return x.copy_(uniform(bits, low, high, x.dtype))
+
+        return fill
 
     def attention(self, site: DropoutSite, heads: Blocks) -> Callable[[float], AttentionDrops | None]:
         """Function that makes the drops of an attention with a probability."""
@@ -131,6 +142,15 @@ class Dropout:
         return torch.tensor(key_of(self.seed, site.name), dtype=torch.int32, device=self.device)
 
 
+def _check(x: Tensor, hashes: Tensor, site: DropoutSite) -> None:
+    if x.shape[-1] != len(hashes):
+        raise UserError(
+            f"{site.module} drops {x.shape[-1]} features here, and {site.features} in one process",
+            fix="use tp 1, or set that dropout to 0 in model.overrides",
+            more="docs/explain/dropout.md",
+        )
+
+
 def builders(model: nn.Module, dropout: Dropout) -> Builders:
     """Builders that let every site of `model` drop by global numbers."""
 
@@ -141,8 +161,10 @@ def builders(model: nn.Module, dropout: Dropout) -> Builders:
 
     def drop_calls(edit: DropCalls) -> None:
         module = model.get_submodule(edit.path)
-        drops = [dropout.site(site, ((0, site.features),)) for site in edit.sites]
-        module.forward = _with_calls(edit.path, module.forward, drops)
+        drops = [dropout.site(site, ((0, site.features),)) for site in edit.sites if site.kind == "call"]
+        noises = [site for site in edit.sites if site.kind == "noise"]
+        fills, hidden_size = [*map(dropout.noise, noises)], noises[0].features if noises else 0
+        module.forward = _with_calls(edit.path, module.forward, drops, fills, hidden_size)
 
     def drop_input(edit: DropInput) -> None:
         linear: Any = model.get_submodule(edit.path)
@@ -160,12 +182,14 @@ def builders(model: nn.Module, dropout: Dropout) -> Builders:
 
 
 def _with_calls(
-    path: str, plain: Callable[..., Any], drops: Sequence[Callable[[Tensor, float], Tensor]]
-) -> Callable[..., Any]:
-    """Wrap a forward: its calls of `F.dropout` go to `drops`, in their order."""
+    path: str, plain: Callable[..., Any], drops: Sequence[Callable[[Tensor, float], Tensor]],
+    fills: Sequence[Callable[[Tensor, float, float], Tensor]], hidden_size: int,
+) -> Callable[..., Any]:  # fmt: skip
+    """Wrap a forward: its calls of `F.dropout` go to `drops`, in their order, and those of `Tensor.uniform_` on hidden
+    states to `fills`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        waiting = iter(drops)
+        waiting, filling = iter(drops), iter(fills)
 
         def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
             if not (training and p):
@@ -174,7 +198,11 @@ def _with_calls(
                 raise UserError(f"{path} drops more tensors than when it was traced", fix="set that dropout to 0")
             return at_site(x, p)
 
-        with dropout_by(drop):
+        def fill(x: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
+            at_site = next(filling, None) if x.shape[-1] == hidden_size else None
+            return plain_uniform(x, low, high, **options) if at_site is None else at_site(x, low, high)
+
+        with dropout_by(drop), uniform_by(fill):
             return plain(*args, **kwargs)
 
     return forward

@@ -13,6 +13,7 @@ from fivefold.parallel.ranks import Blocks
 from fivefold.parallel.step import LayerNumbers, LayerStep
 
 _MORE = "docs/explain/dropout.md"
+_BY = "by seed, step, row, position and feature"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class DropOutput(Edit):
 
 @dataclass(frozen=True)
 class DropCalls(Edit):
-    """Let the calls of `F.dropout` in a forward drop by global numbers, each at its own of the `sites`."""
+    """Let the calls of `F.dropout` and `Tensor.uniform_` in a forward draw by global numbers, each at its own of the
+    `sites`."""
 
     kind = "forward"
     sites: tuple[DropoutSite, ...]
@@ -53,7 +55,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     """All sites of this rank. Branches follow the adapter's edits, and come before linears take them up."""
     calls: dict[str, list[DropoutSite]] = {}
     for site in _sites(plan):
-        why = f"drops {site.p:.3g} by seed, step, row, position and feature"
+        why = f"drops {site.p:.3g} {_BY}"
         if site.kind == "module":
             yield DropOutput(site.module, "dropout", why, site)
         elif site.kind == "branch":
@@ -64,8 +66,8 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         else:
             calls.setdefault(site.module, []).append(site)
     for module, sites in calls.items():
-        rates = ", ".join(f"{site.p:.3g}" for site in sites)
-        yield DropCalls(module, "dropout", f"drops {rates} by seed, step, row, position and feature", tuple(sites))
+        drawn = [f"{'noise of' if site.kind == 'noise' else 'drops'} {site.p:.3g}" for site in sites]
+        yield DropCalls(module, "dropout", f"{', '.join(drawn)} {_BY}", tuple(sites))
 
 
 def _sites(plan: ParallelPlan) -> Iterator[DropoutSite]:
@@ -82,11 +84,13 @@ def _heads(plan: ParallelPlan, site: DropoutSite) -> Blocks:
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
     """Yield sites that cannot be dropped by global numbers."""
     for site in plan.facts.dropouts:
-        if site.kind in ("module", "call") and plan.layout.tp > 1 and site.features != plan.facts.hidden_size:
+        is_whole = site.kind in ("branch", "attention") or site.features == plan.facts.hidden_size
+        if plan.layout.tp > 1 and not is_whole:
             what = f"{site.module} drops {site.features} features, which tp {plan.layout.tp} splits"
             yield Violation("tp", what, "use tp 1, or set that dropout to 0 in model.overrides", more=_MORE)
-        if site.kind == "call" and plan.compiled:
-            what = f"{site.module} calls F.dropout, which a compiled layer would draw by itself"
+        if site.kind in ("call", "noise") and plan.compiled:
+            call = "Tensor.uniform_" if site.kind == "noise" else "F.dropout"
+            what = f"{site.module} calls {call}, which a compiled layer would draw by itself"
             yield Violation("compile", what, "use train.compile: false, or set that dropout to 0", more=_MORE)
 
 
