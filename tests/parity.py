@@ -67,6 +67,7 @@ class Case:
     optimizer: str = "adamw"
     overrides: tuple[tuple[str, Any], ...] = field(default=())
     adapter: Lora | None = None
+    neftune: float | None = None
 
     @property
     def parsed(self) -> Layout:
@@ -198,6 +199,7 @@ def subject(case: Case) -> ProofCase:
     return _Subject(
         case=case, folder=Path(), model_class="", vocabulary=VOCABULARY, rows=case.rows, row_length=ROW,
         steps=case.steps, seed=0, optimizer=case.options, max_grad_norm=case.max_grad_norm,
+        neftune_noise_alpha=case.neftune,
     )  # fmt: skip
 
 
@@ -223,8 +225,9 @@ def build(case: Case) -> Any:
     source.shapes = {**source.shapes, **{name: tuple(values.shape) for name, values in adapters.items()}}
     step = case.parsed.padded(ROW), case.parsed.accumulation(case.rows)
     return parallelize(
-        model, case.parsed, source=source, seed=0, loss_chunks=case.loss_chunks, step=step, adapter=case.adapter
-    )
+        model, case.parsed, source=source, seed=0, loss_chunks=case.loss_chunks, step=step, adapter=case.adapter,
+        neftune_noise_alpha=case.neftune,
+    )  # fmt: skip
 
 
 def adapters_of(case: Case) -> dict[str, Tensor]:

@@ -84,6 +84,19 @@ def test_calls_of_dropout_and_split_tokens(case: Case) -> None:
     assert_proved(found, expected, per_rank)
 
 
+# ---- NEFTune ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout", ["single+full+mb4", "shard2.tp2+mb2", "tp2+nosp+mb4", "cp2.pp2+full+mb2", "cp2+mb4+selective"]
+)
+def test_noise_on_embeddings(layout: str) -> None:
+    """Of documents of unlike lengths; tokens are split over tp, over cp, and in stages."""
+    found, expected, per_rank = run(Case(f"{layout}+fp64", neftune=5.0))
+    assert_proved(found, expected, per_rank)
+    assert found.losses[0] != pytest.approx(truth(Case("single")).losses[0], rel=1e-5)
+
+
 # ---- the input of an adapter -----------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,9 @@ def run(case: Case) -> tuple[Outcome, Outcome, list[dict[str, Any]]]:
     return outcome(case, per_rank, {name: g.shape for name, g in expected.gradients.items()}), expected, per_rank
 
 
-_REFERENCE_KEYS = ("family", "tied", "kv_heads", "packing", "rows", "steps", "max_grad_norm", "optimizer", "overrides")
+_REFERENCE_KEYS = (
+    "family", "tied", "kv_heads", "packing", "rows", "steps", "max_grad_norm", "optimizer", "overrides", "neftune",
+)  # fmt: skip
 
 
 def case_id(case: Case) -> str:

@@ -33,6 +33,7 @@ SAME = {
         "train_micro_batch_size_per_gpu mbs",
     "train.seed": "random_seed data_seed",
     "train.compile": "torch_compile",
+    "train.neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
     "optimizer.name": "optimizer optim optim_name optimizer_name optimizer_type",
     "optimizer.learning_rate": "lr max_lr base_lr peak_lr",
     "optimizer.weight_decay": "wd",

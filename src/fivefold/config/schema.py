@@ -265,6 +265,11 @@ class TrainSection(Section):
         description="kernels: fa2 are PyTorch's own; fa3 is FlashAttention 3, for GPUs of compute capability 9.0 "
         "(H100), a package of its own; auto takes fa3 where it is installed, and on a CPU the kernel of fivefold",
     )
+    neftune_noise_alpha: Number | None = Field(
+        default=None, gt=0,
+        description="noise on the embeddings in training, within alpha / sqrt(tokens of the document * hidden size): "
+        "NEFTune; 5",
+    )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one")
     collective_timeout: Number = Field(
         default=600, ge=0, description="seconds until a collective that hangs ends the run; 0 = never"
@@ -821,6 +826,13 @@ def check_supported(config: RunConfig) -> None:
             "a step would",
             fix="leave balance.capacity_factor out",
             more="docs/howto/preferences.md",
+        )
+    if config.objective.has_answers and config.train.neftune_noise_alpha is not None:
+        raise UserError(
+            f"objective.name {config.objective.name} with train.neftune_noise_alpha: it compares passes of the model, "
+            "which draw no noise",
+            fix="leave train.neftune_noise_alpha out",
+            more="docs/explain/dropout.md",
         )
     if config.model.init == "pretrained" and shape_folder(config.model.name_or_path):
         raise UserError(

@@ -20,8 +20,8 @@ from fivefold.convert.schema import Schema, schema
 from fivefold.core.errors import UserError
 
 _RULES: tuple[Callable[[Given], rules.Keys], ...] = (
-    rules.model, rules.objective, data, rules.adapter, rules.batch, rules.length, rules.optimizer, rules.schedule,
-    rules.precision, rules.evaluation, rules.run, rules.best,
+    rules.model, rules.objective, data, rules.adapter, rules.batch, rules.length, rules.optimizer, rules.noise,
+    rules.schedule, rules.precision, rules.evaluation, rules.run, rules.best,
 )  # fmt: skip
 _FILES = {"axolotl": "axolotl", "LLaMA-Factory": "llamafactory", "TRL": "trl"}
 _SFT_LOSSES = ("nll", "chunked_nll")  # of SFTConfig; they are one loss

@@ -227,6 +227,15 @@ def optimizer(given: Given) -> Keys:
     yield "optimizer.max_grad_norm", norm
 
 
+def noise(given: Given) -> Keys:
+    """NEFTune: noise on the embeddings."""
+    if alpha := given("neftune_noise_alpha"):
+        if "objective.name" in given.found.keys:
+            given.refuse("neftune_noise_alpha", "noise is added for texts and examples alone")
+        there = "its width follows from the tokens of a document; there from those of a padded row"
+        yield "train.neftune_noise_alpha", alpha, there
+
+
 def schedule(given: Given) -> Keys:
     name = str(given("lr_scheduler_type") or "cosine")  # axolotl allows null
     shape = _shape(given, name)

@@ -305,7 +305,7 @@ class Counted:
     most: int
 
 
-DropoutKind = Literal["module", "call", "noise", "branch", "attention"]
+DropoutKind = Literal["module", "call", "noise", "embedding", "branch", "attention"]
 
 
 @dataclass(frozen=True)
@@ -314,8 +314,9 @@ class DropoutSite:
 
     `kind`: the `module` is an `nn.Dropout`; its forward makes the `number`-th `call` of `F.dropout`; it is a linear
     with a `branch`, whose input is dropped; or it is an `attention`, whose probabilities are dropped. Or its forward
-    makes the `number`-th call of `Tensor.uniform_` on hidden states: `noise` of the width 2 `p`. `features`: of the
-    tensor that is dropped, over all tp ranks; for attention its query heads.
+    makes the `number`-th call of `Tensor.uniform_` on hidden states: `noise` of the width 2 `p`. Or it is an
+    `embedding`, to whose output NEFTune's noise with the alpha `p` is added. `features`: of the tensor that is dropped,
+    over all tp ranks; for attention its query heads.
     """
 
     module: str

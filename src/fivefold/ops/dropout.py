@@ -1,4 +1,5 @@
-"""Dropout and noise as functions of what is dropped: the same elements for every layout, and again in every recomputed forward.
+"""Dropout and noise as functions of what is dropped: the same elements for every layout, and again in every recomputed
+forward.
 
 Whether an element is dropped is decided by 32 bits, the product of two odd numbers modulo 2**32:
 

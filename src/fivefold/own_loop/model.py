@@ -195,6 +195,7 @@ def parallelize(
     offload_to: str = "host",
     step: tuple[int, int] | None = None,
     adapter: Lora | str | Path | None = None,
+    neftune_noise_alpha: float | None = None,
 ) -> ParallelModel:
     """Parallelize a `transformers` causal language model over the current world; the same model, changed in place.
 
@@ -206,6 +207,7 @@ def parallelize(
     (`+offload_optimizer`): `host` (memory), or a folder on a fast disk. `step`: tokens of a row and micro batches of a
     step, for a layout with a recompute budget (`+keep12GiB`), which is fitted to them. `adapter`: trained instead of
     the model, which is frozen: `ff.Lora(rank=16)`, or the folder of a PEFT adapter to continue.
+    `neftune_noise_alpha`: of the noise on embeddings in training (docs/explain/dropout.md).
 
     Build the optimizer after this. Raises `UserError` if the layout does not fit the world or the model.
     """
@@ -233,7 +235,7 @@ def parallelize(
     apply.parallelize(
         model, layout, device=device, source=source, seed=seed, reduce=reduce, loss_chunks=loss_chunks,
         compile_blocks=compile_blocks, offload_to=offload_to, step=_padded(step, layout),
-        adapter=lora,
+        adapter=lora, neftune_noise_alpha=neftune_noise_alpha,
     )  # fmt: skip
     state = state_of(model)
     if load and not state.plan.watches_routers:

@@ -31,6 +31,7 @@ from fivefold.parallel.balance import runtime as balancing
 from fivefold.parallel.chunks import runtime as chunks
 from fivefold.parallel.context import runtime as context
 from fivefold.parallel.dropout import runtime as dropping
+from fivefold.parallel.dropout.spec import with_neftune
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.experts import runtime as expert
 from fivefold.parallel.fp8 import runtime as fp8
@@ -73,6 +74,7 @@ def parallelize(
     step: tuple[int, int] | None = None,
     offload_to: str = HOST,
     adapter: Lora | None = None,
+    neftune_noise_alpha: float | None = None,
     prove: Callable[..., None] = probe.check,
 ) -> Any:
     """Parallelize a Hugging Face causal language model over the current world, in place; returns the same model.
@@ -82,7 +84,7 @@ def parallelize(
     `model.run_stage` and `model.stage_logits`, which `passes.py` runs, and `model.fivefold`, the `ParallelState`. For
     users: `fivefold.own_loop.parallelize`. `seed` is that of dropout too. `step`: tokens of a padded row and micro
     batches of a step, for a recompute budget. `offload_to`: see `HostMemory`. `adapter`: trained on a frozen model;
-    `source` may be without it.
+    `source` may be without it. `neftune_noise_alpha`: of the noise on embeddings in training.
 
     `prove` (see `probe.check`) is called for a class that `models/partition.py` does not list, if tp is more than 1.
 
@@ -97,6 +99,7 @@ def parallelize(
     source = source or (RandomInit(model, seed) if on_meta else ModelTensors(model))
     buffers = buffer_values(model) if on_meta else dict(model.named_buffers())
     facts, source = adapters.with_adapter(model, facts_of(model), adapter, source, seed)
+    facts = with_neftune(facts, neftune_noise_alpha)
     plan = within_budget(lower(facts, layout, dist.get_rank(), compiled=compile_blocks), step)
     mesh = build_mesh(plan.placement.grid, device.type)
     if not plan.partition.is_proved:
@@ -144,7 +147,9 @@ class LiveParts:
         products = fp8.products(model, mesh, self.scales.history)
         self.linears = Linears(store, products, plan.matmuls.multiplies, are_outside=bool(self.scales.history.names))
         self.balance = balancing.balance_of(plan, self.tensor, self.context, device)
-        self.dropout = dropping.Dropout(seed, bool(plan.facts.dropouts), self.tensor, self.context, device)
+        self.dropout = dropping.Dropout(
+            seed, plan.facts.dropouts, self.tensor, self.context, device, data.master_dtype(layout.precision)
+        )
         kernels = RowKernels().compiled(self.compiled.block) if self.compiled else RowKernels()
         self.experts = expert.expert_parallel(
             plan, self.tensor, mesh.groups.get("ep"), self.balance.drops, self.linears, kernels

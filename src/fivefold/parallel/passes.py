@@ -128,7 +128,7 @@ def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, 
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
         state.balance.begin_micro_batch(inputs.row_tokens)
-        state.dropout.begin_micro_batch(inputs.input_ids.shape, inputs.first_row)
+        state.dropout.begin_micro_batch(inputs.input_ids.shape, inputs.first_row, inputs.cu_seqlens)
         base = model.get_submodule(anatomy.base)
         out = base(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
@@ -150,7 +150,7 @@ def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_kee
     state = state_of(model)
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
-        state.dropout.begin_micro_batch(inputs["input_ids"].shape, 0)
+        state.dropout.begin_micro_batch(inputs["input_ids"].shape, 0, inputs.get("cu_seqlens"))
         out = model.get_submodule(anatomy.base)(**inputs)  # not by the whole model's forward, which may drop cu_seqlens
         if not staged.is_last(stage):
             return given_out()

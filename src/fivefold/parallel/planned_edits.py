@@ -29,6 +29,7 @@ EDITS = (
     adapters.edits_of_embedding,
     dropout.edits,  # before linears take up the branches of adapters
     tensor.edits,  # before the others, which ask for the sizes after the cut
+    dropout.edits_of_embedding,  # its output over all tp ranks
     linears.edits,
     chunks.edits,
     context.edits,  # before `rows`, whose positions are counted in front of this cut

@@ -1,13 +1,14 @@
 """Dropout of the unmodified model, element by element in Python's and numpy's integers: the reference for
 `parallel/dropout/`.
 
-`F.dropout` and `Tensor.uniform_` are replaced while the model trains. The site of a call follows from the running module: an `nn.Dropout`, a
-linear whose adapter's input is dropped, an attention whose probabilities [1, H, T, T] are dropped, or a module that
-calls `F.dropout` itself.
+`F.dropout` and `Tensor.uniform_` are replaced while the model trains. The site of a call follows from the running
+module: an `nn.Dropout`, a linear whose adapter's input is dropped, an attention whose probabilities [1, H, T, T] are
+dropped, or a module that calls these functions itself. A hook adds NEFTune's noise to the embeddings.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ U32 = np.uint32
 class Draws:
     """What `model` drops in training. `row` and `start` are those of the current document, `step` that of the batch."""
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
+    def __init__(self, model: nn.Module, seed: int, neftune: float | None = None) -> None:
         self.row = self.start = self.step = 0
         self._model: Any = model
         self._seed = seed
@@ -34,6 +35,9 @@ class Draws:
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda module, _, name=name: self._running.append((name, module)))
             module.register_forward_hook(lambda *_: self._running.pop() and None)
+            if neftune and module is self._model.get_input_embeddings():
+                add = partial(self._add_noise, f"{name}/embedding0", neftune)
+                module.register_forward_hook(lambda module, _, out, add=add: add(out) if module.training else out)
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -60,6 +64,12 @@ class Draws:
             bits = self._of_features(self.site(*self._running[-1]), x.numel() // x.shape[-1], x.shape[-1])
         kept = torch.from_numpy(bits >> U32(1) >= round(p * 2**31)).view(x.shape).to(x.device)
         return torch.where(kept, x / (1 - p), torch.zeros_like(x))
+
+    def _add_noise(self, site: str, alpha: float, x: Tensor) -> Tensor:
+        """NEFTune (arXiv:2310.05914), of one document."""
+        bits = self._of_features(site, x.numel() // x.shape[-1], x.shape[-1])
+        noise = (bits / 2.0**31 - 1) * alpha / np.sqrt(x.numel())
+        return x + torch.from_numpy(noise).view(x.shape).to(x)
 
     def _uniform(self) -> Callable[..., Tensor]:
         """A method that fills a tensor: of hidden states by numbers, another one by PyTorch."""

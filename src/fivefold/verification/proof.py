@@ -65,7 +65,7 @@ class Proof:
             source = Layered(Drawn(case.folder, case.adapter, case.seed), source)
         self.model = parallelize(
             model, self.layout, device=device, source=source, adapter=case.adapter, reduce=case.reduce,
-            loss_chunks=case.loss_chunks, seed=case.seed,
+            loss_chunks=case.loss_chunks, seed=case.seed, neftune_noise_alpha=case.neftune_noise_alpha,
             step=(self.layout.padded(case.row_length), self.layout.accumulation(case.rows)),
         )  # fmt: skip
         self.state = state_of(self.model)

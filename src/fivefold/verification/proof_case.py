@@ -76,6 +76,7 @@ class ProofCase:
     temperature: float = 1.0
     alpha: float = 0.5
     adapter: Lora | None = None
+    neftune_noise_alpha: float | None = None
     loss: str = ""  # a function of the user's own in place of cross entropy, PATH.py:NAME
     columns: tuple[str, ...] = ()  # of the data, for that function
 

@@ -173,7 +173,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         gamma=config.objective.gamma, desirable_weight=config.objective.desirable_weight,
         undesirable_weight=config.objective.undesirable_weight, top_k=config.objective.top_k,
         temperature=config.objective.temperature, alpha=config.objective.alpha, adapter=config.adapter.lora,
-        loss=config.objective.path, columns=config.objective.columns,
+        neftune_noise_alpha=config.train.neftune_noise_alpha, loss=config.objective.path,
+        columns=config.objective.columns,
         prompts=0 if any(layout.has_tensor_scales for layout in layouts) else ProofCase.prompts,
     )  # fmt: skip
 

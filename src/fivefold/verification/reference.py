@@ -67,7 +67,7 @@ class Reference:
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
-        self.draws = Draws(self.model, case.seed) if self._has_dropout() else None
+        self.draws = Draws(self.model, case.seed, case.neftune_noise_alpha) if self._has_dropout() else None
         self.loads = Loads(self.model, routers)
         self.balance = BalanceLosses(self.model, routers, load=case.aux_loss, z=case.z_loss)
         if noise:
@@ -93,7 +93,11 @@ class Reference:
     def _has_dropout(self) -> bool:
         """True if anything may be dropped in training."""
         of_adapter = self.case.adapter is not None and self.case.adapter.dropout > 0
-        return of_adapter or bool(dict(noise(self.master.config.get_text_config().to_dict())))
+        return (
+            of_adapter
+            or self.case.neftune_noise_alpha is not None
+            or bool(dict(noise(self.master.config.get_text_config().to_dict())))
+        )
 
     @property
     def _evaluates_apart(self) -> bool:

@@ -30,7 +30,7 @@ from fivefold.ops.dropout import (
     uniform_by,
 )
 from fivefold.parallel.context.runtime import ContextParallel
-from fivefold.parallel.dropout.spec import DropCalls, DropInput, DropOutput, DropProbabilities
+from fivefold.parallel.dropout.spec import AddNoise, DropCalls, DropInput, DropOutput, DropProbabilities
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.ranks import Blocks
 from fivefold.parallel.tensor.runtime import TensorParallel
@@ -46,25 +46,40 @@ class Dropout:
     """
 
     seed: int
-    has_sites: bool
+    sites: Sequence[DropoutSite]
     tensor: TensorParallel
     context: ContextParallel
     device: torch.device
+    dtype: torch.dtype = torch.float32  # of noise before it is added
     step: int = 0
     is_on: bool = True
     _whole: Tensor | None = None  # hashes of the tokens of whole rows, [B, T]
     _entered: Tensor | None = None  # of this cp rank's tokens
     _own: Tensor | None = None  # of those whose hidden states this rank has
+    _lengths: tuple[Tensor, ...] = ()  # of the documents of own and entered tokens, for NEFTune
 
-    def begin_micro_batch(self, shape: Sequence[int], first_row: int) -> None:
-        """Begin a micro batch of whole rows, of `shape` [B, T, ..], from `first_row` of the global batch on."""
+    @property
+    def has_sites(self) -> bool:
+        """True if anything is dropped, or noise is drawn."""
+        return bool(self.sites)
+
+    def begin_micro_batch(self, shape: Sequence[int], first_row: int, cu_seqlens: Tensor | None = None) -> None:
+        """Begin a micro batch of whole rows, of `shape` [B, T, ..], from `first_row` of the global batch on. Without
+        `cu_seqlens` each row is a document."""
         if not self.has_sites:
             return
         rows, length = shape[:2]
         self._whole = token_hashes(self.seed, self.step, first_row, rows, length, self.device)
-        self._entered = self.context.cut(self._whole) if self.context.is_on else self._whole
+        self._own, self._entered = self._parts(self._whole)
+        if any(site.kind == "embedding" for site in self.sites):
+            lengths = _document_lengths(cu_seqlens, rows, length)
+            self._lengths = self._parts(lengths.to(self.device, self.dtype))
+
+    def _parts(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut [B, T] to the tokens whose hidden states this rank has, and to those of this cp rank."""
+        entered = self.context.cut(whole) if self.context.is_on else whole
         parts = self.tensor.size if self.tensor.sequence_parallel else 1
-        self._own = self._entered.chunk(parts, 1)[self.tensor.rank if parts > 1 else 0]
+        return entered.chunk(parts, 1)[self.tensor.rank if parts > 1 else 0], entered
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint; none without sites."""
@@ -122,6 +137,20 @@ class Dropout:
 
         return fill
 
+    def neftune(self, site: DropoutSite) -> Callable[[Tensor], Tensor]:
+        """Function that adds noise to embeddings [.., D]: within alpha / sqrt(L D) in a document of L tokens."""
+        hashes, key = self._hashes(site, ((0, site.features),)), self._key(site)
+
+        def add(x: Tensor) -> Tensor:
+            if not self.is_on:
+                return x
+            tokens = self.tokens_of(x)
+            length = next(part for part in self._lengths if part.numel() == tokens.numel()).view(tokens.shape)
+            noise = uniform(of_site(tokens, key).unsqueeze(-1) * hashes, -site.p, site.p, length.dtype)
+            return x + noise.mul_((length * site.features).rsqrt().unsqueeze(-1)).to(x.dtype)
+
+        return add
+
     def attention(self, site: DropoutSite, heads: Blocks) -> Callable[[float], AttentionDrops | None]:
         """Function that makes the drops of an attention with a probability."""
         hashes, key = self._hashes(site, heads), self._key(site)
@@ -140,6 +169,14 @@ class Dropout:
 
     def _key(self, site: DropoutSite) -> Tensor:
         return torch.tensor(key_of(self.seed, site.name), dtype=torch.int32, device=self.device)
+
+
+def _document_lengths(cu_seqlens: Tensor | None, rows: int, length: int) -> Tensor:
+    """Tokens of the document of each token: [B, T]."""
+    if cu_seqlens is None:
+        return torch.full((rows, length), length)
+    lengths = cu_seqlens.cpu().diff()
+    return lengths.repeat_interleave(lengths).view(rows, length)
 
 
 def _check(x: Tensor, hashes: Tensor, site: DropoutSite) -> None:
@@ -171,7 +208,12 @@ def builders(model: nn.Module, dropout: Dropout) -> Builders:
         drop, branch, p = dropout.site(edit.site, edit.features), linear.branch, edit.site.p
         linear.branch = lambda x: branch(drop(x, p) if linear.training else x)
 
+    def add_noise(edit: AddNoise) -> None:
+        embedding, add = model.get_submodule(edit.path), dropout.neftune(edit.site)
+        embedding.register_forward_hook(lambda module, _, out: add(out) if module.training else out)
+
     return {
+        AddNoise: add_noise,
         DropOutput: drop_output,
         DropCalls: drop_calls,
         DropInput: drop_input,

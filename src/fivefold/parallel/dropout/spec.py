@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
-from fivefold.models.facts import DropoutSite
+from fivefold.models.facts import DropoutSite, ModelFacts
 from fivefold.parallel.adapters.facts import A
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.plan import ParallelPlan
@@ -31,6 +31,14 @@ class DropCalls(Edit):
 
     kind = "forward"
     sites: tuple[DropoutSite, ...]
+
+
+@dataclass(frozen=True)
+class AddNoise(Edit):
+    """Add noise to the output of an embedding, as NEFTune does (arXiv:2310.05914)."""
+
+    kind = "hook"
+    site: DropoutSite
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,27 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
             yield DropInput(site.module, "dropout", f"its branch {why}", site, features)
         elif site.kind == "attention":
             yield DropProbabilities(site.module, "dropout", f"attention {why}", site, _heads(plan, site))
-        else:
+        elif site.kind != "embedding":
             calls.setdefault(site.module, []).append(site)
     for module, sites in calls.items():
         drawn = [f"{'noise of' if site.kind == 'noise' else 'drops'} {site.p:.3g}" for site in sites]
         yield DropCalls(module, "dropout", f"{', '.join(drawn)} {_BY}", tuple(sites))
+
+
+def edits_of_embedding(plan: ParallelPlan) -> Iterator[Edit]:
+    """Noise on the embeddings, behind their lookup."""
+    for site in _sites(plan):
+        if site.kind == "embedding":
+            yield AddNoise(site.module, "dropout", f"noise of {site.p:.3g} / sqrt(L D) {_BY}", site)
+
+
+def with_neftune(facts: ModelFacts, alpha: float | None) -> ModelFacts:
+    """The facts of a model whose embeddings get noise in training. None: unchanged facts."""
+    if not alpha:
+        return facts
+    features = facts.parameters[facts.anatomy.embedding_weight].shape[-1]
+    site = DropoutSite(facts.anatomy.embedding, "embedding", float(alpha), features)
+    return replace(facts, dropouts=(*facts.dropouts, site))
 
 
 def _sites(plan: ParallelPlan) -> Iterator[DropoutSite]:
@@ -84,7 +108,7 @@ def _heads(plan: ParallelPlan, site: DropoutSite) -> Blocks:
 def violations(plan: ParallelPlan) -> Iterator[Violation]:
     """Yield sites that cannot be dropped by global numbers."""
     for site in plan.facts.dropouts:
-        is_whole = site.kind in ("branch", "attention") or site.features == plan.facts.hidden_size
+        is_whole = site.kind in ("branch", "attention", "embedding") or site.features == plan.facts.hidden_size
         if plan.layout.tp > 1 and not is_whole:
             what = f"{site.module} drops {site.features} features, which tp {plan.layout.tp} splits"
             yield Violation("tp", what, "use tp 1, or set that dropout to 0 in model.overrides", more=_MORE)

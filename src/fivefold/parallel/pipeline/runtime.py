@@ -141,7 +141,8 @@ class _Step:
         gradient = None if self.staged.is_last(stage) else self._take("B", stage, at)
         self._fsdp.before_backward(slot)
         self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
-        self.pipeline.dropout.begin_micro_batch(self.inputs[at].input_ids.shape, self.inputs[at].first_row)
+        batch = self.inputs[at]
+        self.pipeline.dropout.begin_micro_batch(batch.input_ids.shape, batch.first_row, batch.cu_seqlens)
         with self._collecting(stage, at):
             if out.requires_grad:  # not if all that ran is frozen
                 torch.autograd.backward(out, gradient)
