@@ -22,7 +22,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "distill": {"objective": "distill"}, "python": {"objective": "python"}, "lora": {"adapter": True},
     "drops": {"dropout": 0.05}, "pdrop": {"changes": PUBLISHED}, "experts": {"of_experts": True},
     "nf4": {"quantize": "nf4", "changes": IN_FOUR_BITS}, "inner56": {"changes": (("intermediate_size", 56),)},
-    "unchunked": {"is_chunked": False},
+    "unchunked": {"is_chunked": False}, "neftune": {"neftune": 5.0},
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def name_of(model: Model) -> str:
         "capacity": model.capacity is not None, model.objective: model.objective != "sft", "lora": model.adapter,
         "drops": model.dropout > 0, "pdrop": "attn_pdrop" in changes, "experts": model.of_experts,
         "nf4": model.quantize == "nf4", "inner56": changes.get("intermediate_size") == 56,
-        "unchunked": not model.is_chunked,
+        "unchunked": not model.is_chunked, "neftune": model.neftune is not None,
     }  # fmt: skip
     family = f"{model.family}/{changes[LAYERS]}" if LAYERS in changes else model.family
     return "-".join([family, *(mark for mark, is_on in marks.items() if is_on)])

@@ -26,18 +26,16 @@ U32 = np.uint32
 class Draws:
     """What `model` drops in training. `row` and `start` are those of the current document, `step` that of the batch."""
 
-    def __init__(self, model: nn.Module, seed: int, neftune: float | None = None) -> None:
+    def __init__(self, model: Any, seed: int, neftune: float | None = None) -> None:
         self.row = self.start = self.step = 0
-        self._model: Any = model
-        self._seed = seed
+        self._model, self._seed = model, seed
         self._running: list[tuple[str, nn.Module]] = []
         self._calls: dict[str, int] = {}
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda module, _, name=name: self._running.append((name, module)))
             module.register_forward_hook(lambda *_: self._running.pop() and None)
-            if neftune and module is self._model.get_input_embeddings():
-                add = partial(self._add_noise, f"{name}/embedding0", neftune)
-                module.register_forward_hook(lambda module, _, out, add=add: add(out) if module.training else out)
+            if neftune and module is model.get_input_embeddings():
+                module.register_forward_hook(partial(self._add_noise, f"{name}/embedding0", neftune))
 
     @contextmanager
     def training(self, step: int) -> Iterator[None]:
@@ -65,8 +63,10 @@ class Draws:
         kept = torch.from_numpy(bits >> U32(1) >= round(p * 2**31)).view(x.shape).to(x.device)
         return torch.where(kept, x / (1 - p), torch.zeros_like(x))
 
-    def _add_noise(self, site: str, alpha: float, x: Tensor) -> Tensor:
+    def _add_noise(self, site: str, alpha: float, module: nn.Module, _: Any, x: Tensor) -> Tensor:
         """NEFTune (arXiv:2310.05914), of one document."""
+        if not module.training:
+            return x
         bits = self._of_features(site, x.numel() // x.shape[-1], x.shape[-1])
         noise = (bits / 2.0**31 - 1) * alpha / np.sqrt(x.numel())
         return x + torch.from_numpy(noise).view(x.shape).to(x)

@@ -91,13 +91,10 @@ class Reference:
         return found.eval()
 
     def _has_dropout(self) -> bool:
-        """True if anything may be dropped in training."""
+        """True if training may drop anything, or draw noise."""
         of_adapter = self.case.adapter is not None and self.case.adapter.dropout > 0
-        return (
-            of_adapter
-            or self.case.neftune_noise_alpha is not None
-            or bool(dict(noise(self.master.config.get_text_config().to_dict())))
-        )
+        of_model = bool(dict(noise(self.master.config.get_text_config().to_dict())))
+        return of_adapter or of_model or self.case.neftune_noise_alpha is not None
 
     @property
     def _evaluates_apart(self) -> bool:

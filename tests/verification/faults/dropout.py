@@ -113,3 +113,13 @@ def branch_dropped_by_local_feature() -> Any:
         return plain(dropout, site, ((0, sum(stop - start for start, stop in features)),))
 
     return patch.object(Dropout, "_hashes", hashes)
+
+
+@fault(
+    "the noise on embeddings is that of whole rows, not of documents",
+    known="NEFTune over packed rows, which takes output.size(1)",
+    layout="single", expects=[("output", r"embed_tokens")], model=Model(neftune=5.0),
+)  # fmt: skip
+def noise_of_packed_rows() -> Any:
+    plain = runtime._document_lengths
+    return patch.object(runtime, "_document_lengths", lambda _, rows, length: plain(None, rows, length))
