@@ -589,6 +589,23 @@ def test_what_cannot_be_converted(tmp_path: Path, text: str, says: str) -> None:
     assert says in refusal(tmp_path, text)
 
 
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", ["trl", "axolotl", "llamafactory"])
+def test_noise_on_embeddings(tmp_path: Path, trainer: str) -> None:
+    found = converted(tmp_path, LEAST[trainer] + "neftune_noise_alpha: 5\n")
+    assert found.tree["train"]["neftune_noise_alpha"] == 5 and "train.neftune_noise_alpha" in found.changed
+    assert "neftune_noise_alpha" not in converted(tmp_path, LEAST[trainer]).tree.get("train", {})
+
+
+def test_noise_on_embeddings_of_pairs_is_refused(tmp_path: Path) -> None:
+    pairs = "rl: ipo\nrl_beta: 0.2\nneftune_noise_alpha: 5\n"
+    assert "noise is added for texts and examples alone" in refusal(
+        tmp_path, "base_model: a/b\nlearning_rate: 5e-7\n" + pairs
+    )
+
+
 # ---- preferences -----------------------------------------------------------------------------------------------------
 
 

@@ -77,6 +77,7 @@ def test_dropout_goes_on_bitwise_and_the_same_under_another_layout(tmp_path: Pat
     """What the step after a resume drops follows from its number."""
     overrides, adapter = {"attention_dropout": 0.1}, {"name": "lora", "rank": 4, "dropout": 0.2}
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 3, "precision__compute": "fp64"}
+    options |= {"train__neftune_noise_alpha": 5}
     alone, stopped, other = (run_file(tmp_path, **options, run__name=name) for name in ("alone", "stopped", "other"))
     for tree in (alone, stopped, other):
         tree["model"]["overrides"], tree["adapter"] = overrides, adapter
