@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.ops.dropout import Drop, attention_drops, feature_hashes, kept, key_of, of_site, token_hashes
+from fivefold.ops.dropout import Drop, attention_drops, feature_hashes, kept, key_of, of_site, token_hashes, uniform
 
 ROWS, LENGTH, FEATURES, P = 8, 256, 384, 0.1
 CPU = torch.device("cpu")
@@ -73,6 +73,20 @@ def test_heads_and_keys_of_attention_are_independent() -> None:
     assert z(found[:, :, 1:] * found[:, :, :-1]) <= 4
     assert z(found[:, 1:] * found[:, :-1]) <= 4
     assert z(found[0] * found[1]) <= 4
+
+
+def test_noise_is_uniform_and_independent() -> None:
+    tokens = of_site(token_hashes(1, 0, 0, ROWS, LENGTH, CPU), key(1, "a")).flatten()
+    bits = tokens.unsqueeze(-1) * feature_hashes(1, "a", torch.arange(FEATURES, dtype=torch.int32))
+    found = uniform(bits, -1.0, 1.0, torch.float64)
+    assert found.abs().max() <= 1 and uniform(bits, 2.0, 3.0, torch.float32).min() >= 2
+    assert abs(float(found.mean())) <= 4 * (3 * found.numel()) ** -0.5
+    shares = torch.histc(found, 16) / found.numel()
+    assert float((shares - 1 / 16).abs().max()) <= 4 * (1 / 16 * 15 / 16 / found.numel()) ** 0.5
+    for draws in (found * 3**0.5, found[:FEATURES].T * 3**0.5):
+        pairs = (draws.T @ draws / len(draws) ** 0.5).fill_diagonal_(0)
+        assert float(pairs.square().mean() ** 0.5) == pytest.approx(1, abs=0.02)
+        assert float(pairs.abs().max()) <= 7
 
 
 def test_backward_drops_what_forward_drops() -> None:
