@@ -260,7 +260,9 @@ def test_a_headline_claims_what_was_measured_alone() -> None:
         "b 163 tokens/s a device at training loss 1.5000"
     )
     none = headline_of({"a": [100.0, 101.0, 99.0], "b": [101.0, 99.0, 102.0]}, alike)
-    assert none.endswith("no difference in speed was measured between a and b; no difference in training loss was measured")
+    assert none.endswith(
+        "no difference in speed was measured between a and b; no difference in training loss was measured"
+    )
     higher = {"a": [2.0] * 3, "b": [2.5, 2.51, 2.52]}
     faster = headline_of({"a": [100.0, 101.0, 99.0], "b": [150.0, 151.0, 149.0]}, higher)
     assert faster == "On 2 devices, b is 50.0 % faster than a; its training loss is 25.5 % higher"

@@ -11,7 +11,7 @@ from rich.console import Console
 from fivefold.report.names import LONGEST, ranks_text, short_names
 from fivefold.report.plot import LogScale
 from fivefold.report.render import to_html, write_page
-from fivefold.report.slices import slice_map
+from fivefold.report.slices import EXPLAINED, SMALLEST, slice_map
 from fivefold.verification import ranks
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.results import WORDS, LayoutResult, Row
@@ -238,6 +238,17 @@ def test_slices_of_replicas_blocks_and_experts() -> None:
     assert [box.fill for box in norm.boxes] == ["ranks-0-1"] and norm.boxes[0].label == "all 2"
     assert [part.title for part in drawn.parts] == ["layer 0", "layer 1"]
     assert drawn.shares == (100 * (16 + 96 + 4 + 4) / 232, 100 * (16 + 96 + 4) / 232)
+
+
+def test_parameters_of_a_layer_are_drawn_to_scale() -> None:
+    shapes = {"h.0.wide": (100, 400), "h.0.tall": (300, 100), "h.0.thin": (2, 400)}
+    held = {name: {"shape": list(shape), "ranks": [[[[0, size] for size in shape]]]} for name, shape in shapes.items()}
+    drawn = slice_map(held)
+    assert drawn is not None
+    wide, tall, thin = drawn.parts[0].drawings
+    assert wide.width / wide.height == 4 and tall.height / wide.width == 0.75 and tall.width == wide.height
+    assert thin.width == wide.width and thin.height == SMALLEST
+    assert f"would be thinner than {SMALLEST:.0f} pixels has {SMALLEST:.0f}" in EXPLAINED
 
 
 def test_layers_on_other_ranks_are_alike_there() -> None:

@@ -76,7 +76,8 @@ class CompareReport(Report[Row]):
             Section([self.table, Notes([RANGES], "soft"), Notes(self.notes, is_list=True)], on=On.PAGE),
             Section(
                 [self.table, Notes(self.notes, indent="  "), Notes(list(filter(None, [self.closing])))],
-                self.headline, on=On.TERMINAL,
+                self.headline,
+                on=On.TERMINAL,
             ),
         ]
         if drawn:
