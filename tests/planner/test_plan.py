@@ -52,7 +52,7 @@ def test_a_faster_layout_than_the_first_is_named_and_so_is_what_was_not_measured
 ) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xH800", "--seq-length", "4k", "--global-batch-size", "32") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"best \S+ is the simplest within 2% of the fastest: \S+ takes \d\.\d% less", shown)
+    assert re.search(r"best - \S+ is the simplest within 2% of the fastest: \S+ takes \d\.\d% less", shown)
     assert "assumed: H800 with" in shown and "efficiencies of H800 are those of H100, fivefold calibrate" in shown
 
 

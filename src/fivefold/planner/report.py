@@ -78,7 +78,7 @@ class PlanReport(Report[Ranked]):
     def findings(self) -> Findings:
         """The ranking and the first layout's items; on the page also drawings of all, and every item."""
         sections = [
-            Section([Notes([f"- {note}" for note in self.notes])], self.title, On.TERMINAL),
+            Section([Notes(self.notes, is_list=True)], self.title, On.TERMINAL),
             Section([Notes([f"{note}." for note in self.notes], is_list=True)], on=On.PAGE),
             *([Section([Notes([CURES]), _table(self.cures)])] if self.cures else ()),
             Section([_table(self.rows, numbered=True)]),

@@ -180,7 +180,7 @@ def _drawings(parameters: Sequence[_Parameter], world: int) -> tuple[Drawing, ..
         for dim in _drawn_dims(parameter.shape, parameter.held)
         if dim is not None
     )
-    longest = max(sides, default=1)
+    longest = max([1, *sides])
     return tuple(_draw(parameter, longest, world) for parameter in parameters)
 
 
