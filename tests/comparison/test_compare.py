@@ -14,6 +14,7 @@ from rich.console import Console
 from fivefold import cli
 from fivefold.comparison.configurations import Configuration, Contest, PlannedRun, fresh, in_turns, unlike
 from fivefold.comparison.launch import RECORD, Comparison, Request, main
+from fivefold.comparison.logs import Step
 from fivefold.comparison.measure import Measured, rows
 from fivefold.comparison.report import CompareReport
 from fivefold.config import RunConfig, load_config
@@ -237,6 +238,34 @@ def test_a_log_beside_a_run_and_logs_alone(trainer: Trainer, capsys: pytest.Capt
         cli.main(["compare", "--against", "out/demo-on-1-repeat-1", "--against", "other.csv", "--json", "-"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["base"] == "demo-on-1-repeat-1"
+
+
+def headline_of(speeds: dict[str, list[float]], losses: dict[str, list[float]]) -> str:
+    """The headline of a comparison of `a` with `b`, a run for each speed."""
+    runs = [
+        Measured(name, 2, repeat, "", steps, steps)
+        for name in speeds
+        for repeat, (speed, loss) in enumerate(zip(speeds[name], losses[name], strict=True), start=1)
+        for steps in [[Step(at, 100 * at, loss, None, speed, 0.1) for at in (1, 2, 3)]]
+    ]
+    found = tuple(rows(runs, [("a", 2), ("b", 2)], {}, base="a"))
+    return CompareReport(title="", rows=found, ok=True, base="a", runs=tuple(runs)).headline
+
+
+def test_a_headline_claims_what_was_measured_alone() -> None:
+    alike = {"a": [2.0] * 3, "b": [2.0, 2.1, 1.9]}
+    one = headline_of({"a": [100.0], "b": [163.0]}, {"a": [2.0], "b": [1.5]})
+    assert one == (
+        "On 2 devices, one run of each, so no difference is known: a 100 tokens/s a device at training loss 2.0000, "
+        "b 163 tokens/s a device at training loss 1.5000"
+    )
+    none = headline_of({"a": [100.0, 101.0, 99.0], "b": [101.0, 99.0, 102.0]}, alike)
+    assert none.endswith(
+        "no difference in speed was measured between a and b; no difference in training loss was measured"
+    )
+    higher = {"a": [2.0] * 3, "b": [2.5, 2.51, 2.52]}
+    faster = headline_of({"a": [100.0, 101.0, 99.0], "b": [150.0, 151.0, 149.0]}, higher)
+    assert faster == "On 2 devices, b is 50.0 % faster than a; its training loss is 25.5 % higher"
 
 
 @pytest.mark.parametrize(

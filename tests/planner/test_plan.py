@@ -12,13 +12,15 @@ import fivefold as ff
 from fivefold import cli
 from fivefold.config import load_config
 from fivefold.core.shapes import shape_folder
+from fivefold.core.units import GIB
 from fivefold.parallel.layout import Layout
-from fivefold.planner import plan, report
+from fivefold.planner import drawings, plan, report
 from fivefold.planner.answers import answer
-from fivefold.planner.estimate import Item
+from fivefold.planner.estimate import Item, Workload
 from fivefold.planner.plan import run_file
 from fivefold.planner.rank_memory import MATMULS, OUTSIDE
 from fivefold.planner.report import PlanReport
+from fivefold.report.findings import On
 
 WORKLOAD = {"seq_length": 2048, "global_batch_size": 16}
 SHORT = ("--seq-length", "300", "--global-batch-size", "1")
@@ -50,7 +52,7 @@ def test_a_faster_layout_than_the_first_is_named_and_so_is_what_was_not_measured
 ) -> None:
     assert run("llama-3.1-8b", "--cluster", "8xH800", "--seq-length", "4k", "--global-batch-size", "32") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"best \S+ is the simplest within 2% of the fastest: \S+ takes \d\.\d% less", shown)
+    assert re.search(r"best - \S+ is the simplest within 2% of the fastest: \S+ takes \d\.\d% less", shown)
     assert "assumed: H800 with" in shown and "efficiencies of H800 are those of H100, fivefold calibrate" in shown
 
 
@@ -73,7 +75,7 @@ def test_the_run_file_of_the_best_is_one(tmp_path: Path, capsys: pytest.CaptureF
     assert config.run.name == "mine"  # two plans do not share a run folder
     shown = capsys.readouterr().out
     assert f"fivefoldtrain{file}" in "".join(shown.split())  # a long path goes over several lines
-    assert "add your data and a tokenizer; the model has no weights here" in " ".join(shown.split())
+    assert "add your data and a tokenizer; then fivefold train" in " ".join(shown.split())
     assert config.model.init == "random"
     assert run(*SMALL, "--write", str(file)) == 2  # an existing file is kept
 
@@ -289,3 +291,28 @@ def test_the_page_shows_what_the_command_prints(
     assert run(*command.split()) == 1  # a layout that does not fit
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed[: shown.count("\n")] == shown.splitlines()
+
+
+def test_the_page_has_axes_one_colour_per_item_and_its_assumptions_in_a_table() -> None:
+    found = plan.planned("llama-3.1-8b", "1x8xH100", Workload(4096, 32), top=4)
+    time, memory = (
+        drawings.stacks(found.estimates, part, unit, factor, None)
+        for part, unit, factor in (("time", "s", 1.0), ("memory", "GiB", 1 / GIB))
+    )
+    for figure, unit in ((time, "s"), (memory, "GiB")):
+        assert len(figure.ticks) > 2 and all(label.endswith(f" {unit}") for _, label in figure.ticks)
+    fills = [{fill for fill, _ in figure.words if fill != drawings.REST} for figure in (time, memory)]
+    assert not fills[0] & fills[1]
+    tables = [part for section in found.findings().shown_on(On.PAGE) for part in section.parts if part.shape == "table"]
+    rows = [[cell.text for cell in row.cells] for table in tables for row in table.rows]
+    assert any(row[0] == "matmuls" and "TFLOP/s" in row[1] for row in rows)
+
+
+def test_a_run_file_of_a_shape_says_that_its_weights_are_random(tmp_path: Path) -> None:
+    file = str(tmp_path / "run.yaml")
+    best = plan.planned("llama-3.1-8b", "1x8xH100", Workload(4096, 32), top=1).estimates[0]
+    plan.write_run_file(file, "llama-3.1-8b", best)
+    assert "the weights are random: for real ones, init: pretrained" in Path(file).read_text()
+    said = plan.without_weights("llama-3.1-8b", file)
+    assert "RANDOM" in said and "model.init=pretrained model.name_or_path=" in said
+    assert plan.without_weights("someone/model", file) == ""

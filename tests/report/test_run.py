@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.config import RunConfig, load_config
+from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.terminal import shown
 from fivefold.report.curves import POINTS, panels
@@ -62,6 +63,21 @@ def test_the_page_says_what_the_run_was(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert said in text, said
     assert "model FLOPs utilisation" not in text, "it was never measured"
+
+
+def test_the_page_of_an_adapter_says_its_rank_and_what_is_trained(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "mine", [row(1, **{"eval/best": 2.5, "eval/best_step": 1})], "adapter.name=lora", "adapter.rank=8"
+    )
+    trained = "LoRA of rank 8, times 4, beside 14 linears, new: 32.8k parameters are trained, the others frozen"
+    start = {"event": "start", "step": 0, "time": "2026-01-31T12:00:00+00:00", "header": [["adapter", trained]]}
+    end = {"event": "end", "step": 1, "time": "2026-01-31T12:01:07+00:00", "what": "finished"}
+    (run / history.NAME).write_text("".join(json.dumps(each) + "\n" for each in (start, end)))
+    text = main(run).read_text(encoding="utf-8")
+    assert "mine: 1 of 200 steps of LoRA, rank 8, loss 5.0000" in text
+    assert f"<dt>adapter</dt><dd>{trained}</dd>" in text and "<dt>elapsed</dt><dd>1 min 07 s</dd>" in text
+    assert "eval/best_step" not in text  # the best has a line, and no curve
+    assert "LoRA" not in main(make_run(tmp_path / "whole", [row(1)])).read_text(encoding="utf-8").partition("<h2>")[0]
 
 
 def test_no_character_of_a_run_is_a_command(tmp_path: Path) -> None:

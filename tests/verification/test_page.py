@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 from fivefold.report.names import LONGEST, ranks_text, short_names
 from fivefold.report.plot import LogScale
 from fivefold.report.render import to_html, write_page
-from fivefold.report.slices import slice_map
+from fivefold.report.slices import EXPLAINED, SMALLEST, slice_map
 from fivefold.verification import ranks
 from fivefold.verification.report import VerifyReport, report_of
 from fivefold.verification.results import WORDS, LayoutResult, Row
@@ -239,6 +240,17 @@ def test_slices_of_replicas_blocks_and_experts() -> None:
     assert drawn.shares == (100 * (16 + 96 + 4 + 4) / 232, 100 * (16 + 96 + 4) / 232)
 
 
+def test_parameters_of_a_layer_are_drawn_to_scale() -> None:
+    shapes = {"h.0.wide": (100, 400), "h.0.tall": (300, 100), "h.0.thin": (2, 400)}
+    held = {name: {"shape": list(shape), "ranks": [[[[0, size] for size in shape]]]} for name, shape in shapes.items()}
+    drawn = slice_map(held)
+    assert drawn is not None
+    wide, tall, thin = drawn.parts[0].drawings
+    assert wide.width / wide.height == 4 and tall.height / wide.width == 0.75 and tall.width == wide.height
+    assert thin.width == wide.width and thin.height == SMALLEST
+    assert f"would be thinner than {SMALLEST:.0f} pixels has {SMALLEST:.0f}" in EXPLAINED
+
+
 def test_layers_on_other_ranks_are_alike_there() -> None:
     def layer(rank: int) -> dict[str, object]:
         return {"shape": [4, 4], "ranks": [[[[0, 4], [0, 4]]] if each == rank else [] for each in range(2)]}
@@ -271,9 +283,38 @@ def test_the_terminal_and_the_page_count_the_same(capsys: pytest.CaptureFixture[
     whole = report(found)
     whole.show(Console(width=80))
     shown = capsys.readouterr().out
-    assert f"tp2  PROVED  {len(found.rows)} comparisons  4.2 s" in shown
+    assert shown.split()[:1] == ["PROVED"] and f"tp2    PROVED       {len(found.rows)} output" in shown
     assert f"{len(found.rows)}" in page(whole)
     assert "comparisons" not in ranks._line(found)  # printed before the last of them is made
+
+
+def shown_at_80(report: VerifyReport, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    report.show(Console(width=80))
+    lines = capsys.readouterr().out.strip("\n").splitlines()
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def test_a_terminal_has_the_verdict_first_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown_at_80(report(*(right(f"shard{n}.tp2.cp2.pp2+zbv+v2") for n in range(30)), wrong()), capsys)
+    assert lines[0].startswith("NOT PROVED  1 of 31 layouts computed something else") and len(lines) <= 20
+    text = "\n".join(lines)
+    assert text.index("shard2 ") < text.index("shard0.tp2")  # the wrong one is not among those left out
+    assert "first differs at output of model.layers.1.post_attention_layernorm" in text
+    assert "and 25 more layouts: --rows" in text
+    lines = shown_at_80(report(right(), right("shard2")), capsys)
+    assert lines[0].startswith("PROVED  All 2 layouts compute") and len(lines) <= 20
+    refused = [LayoutResult(f"tp{n}", refused="tp does not divide num_key_value_heads " * 3) for n in range(3, 40)]
+    assert len(shown_at_80(report(*refused), capsys)) <= 20
+
+
+def test_all_rows_have_each_kind_of_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(*(right(f"shard{n}") for n in range(2, 12)), wrong("tp2"))
+    lines = shown_at_80(replace(found, shows_all=True), capsys)
+    assert lines[0].startswith("NOT PROVED")
+    assert sum(line.startswith(" second moment ") for line in lines) == 10
+    assert sum(line.startswith(" ✕ second moment ") for line in lines) == 1
+    assert f"shard2  PROVED  {len(right().rows)} comparisons  4.2 s" in lines
 
 
 def test_lines_of_progress_wrap_at_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,8 @@ def plan(
         wrote = (
             f"wrote {write_to} with {report.rows[0].layout}: {planner.to_add(model)}; then fivefold train {write_to}"
         )
-        report = replace(report, closing=f"{report.closing}\n{wrote}")
+        lines = filter(None, (wrote, planner.without_weights(model, write_to)))
+        report = replace(report, closing="\n".join((report.closing, *lines)))
     if html and not max_seq_length:
         sweeps = planner.sweeps_of(model, report.estimates[0].cluster, workload, anew=no_cache)
         report = replace(report, sweeps=sweeps)

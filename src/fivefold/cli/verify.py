@@ -34,6 +34,7 @@ def verify(
     precision: Annotated[Precision, typer.Option(help="fp64 proves; run: as the run file says.")] = Precision.FP64,
     seq_length: Annotated[int | None, typer.Option(min=8, help="Tokens per row.", show_default="61")] = None,
     seed: Annotated[int, typer.Option(help="Fixes weights and documents.")] = 1234,
+    rows: Annotated[bool, typer.Option("--rows", help="Show each kind of comparison.")] = False,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -43,11 +44,13 @@ def verify(
     Example: fivefold verify --quick --layouts tp2,shard2,shard2.tp2
     """
     path, overrides = split_arguments(arguments or [])
+    from dataclasses import replace
+
     from fivefold.report.table import write_with_page
     from fivefold.verification import main
 
     def publish(report: "VerifyReport") -> None:
-        write_with_page(report, json=json, html=html)
+        write_with_page(replace(report, shows_all=rows), json=json, html=html)
 
     report = main(
         path, overrides, layouts=[text.strip() for text in layouts.split(",") if text.strip()], thin=thin, quick=quick,

@@ -66,7 +66,7 @@ class CompareReport(Report[Row]):
     def findings(self) -> Findings:
         """The table and its notes; on the page also ranges, the curves over each other, and every run."""
         if not self.runs and self.missing:
-            waiting = Section([Notes([f"nothing is measured yet; {self.closing}"])])
+            waiting = Section([Notes(["; ".join(filter(None, ("nothing is measured yet", self.closing)))])])
             return Findings(command="fivefold compare", headline=self.headline, sections=[waiting])
         drawn = panels(self.runs)
         longest = max((len(run.steps) for run in self.runs), default=0)
@@ -75,7 +75,9 @@ class CompareReport(Report[Row]):
             Section([Notes([missing], "bad")] * bool(self.missing), on=On.PAGE),
             Section([self.table, Notes([RANGES], "soft"), Notes(self.notes, is_list=True)], on=On.PAGE),
             Section(
-                [self.table, Notes(self.notes, indent="  "), Notes(list(filter(None, [self.closing])))], on=On.TERMINAL
+                [self.table, Notes(self.notes, indent="  "), Notes(list(filter(None, [self.closing])))],
+                self.headline,
+                on=On.TERMINAL,
             ),
         ]
         if drawn:
@@ -91,11 +93,24 @@ class CompareReport(Report[Row]):
         last = next((row for row in reversed(self.rows) if row.configuration != self.base and row.faster_pct), None)
         if len(names) != 2 or last is None or last.faster_pct is None:
             return f"{len(names)} configurations" if len(names) > 1 else "".join(names)
-        percent, where = last.faster_pct.percent, on(last.devices).capitalize()
-        if last.faster_pct.measured is False:
-            return f"{where}, no difference in speed measured between {self.base} and {last.configuration}"
-        how = "faster" if percent > 0 else "slower"
-        return f"{where}, {last.configuration} is {abs(percent):.1f} % {how} than {self.base}"
+        where, first = on(last.devices).capitalize(), next(row for row in self.rows if self._is_beside(row, last))
+        if last.faster_pct.measured is None:
+            return f"{where}, one run of each, so no difference is known: {_both(first, last)}"
+        speeds = _relation(last.faster_pct, "faster", "slower", f" than {self.base}")
+        losses = last.eval_loss_difference_pct or last.loss_difference_pct
+        name = "eval loss" if last.eval_loss_difference_pct else "training loss"
+        if losses is None:
+            said = "losses are not compared"
+        elif losses.measured:
+            said = f"its {name} is {_relation(losses, 'higher', 'lower')}"
+        else:
+            said = f"no difference in {name} was measured"
+        if not last.faster_pct.measured:
+            return f"{where}, no difference in speed was measured between {self.base} and {last.configuration}; {said}"
+        return f"{where}, {last.configuration} is {speeds}; {said}"
+
+    def _is_beside(self, row: Row, other: Row) -> bool:
+        return row.configuration == self.base and row.devices == other.devices
 
     @property
     def table(self) -> Table:
@@ -172,6 +187,23 @@ class CompareReport(Report[Row]):
     def has(self, name: str) -> bool:
         """True if any row has a value under `name`."""
         return any(getattr(row, name) is not None for row in self.rows)
+
+
+def _relation(difference: Difference, more: str, less: str, than: str = "") -> str:
+    """Format as `3.1 % faster than a`."""
+    return f"{abs(difference.percent):.1f} % {more if difference.percent > 0 else less}{than}"
+
+
+def _both(first: Row, last: Row) -> str:
+    """Speeds and losses of two rows, side by side."""
+    name = "eval loss" if first.eval_loss and last.eval_loss else "training loss"
+    losses = [row.eval_loss if name == "eval loss" else row.loss for row in (first, last)]
+    texts = [
+        f"{row.configuration} {speed(row.tokens_per_second_per_device)} tokens/s a device"
+        + (f" at {name} {loss(spread)}" if spread else "")
+        for row, spread in zip((first, last), losses, strict=True)
+    ]
+    return ", ".join(texts)
 
 
 def on(devices: int | None) -> str:

@@ -15,7 +15,16 @@ from fivefold.report.findings import Cell, Column, On, Plot, Row, Section, Table
 from fivefold.report.plot import LEFT, Axes, Linear, label, nice, svg
 from fivefold.report.plot import WIDTH as PAGE
 
-FILLS = tuple(f"rank-{number}" for number in range(8))
+# A colour for each item, and none for two on a page: those of time, and those of memory. The others are hatched.
+TIME = ("matmuls", "attention", "element-wise", "tp", "data")
+MEMORY = ("saved activations", "optimizer state", "parameters", "gradients", "loss")
+COLOURS = {
+    item: f"{kind}-{number}"
+    for kind, items in (("rank", TIME), ("series", MEMORY))
+    for number, item in enumerate(items)
+}
+REST = "many"  # colour of all other items
+AXIS = 34.0  # pixels of an axis below the bars
 
 
 def stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, limit: float | None) -> Figure:
@@ -26,7 +35,8 @@ def stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, l
         dict.fromkeys(name for items in by_item for name in items),
         key=lambda name: -max(i.get(name, 0) for i in by_item),
     )
-    fills = {name: FILLS[number] if number < len(FILLS) else "many" for number, name in enumerate(names)}
+    names.sort(key=lambda name: name not in COLOURS)
+    fills = {name: COLOURS.get(name, REST) for name in names}
     longest = max([*(sum(items.values()) for items in by_item), limit or 0])
     boxes = []
     for lane, (estimate, items) in enumerate(zip(estimates, by_item, strict=True)):
@@ -41,10 +51,17 @@ def stacks(estimates: Sequence[Estimate], part: str, unit: str, factor: float, l
         says = f"a device has {limit * factor:.4g} {unit}"
         boxes.append(Box(limit / longest * WIDTH - 2, 0, 2, LANE * len(estimates), "wrong", says))
     numbers = [(lane * LANE + BAR / 2, f"{lane + 1}") for lane in range(len(estimates))]
-    words = [(fills[name], name) for name in names[: len(FILLS)]]
-    words += [("many", "the rest")] if len(names) > len(FILLS) else []
+    words = [(fills[name], name) for name in names if name in COLOURS]
+    if rest := [name for name in names if name not in COLOURS]:
+        words.append((REST, f"the rest: {', '.join(rest)}"))
+    if limit is not None:
+        words.append(("wrong", f"a device is full: {limit * factor:.4g} {unit}"))
     titles = {"time": "Time of a step", "memory": "Memory of the fullest device"}
-    return Figure(titles[part], f"{longest * factor:.4g} {unit} wide", LANE * len(estimates), numbers, boxes, words)
+    ticks = nice(0, longest * factor, 6)
+    marks = [(tick / factor / longest * WIDTH, f"{label(tick, ticks)} {unit}") for tick in ticks]
+    return Figure(
+        titles[part], f"{longest * factor:.4g} {unit} wide", LANE * len(estimates) + AXIS, numbers, boxes, words, marks
+    )
 
 
 # ---- other clusters and rows -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fivefold.core.errors import UserError
@@ -188,9 +189,10 @@ def run_file(model: str, best: Estimate, name: str) -> str:
         start += ", init: random"
     if lacks_tokenizer(model):
         wanted = "# tokenizer: {name_or_path: a folder or hub id, or train:32k for one of your own text}\n"
+    random = "" if has_weights(model) else WEIGHTS
     return (
         f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
-        f"model: {{name_or_path: {json.dumps(model)}{start}}}\n{wanted}"
+        f"model: {{name_or_path: {json.dumps(model)}{start}}}\n{random}{wanted}"
         f"data: {{seq_length: {workload.seq_length}}}  # add train: your files\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
         f"layout: {layout}\n"
@@ -210,10 +212,24 @@ def lacks_tokenizer(model: str) -> bool:
     return path.exists() and not any(path.glob("tokenizer*"))
 
 
+WEIGHTS = (
+    "# ^ the weights are random: for real ones, init: pretrained, and name_or_path: a folder or hub id that has them\n"
+)
+
+
 def to_add(model: str) -> str:
     """Say what the user adds to a run file."""
-    random = "" if has_weights(model) else "; the model has no weights here, and starts from random ones"
-    return f"add your data{' and a tokenizer' * lacks_tokenizer(model)}{random}"
+    return f"add your data{' and a tokenizer' * lacks_tokenizer(model)}"
+
+
+def without_weights(model: str, file: str) -> str:
+    """Say that a run file starts from random weights, and how it gets others; "" if the model has its own."""
+    if has_weights(model):
+        return ""
+    return (
+        f"weights: {model} has none here, so {file} starts from RANDOM ones (model.init: random). To train real ones: "
+        f"fivefold train {quote(file)} model.init=pretrained model.name_or_path=FOLDER_OR_HUB_ID"
+    )
 
 
 def write_run_file(path: str, model: str, best: Estimate) -> None:

@@ -30,6 +30,7 @@ TIME = (
 MEMORY = "The fullest pipeline rank; the red line is where a device is full. Hover over a part for its size."
 BEST = "best"  # the first of the ranking
 CURES = "would make it fit, the fastest first:"
+ASSUMED = "assumed: "
 INTERVALS = (
     "±, and what stands in brackets: the truth in 80 % of cases. Layouts are off together, so that their order is surer"
 )
@@ -77,17 +78,24 @@ class PlanReport(Report[Ranked]):
     def findings(self) -> Findings:
         """The ranking and the first layout's items; on the page also drawings of all, and every item."""
         sections = [
-            Section([Notes(self.notes)], self.title, On.TERMINAL),
-            Section([Notes([f"{note}." for note in self.notes])], on=On.PAGE),
+            Section([Notes(self.notes, is_list=True)], self.title, On.TERMINAL),
+            Section([Notes([f"{note}." for note in self.notes], is_list=True)], on=On.PAGE),
             *([Section([Notes([CURES]), _table(self.cures)])] if self.cures else ()),
             Section([_table(self.rows, numbered=True)]),
-            Section(
-                [Notes([PREDICTED], "soft"), Notes(self.closing.split("\n")[1:], "soft", is_list=True)], on=On.PAGE
-            ),
+            *(self._said_on_page() if self.estimates else ()),
             *(self._drawn() if self.estimates else ()),
             Section([Notes([self.closing.strip()])], on=On.TERMINAL),
         ]
         return Findings(command="fivefold plan", headline=self.title, sections=sections)
+
+    def _said_on_page(self) -> Iterator[Section]:
+        """The assumptions as a table, and the lines after them."""
+        lines = [line for line in self.closing.split("\n") if line and not line.startswith(ASSUMED)]
+        lines = [line for line in lines if line != INTERVALS]
+        yield Section([Notes([f"{line}." for line in (PREDICTED[:-1], INTERVALS)], "soft"),
+                       Notes(lines, is_list=True)], on=On.PAGE)  # fmt: skip
+        rows = [Row([Cell(name), Cell(says)]) for name, says in assumed(self.estimates[0]).items()]
+        yield Section([Table([Column("of"), Column("assumed", "says")], rows)], "Assumptions", On.PAGE)
 
     def _drawn(self) -> Iterator[Section]:
         first = self.estimates[0]
@@ -248,14 +256,24 @@ def guessed(chip: Chip) -> str:
 
 def assumptions(estimate: Estimate) -> str:
     """State the assumptions of the numbers, in a sentence or two."""
+    return f"{ASSUMED}{'; '.join(assumed(estimate).values())}\n{INTERVALS}"
+
+
+def assumed(estimate: Estimate) -> dict[str, str]:
+    """The assumptions of the numbers, by what they are of."""
     cluster, chip = estimate.cluster, estimate.cluster.chip
     rate = chip.flops_per_second(estimate.layout.precision) or 0
-    links = f"{cluster.node.inside.kind} {_rate(cluster.node.inside.bytes_per_second, 1e9)} GB/s"
-    if cluster.nodes > 1:
-        links += f", {cluster.node.between.kind} {_rate(cluster.node.between.bytes_per_second, 1e9)} GB/s a device"
-    matmuls = f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s"
-    assumed = filter(None, (f"{matmuls}, {links}", "rows of one document", "even routing", guessed(chip)))
-    return f"assumed: {'; '.join(assumed)}\n{INTERVALS}"
+    inside, between = cluster.node.inside, cluster.node.between
+    found = {
+        "matmuls": f"{chip.name} with large matmuls at {_rate(rate, 1e12)} TFLOP/s",
+        "links inside a node": f"{inside.kind} {_rate(inside.bytes_per_second, 1e9)} GB/s",
+        "links between nodes": f"{between.kind} {_rate(between.bytes_per_second, 1e9)} GB/s a device"
+        if cluster.nodes > 1 else "",
+        "rows": "rows of one document",
+        "routing": "even routing",
+        "efficiencies": guessed(chip),
+    }  # fmt: skip
+    return {name: says for name, says in found.items() if says}
 
 
 def _rate(a_second: float, unit: float) -> str:

@@ -37,6 +37,7 @@ _PANELS = (
 )
 _LEFT_OUT = (
     "step", "train/tokens_seen", "train/skipped_steps", "perf/tokens_per_second_per_device", "perf/elapsed_seconds",
+    "eval/best", "eval/best_step",
 )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Figure:
-    """Boxes as wide as the page. `names`: labels at the left as (y, name). `words`: the legend as (fill, word)."""
+    """Boxes as wide as the page. `names`: labels at the left as (y, name). `words`: the legend as (fill, word).
+    `ticks`: of an axis below the boxes, as (x, label)."""
 
     title: str
     says: str
@@ -45,6 +46,7 @@ class Figure:
     names: Sequence[tuple[float, str]]
     boxes: Sequence[Box]
     words: Sequence[tuple[str, str]]
+    ticks: Sequence[tuple[float, str]] = ()
 
 
 # ---- how evenly experts were used ------------------------------------------------------------------------------------

@@ -205,8 +205,9 @@ def _print(part: Part, console: "Console") -> None:
     match part:
         case Table():
             console.print(_grid(part, console.width))
-        case Notes(lines=lines, tone=tone, indent=indent):
+        case Notes(lines=lines, tone=tone, indent=indent, is_list=is_list):
             for line in lines:
+                line = f"- {line}" if is_list else line
                 console.print(shown(f"{indent}{line}"), highlight=False, markup=False, style=STYLES.get(tone, ""))
         case Facts(values):
             widest = max(map(len, values), default=0)

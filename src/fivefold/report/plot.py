@@ -162,11 +162,13 @@ def nice(low: float, high: float, count: int, *, whole: bool = False) -> list[fl
 
 def label(tick: float, ticks: Iterable[float]) -> str:
     """Format a tick: short, and in the same form for a whole axis."""
+    ticks = list(ticks)
     largest = max(abs(tick) for tick in ticks)
     if largest >= 1000:
         return human(tick) if tick else "0"
     if 0 < largest < 0.001:
-        return f"{tick:.0e}".replace("e-0", "e-") if tick else "0"
+        digits = int(any(abs(float(f"{one:.0e}") - one) > 1e-6 * largest for one in ticks))
+        return f"{tick:.{digits}e}".replace("e-0", "e-") if tick else "0"
     return f"{tick:.6g}"
 
 

@@ -157,6 +157,7 @@ def _sample(row: Mapping[str, Any]) -> tuple[int, str, str]:
 def _headline(config: RunConfig, rows: Rows) -> str:
     step, total = rows[-1]["step"], config.train.max_steps
     done = f"{step} of {total} steps" if total and step < total else f"{step} steps"
+    done += f" of LoRA, rank {config.adapter.rank}" * (config.adapter.name != "none")
     loss = rows[-1].get("train/loss")
     return done + (f", loss {loss:.4f}" if loss is not None else ", and the last loss is not a number")
 
@@ -177,6 +178,7 @@ def _facts(
     machine = newest.get("machine") or {}
     facts = {
         "model": f"{weights}{config.model.name_or_path} ({config.model.init} weights)",
+        "adapter": _adapter(config, newest),
         "layout": f"{spread.get('layout') or config.layout}{ranks}{earlier}",
         "batch": f"{config.train.global_batch_size} rows of {config.data.seq_length} tokens",
         "trained on": f"{last.get('train/tokens_seen', 0):,} tokens",
@@ -188,11 +190,19 @@ def _facts(
         if (skipped := last.get("train/skipped_steps")) else "",
         "checkpoints": f"step {saved}" if saved else "",
         "began": story.moment(past.starts[0].time) if past.starts else "not recorded",
-        "took": story.took(past),
+        "elapsed": story.took(past),
         "machine": ", ".join(filter(None, (machine.get("host"), machine.get("system")))),
         "versions": versions or "not recorded",
     }  # fmt: skip
     return {name: text for name, text in facts.items() if text}
+
+
+def _adapter(config: RunConfig, about: Mapping[str, Any]) -> str:
+    """The adapter, its rank and the trained parameters, as the header of the newest start has them; "" without one."""
+    if config.adapter.name == "none":
+        return ""
+    lines = [line for line in about.get("header") or () if isinstance(line, list) and line and line[0] == "adapter"]
+    return str(lines[0][-1]) if lines else f"LoRA of rank {config.adapter.rank}"
 
 
 def _best(config: RunConfig, rows: Rows, kept: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.report.figures import Box
 from fivefold.report.names import Layer, in_layer, of_ranks, ranks_text
 
-LARGEST, SMALLEST, BAR = 150.0, 26.0, 20.0  # pixels of a side; height of a vector
+LARGEST, SMALLEST, BAR = 200.0, 8.0, 12.0  # pixels of a side; height of a vector
 COLOURS = 8  # colours repeat; labels tell ranks apart
 STRIPES = 4  # more ranks are drawn as a grey hatch
 PER_LAYER = 40  # drawings
@@ -22,9 +22,10 @@ PER_LAYER = 40  # drawings
 Region = tuple[tuple[int, int], ...]
 Holders = dict[Region, tuple[int, ...]]  # region -> the ranks that hold it
 EXPLAINED = (
-    "Each parameter as a rectangle: its rows downwards, its columns across; side lengths are scaled by the square "
-    "root of a size. A slice has the colour and the number of the rank that holds it; where several hold the same, it "
-    "is striped. Hover over a slice for its indices."
+    "Each parameter as a rectangle: its rows downwards, its columns across, to one scale under each title. A side that "
+    f"would be thinner than {SMALLEST:.0f} pixels has {SMALLEST:.0f}, and the thickness of a vector says nothing. "
+    "A slice has the colour and the number of the rank that holds it; where several hold the same, it is striped. "
+    "Hover over a slice for its indices."
 )
 
 
@@ -135,18 +136,17 @@ def _parts(parameters: Sequence[_Parameter], world: int) -> list[Part]:
     for layer, own in runs:
         if layer:
             alike.setdefault(_looks(layer, own), []).append((layer.number, _ranks(own)))
-    longest = max([1, *(size for parameter in parameters for size in parameter.shape)])
     found, seen = [], 0
     for layer, own in runs:
         seen += layer is not None
         if layer is None:
             title = "" if not stems else "after the layers" if seen else "before the layers"
-            found.append(Part(title, tuple(_draw(parameter, longest, world) for parameter in own)))
+            found.append(Part(title, _drawings(own, world)))
         elif likes := alike.pop(_looks(layer, own), None):
             title = f"layer {layer.number}" if len(stems) == 1 else f"{layer.stem}.{layer.number}"
             more = f"{len(own) - PER_LAYER} more parameters are not drawn" if len(own) > PER_LAYER else ""
             said = "; ".join(filter(None, (more, _alike(likes, world))))
-            found.append(Part(title, tuple(_draw(parameter, longest, world) for parameter in own[:PER_LAYER]), said))
+            found.append(Part(title, _drawings(own[:PER_LAYER], world), said))
     return found
 
 
@@ -170,6 +170,18 @@ def _alike(layers: Sequence[tuple[int, tuple[int, ...]]], world: int) -> str:
         place = "" if ranks == first else f", on {of_ranks(ranks, world)}"
         texts.append(f"layer{'s' * (len(numbers) > 1)} {ranks_text(numbers, 0)} alike{place}")
     return "; ".join(texts)
+
+
+def _drawings(parameters: Sequence[_Parameter], world: int) -> tuple[Drawing, ...]:
+    """Draw parameters to one scale."""
+    sides = (
+        parameter.shape[dim]
+        for parameter in parameters
+        for dim in _drawn_dims(parameter.shape, parameter.held)
+        if dim is not None
+    )
+    longest = max([1, *sides])
+    return tuple(_draw(parameter, longest, world) for parameter in parameters)
 
 
 def _draw(parameter: _Parameter, longest: int, world: int) -> Drawing:
@@ -198,8 +210,8 @@ def _drawn_dims(shape: tuple[int, ...], held: Holders) -> tuple[int | None, int]
 
 
 def _side(size: int, longest: int) -> float:
-    """Pixels of a side: by the square root, so that a vocabulary does not hide the rest."""
-    return round(max(SMALLEST, LARGEST * math.sqrt(size / longest)), 1)
+    """Pixels of a side."""
+    return round(max(SMALLEST, LARGEST * size / longest), 1)
 
 
 def _fill(ranks: tuple[int, ...]) -> str:

@@ -26,6 +26,7 @@ class VerifyReport(Report[LayoutRow]):
     found: tuple[LayoutResult, ...] = ()
     subject: str = ""
     losses: Mapping[str, list[float]] = field(default_factory=dict)  # precision -> the reference's, step by step
+    shows_all: bool = False  # a terminal shows each kind of comparison of each layout
 
     def to_json(self) -> str:
         """`{"ok", "layouts": [{"layout", "ok", "rows": [{"what", "error", "tolerance", "ok", "where"}]}]}`.
@@ -48,7 +49,7 @@ class VerifyReport(Report[LayoutRow]):
 
     def findings(self) -> Findings:
         """The verdict and its sections."""
-        parts = tuple(sections(self.found, self.subject, self.losses, self.closing))
+        parts = tuple(sections(self.found, self.subject, self.losses, shows_all=self.shows_all))
         title = headline(self.found, cut_of(self.subject))
         return Findings(command="fivefold verify", headline=title, ok=self.ok, sections=parts)
 
@@ -56,10 +57,8 @@ class VerifyReport(Report[LayoutRow]):
 def report_of(found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]]) -> VerifyReport:
     """Make the report of the results `found`."""
     rows = tuple(LayoutRow(**asdict(row), layout=result.layout) for result in found for row in result.rows)
-    names = ", ".join(result.layout for result in found)
-    wrong = [f"\n{result.layout}: {result.why}" for result in found if not result.ok]
+    why = [f"{result.layout}: {result.why}" for result in found if not result.ok]
     return VerifyReport(
-        title="fivefold verify", rows=rows, ok=bool(found) and not wrong,
-        closing="".join(wrong) or f"\n{names}: each computes what one process computes", found=tuple(found),
-        subject=subject, losses=losses,
+        title="fivefold verify", rows=rows, ok=bool(found) and not why, closing="\n".join(why),
+        found=tuple(found), subject=subject, losses=losses,
     )  # fmt: skip

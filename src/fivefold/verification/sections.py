@@ -13,6 +13,8 @@ from fivefold.report.slices import EXPLAINED, slice_map
 from fivefold.verification import plots
 from fivefold.verification.results import CONTROL, WORDS, LayoutResult, Row, number
 
+# Lines on a terminal without `--rows`: layouts, reasons, kinds that differ. NAME: columns of a layout.
+LAYOUTS, REASONS, KINDS, NAME = 6, 3, 3, 26
 NOT_SHOWN = "Modules not looked at, for the layout does not say which part of them a rank computes:"
 _TOP = re.compile(r" top (\d+|all)$")
 MODULES = (WORDS["output"], WORDS["backward"], WORDS["load"])
@@ -56,13 +58,12 @@ BY_STEP = (
 
 
 def sections(
-    found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]], closing: str
+    found: Sequence[LayoutResult], subject: str, losses: Mapping[str, list[float]], *, shows_all: bool = False
 ) -> Iterator[Section]:
-    """Sections of a proof: on a terminal a table per layout and the verdict; on the page also every comparison by name,
-    plots, and who holds what."""
+    """Sections of a proof: on a terminal the verdict and what differs; on the page also every comparison by name,
+    plots, and who holds what. `shows_all`: on a terminal also a table per layout."""
     yield Section([], on=On.TERMINAL)  # an empty line after those of progress
-    yield from map(_for_terminal, found)
-    yield Section([Notes([closing.strip("\n")])], on=On.TERMINAL)
+    yield from _for_terminal(found, cut_of(subject), shows_all)
     cut, steps = cut_of(subject), max(map(len, losses.values()), default=0)
     rows = [result.rows for result in found]
     facts = {
@@ -91,9 +92,9 @@ def cut_of(subject: str) -> str:
     return "" if what in ("whole", "nothing") else what
 
 
-def headline(found: Sequence[LayoutResult], cut: str = "") -> str:
-    """The verdict over all layouts. `cut`: see `cut_of`."""
-    scope = f", on a stand-in with {cut}" if cut else ""
+def headline(found: Sequence[LayoutResult], cut: str = "", scope: str = "") -> str:
+    """The verdict over all layouts. `cut`: see `cut_of`; `scope`: words in its place."""
+    scope = scope or (f", on a stand-in with {cut}" if cut else "")
     proved, wrong = (sum(result.verdict == verdict for result in found) for verdict in ("PROVED", "WRONG"))
     of = f"of {len(found)} layout{'s' * (len(found) > 1)}"
     if not found:
@@ -151,7 +152,63 @@ def _verdicts(found: Sequence[LayoutResult]) -> Table:
     return Table(columns, rows, look="verdicts stack")
 
 
-def _for_terminal(found: LayoutResult) -> Section:
+def _for_terminal(found: Sequence[LayoutResult], cut: str, shows_all: bool) -> Iterator[Section]:
+    """The verdict, a line for each layout, and what failed: about 20 lines, or with `shows_all` everything."""
+    is_proved = bool(found) and all(result.ok for result in found)
+    verdict = [
+        Cell("PROVED" if is_proved else "NOT PROVED", "good" if is_proved else "wrong"),
+        Cell(headline(found, "", " on a stand-in" * bool(cut))),
+    ]
+    worst_first = sorted(found, key=lambda result: list(VERDICTS).index(result.verdict) or len(VERDICTS))
+    shown = found if shows_all or len(found) <= LAYOUTS else worst_first[:LAYOUTS]
+    failed = [result for result in worst_first if not result.ok]
+    told = failed if shows_all else failed[:REASONS]
+    more = len(found) - len(shown)
+    notes = [f"and {many(more, 'more layout')}: --rows"] * bool(more)
+    notes += [f"{result.layout}: {result.why}" for result in told]
+    parts: list[Table | Notes] = [_layouts(shown), Notes(notes, indent=" ")]
+    if shows_all:
+        yield Section(parts, on=On.TERMINAL, line=verdict)
+        yield from map(_every_kind, found)
+        return
+    if len(failed) == 1 and failed[0].rows:
+        parts.append(_differing(failed[0]))
+    hint = "every kind of comparison: --rows; every comparison by name: --html FILE"
+    yield Section([*parts, Notes([hint], "soft", indent=" ")], on=On.TERMINAL, line=verdict)
+
+
+def _layouts(found: Sequence[LayoutResult]) -> Table:
+    """A line for each layout: the comparison nearest to its limit, or the first that failed."""
+    columns = [
+        Column("layout", folds=".+", most=NAME), Column("verdict", is_whole=True), Column("compared", "n"),
+        Column("nearest to limit\nor first to fail", is_whole=True), Column("error", "n"),
+        Column("allowed", "n"), Column("s", "n"),
+    ]  # fmt: skip
+    rows = []
+    for result in found:
+        row = _decisive(result)
+        texts = (row.what, number(row.error), number(row.tolerance)) if row else ("", "", "")
+        seconds = f"{result.seconds:.1f}" if result.seconds else ""
+        cells = [Cell(text) for text in (str(len(result.rows) or ""), *texts, seconds)]
+        rows.append(TableRow([Cell(result.layout), Cell(result.verdict, VERDICTS[result.verdict][1]), *cells]))
+    return Table(columns, rows, is_narrow=True)
+
+
+def _differing(found: LayoutResult) -> Table:
+    """The first kinds that failed, in the order in which a step computes."""
+    columns = [Column("then differ", is_whole=True), Column("wrong", "n"), Column("error", "n"), Column("allowed", "n")]
+    wrong = [group for group in groups(found.rows) if group.wrong]
+    cells = [
+        (group.what, f"{group.wrong} of {group.count}", number(group.row.error), number(group.row.tolerance))
+        for group in wrong[:KINDS]
+    ]
+    rows: list[TableRow | str] = [TableRow([Cell(text) for text in texts], "wrong") for texts in cells]
+    if len(wrong) > KINDS:
+        rows.append(TableRow([Cell(f"and {len(wrong) - KINDS} more"), Cell(""), Cell(""), Cell("")]))
+    return Table(columns, rows)
+
+
+def _every_kind(found: LayoutResult) -> Section:
     says = found.refused or f"{len(found.rows):,} comparisons  {found.seconds:.1f} s"
     line = [Cell(found.layout, "head"), Cell(found.verdict, VERDICTS[found.verdict][1]), Cell(says)]
     if found.verdict == "NOT RUN":
@@ -249,12 +306,16 @@ def _says(found: LayoutResult) -> str:
         return f"{why}; before that, it {row.difference}" if row else why
     if row:
         return row.difference
-    measured = [row for row in found.rows if row.tolerance and row.what != CONTROL]
-    if not any(row.error for row in measured):
+    if (nearest := _decisive(found)) is None:
         return "no difference at all"
-    nearest = max(measured, key=lambda row: row.error / row.tolerance)
     of = f" of {nearest.where}" if nearest.where else ""
     return f"closest to its limit: {nearest.what}{of}, {number(nearest.error)} of {number(nearest.tolerance)} allowed"
+
+
+def _decisive(found: LayoutResult) -> Row | None:
+    """The first comparison that failed, else the one nearest to its limit; None if nothing differs at all."""
+    measured = [row for row in found.rows if row.tolerance and row.error and row.what != CONTROL]
+    return found.first_wrong or max(measured, key=lambda row: row.error / row.tolerance, default=None)
 
 
 # ---- kinds of comparison ---------------------------------------------------------------------------------------------
