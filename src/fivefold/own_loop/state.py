@@ -19,10 +19,11 @@ from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import leaves_inference_mode, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
-from fivefold.own_loop.optimizer import IMPLEMENTATION, check_optimizer
+from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import parts, plain
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
+from fivefold.training.optimizers.trial import IMPLEMENTATION
 
 
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
