@@ -11,16 +11,12 @@ import torch
 
 from fivefold import checkpoint
 from fivefold.checkpoint.base import weights_beside
-from fivefold.checkpoint.load import scalar_types
 from fivefold.checkpoint.save import Write
 from fivefold.config import RunConfig
 from fivefold.core.best import STATE, Best
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
-from fivefold.parallel import plain
 from fivefold.training.run_log import RunLog
-
-SCALARS = "optimizer.scalars"  # key of a checkpoint's state
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class CheckpointManager:
                 return Resumed()
             opened = checkpoint.Checkpoint.open(Path(folder))
             try:
-                checkpoint.restore(self._model, self._optimizer, opened, types=opened.state.get(SCALARS))
+                checkpoint.restore(self._model, self._optimizer, opened)
             except checkpoint.CorruptCheckpoint as damage:  # on every rank
                 passed[where] = damage.what
                 continue
@@ -84,18 +80,12 @@ class CheckpointManager:
         self._log.folder.look(self._log.display.note)
         tokenizer, is_own = self._data.tokenizer, config.tokenizer.name_or_path == "auto"
         about = checkpoint.Metadata(
-            step=step, state={**state, STATE: best.to_json(), **self._types()}, agreement=self._agreement(config),
-            config=config,
+            step=step, state={**state, STATE: best.to_json()}, agreement=self._agreement(config), config=config,
             tokenizer_dir=tokenizer.folder if is_own else tokenizer.saved,
             best=best.steps, keep_best=config.checkpoint.keep_best,
         )  # fmt: skip
         self._saver.save(self._model, self._optimizer, about)
         self._under_way = step
-
-    def _types(self) -> dict[str, Any]:
-        """The types of the optimizer's numbers per parameter, where they are not tensors in fp32, as AdamW's are."""
-        kinds = {key: kind for rank in plain.everywhere(scalar_types(self._optimizer)) for key, kind in rank.items()}
-        return {SCALARS: kinds} if {*kinds.values()} - {"float32"} else {}
 
     def try_memory(self, more: int) -> None:
         """Allocate the memory that a save copies weights and state to. `more`: bytes of state not yet allocated."""
