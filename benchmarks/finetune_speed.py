@@ -4,6 +4,9 @@
                                                          docs/evidence/benchmarks.md; some 20 minutes on 2 idle cores
     python benchmarks/finetune_speed.py --quick          a toy model, one repeat, writes nothing: does it run?
     python benchmarks/finetune_speed.py --only dpo       tasks whose name has this, on the screen alone
+    python benchmarks/finetune_speed.py --chats          SmolLM2-135M learns from 90 chats (`finetune_chats.py`); writes
+                                                         results/finetune_chats.json
+    python benchmarks/finetune_speed.py --chats --quick  ... with two layers and three steps, on the screen alone
 
 Needs `trl` and `peft` (the `dev` extra). Tasks: supervised tuning of prompts and answers of unequal lengths, and DPO on
 pairs; of the whole model, and of LoRA adapters of rank 16 beside all its linears. Both read the same records, 8 a step,
@@ -28,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import finetune_chats as chats
 from common import LEARNING_RATE, OPTIONS, RESULTS, SEED, SHAPES, Clock, machine, plain_model, run_ranks
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.launch.world import alone, find_world, join, threads_per_worker
@@ -45,6 +49,7 @@ from pages import put_between
 
 CPU = torch.device("cpu")
 RESULT, DOCS = RESULTS / "finetune_speed.json", Path(__file__).parents[1] / "docs" / "evidence" / "benchmarks.md"
+CHATS = RESULTS / "finetune_chats.json"
 BEGIN, END = "<!-- table: python benchmarks/finetune_speed.py -->", "<!-- end of finetune_speed -->"
 TASKS = ("sft", "sft+lora", "dpo", "dpo+lora")
 TRAINERS = ("fivefold", "trl")
@@ -238,6 +243,64 @@ def row_of(runs: Any, task: str, ranks: int, shape: str, steps: int) -> dict[str
     }  # fmt: skip
 
 
+def measure_chats(folder: Path, *, repeats: int, layers: int | None, steps: int) -> dict[str, Any]:
+    """The chats, by turns: speed and memory as of the other tasks, and the loss of chats held out."""
+    chats.prepared(folder, layers=layers, steps=steps)
+    runs: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for repeat in range(repeats):
+        for ranks in (1, 2):
+            for name in TRAINERS if repeat % 2 == 0 else TRAINERS[::-1]:
+                ask = {"kind": f"chats-{name}", "folder": str(folder), "ranks": ranks}
+                # `fivefold train` starts its workers itself.
+                of_ranks = run_ranks(Path(__file__), ask, ranks=1 if name == "fivefold" else ranks)
+                adapter = Path(of_ranks[0]["adapter"])
+                sample = {
+                    "step_seconds": max(median(each["steps"]) for each in of_ranks),
+                    "whole_seconds": max(each["whole_seconds"] for each in of_ranks),
+                    "peak_gib": max(each["peak_gib"] for each in of_ranks), "first_loss": of_ranks[0]["first_loss"],
+                    "held_out_loss": chats.held_out_loss(folder, adapter),
+                }  # fmt: skip
+                runs.setdefault((ranks, name), []).append(sample)
+                print(f"{repeat + 1}/{repeats} chats on {ranks}, {name}: {sample}", flush=True)
+        chats.forget(folder)
+    return {
+        "machine": machine() | {name: _version(name) for name in ("trl", "peft")}, "chats": chats.CHATS,
+        "steps": steps, "repeats": repeats, "untrained_loss": chats.held_out_loss(folder, None),
+        "rows": [row_of_chats(ranks, runs[ranks, "fivefold"], runs[ranks, "trl"]) for ranks in (1, 2)],
+    }  # fmt: skip
+
+
+def row_of_chats(ranks: int, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians, and ratios repeat by repeat: ours / theirs."""
+    pairs = list(zip(ours, theirs, strict=True))
+    speed = [their["step_seconds"] / our["step_seconds"] for our, their in pairs]
+    return {
+        "ranks": ranks, "speed": median(speed), "speed_range": [min(speed), max(speed)],
+        "whole": median(their["whole_seconds"] / our["whole_seconds"] for our, their in pairs),
+        "memory": median(our["peak_gib"] / their["peak_gib"] for our, their in pairs),
+        "step_seconds": {name: median(each["step_seconds"] for each in some)
+                         for name, some in zip(TRAINERS, (ours, theirs), strict=True)},
+        "held_out_loss": {name: some[0]["held_out_loss"] for name, some in zip(TRAINERS, (ours, theirs), strict=True)},
+    }  # fmt: skip
+
+
+def chats_markdown(result: dict[str, Any]) -> str:
+    """The table of the chats."""
+    lines = [
+        "| processes | fivefold, s/step | TRL, s/step | speed, ours / theirs | (range) | whole run | memory, ours / "
+        "theirs | held-out loss, fivefold | TRL |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        seconds, loss, (low, high) = row["step_seconds"], row["held_out_loss"], row["speed_range"]
+        lines.append(
+            f"| {row['ranks']} | {seconds['fivefold']:.2f} | {seconds['trl']:.2f} | **{row['speed']:.2f}** | {low:.2f} "
+            f"to {high:.2f} | {row['whole']:.2f} | **{row['memory']:.2f}** | {loss['fivefold']:.4f} | "
+            f"{loss['trl']:.4f} |"
+        )
+    return "\n".join(lines) + f"\n\nUntrained, the held-out loss is {result['untrained_loss']:.4f}."
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The table, and what its reader must know."""
     lines = [
@@ -273,7 +336,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="tasks whose name has this, on the screen alone")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--chats", action="store_true", help="SmolLM2-135M on 90 chats, instead of the other tasks")
     args = parser.parse_args()
+    if args.chats:
+        with tempfile.TemporaryDirectory() as folder:
+            few = {"repeats": 1, "layers": 2, "steps": 3}
+            whole = {"repeats": args.repeats, "layers": None, "steps": chats.STEPS}
+            result = measure_chats(Path(folder), **(few if args.quick else whole))
+        if not args.quick:
+            CHATS.write_text(json.dumps(result, indent=1) + "\n")
+        print(chats_markdown(result))
+        return 0
     tasks = [task for task in TASKS if args.only in task]
     shape, repeats, steps = ("tiny", 1, 1) if args.quick else ("15M", args.repeats, args.steps)
     result: dict[str, Any] = {}
@@ -286,7 +359,9 @@ def main() -> int:
     return 0
 
 
-KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"fivefold": fivefold, "trl": trl}
+KINDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "fivefold": fivefold, "trl": trl, "chats-fivefold": chats.fivefold, "chats-trl": chats.trl,
+}  # fmt: skip
 
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1].startswith("{"):

@@ -35,7 +35,7 @@ from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
-from fivefold.training.optimizers import build_optimizer
+from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.verification.exact import exactly
 from fivefold.verification.proof_case import ProofCase
 from fivefold.verification.reference import Reference
@@ -281,7 +281,7 @@ def on_rank(case: Case) -> dict[str, Any]:
         "gradients": gradients,
         "weights": pieces(model, dict(model.named_parameters())),
         "ran": total(found),
-        "declared": by_group(training_step.declare(model, shape, optimizer=case.optimizer), mesh.grid),
+        "declared": by_group(training_step.declare(model, shape, optimizer=rule_for(case.options).facts), mesh.grid),
     }
 
 

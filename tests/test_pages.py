@@ -146,6 +146,29 @@ def test_words_for_people_who_come_from_another_trainer_are_ours(subtests: pytes
     assert read > 40
 
 
+def test_features_beside_other_trainers_are_shown_by_what_there_is(subtests: pytest.Subtests) -> None:
+    """Each of the forty has a command whose options there are, or keys with values that are read, or is not built."""
+    page = (ROOT / "docs" / "reference" / "features.md").read_text(encoding="utf-8")
+    header, _, *rows = [line.strip("| ").split(" | ") for line in page[page.index("| feature |") :].splitlines()]
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert len(rows) == 40
+    for feature, here, *cells in rows:
+        with subtests.test(msg=feature):
+            peers = [cell.removesuffix(" |") for cell in cells[:5]]
+            assert len(header) - 2 >= len(cells) >= 5 and set(peers) <= {"yes", "partly", "–"}
+            assert "partly" not in peers or len(cells) == 6, "what is there of it?"
+            if here == "not built":
+                continue
+            (shown,) = re.findall(r"^`([^`]+)`$", here)
+            if shown.startswith("fivefold "):
+                _, verb, *rest = shlex.split(shown)
+                known = {option for parameter in verbs[verb].params for option in parameter.opts}
+                assert {word for word in rest if word.startswith("--")} <= known
+            else:
+                key, _, value = shown.partition(": ")
+                assert load_config(None, [f"{key}={value}"])
+
+
 def test_every_script_is_there_and_takes_its_options(subtests: pytest.Subtests) -> None:
     found = [
         (block, *script)

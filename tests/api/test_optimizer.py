@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from fivefold.core.errors import UserError
-from fivefold.own_loop.optimizer import watch_optimizers, why_not
+from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel.elementwise import keeps_places
 from fivefold.parallel.layout import Layout
+from fivefold.training.optimizers.trial import why_not
 from tests.api.optimizers import Capped, Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy, Spiked
 
 

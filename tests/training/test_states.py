@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fivefold.core.errors import UserError
+from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.state_dtypes import block_length, kept_in, state_bytes
 from fivefold.models.discover import facts_of
 from fivefold.parallel.dtensor import local
@@ -122,7 +123,7 @@ def _train(case: Case) -> dict[str, Any]:
             rate, most = case.options.learning_rate, case.max_grad_norm
             losses.append(train_step(model, optimizer, batch, learning_rate=rate, max_grad_norm=most).loss)
     tensors = (local(each) for state in optimizer.state.values() for each in state.values())
-    shape = replace(step_shape(model, *batch[0].input_ids.shape, len(batch)), optimizer=case.optimizer)
+    shape = replace(step_shape(model, *batch[0].input_ids.shape, len(batch)), optimizer=OPTIMIZERS[case.optimizer])
     held = sum(each.nbytes for each in tensors if each.ndim)
     return {"losses": losses, "bytes": held, "planned": step_bytes(plan, shape).optimizer}
 

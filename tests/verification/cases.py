@@ -18,6 +18,7 @@ IN_FOUR_BITS = (("hidden_size", 128), ("head_dim", 32), ("intermediate_size", 25
 PUBLISHED = (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))  # of GPT-2
 MARKS: dict[str, dict[str, Any]] = {
     "kv1": {"kv_heads": 1}, "kv4": {"kv_heads": 4}, "tied": {"tied": True}, "muon": {"optimizer": "muon"},
+    "class": {"optimizer": "python"},
     "capacity": {"capacity": 0.9}, "dpo": {"objective": "dpo"}, "kto": {"objective": "kto"},
     "distill": {"objective": "distill"}, "python": {"objective": "python"}, "lora": {"adapter": True},
     "drops": {"dropout": 0.05}, "pdrop": {"changes": PUBLISHED}, "experts": {"of_experts": True},
@@ -52,6 +53,7 @@ def name_of(model: Model) -> str:
     changes = dict(model.changes)
     marks = {
         "kv1": model.kv_heads == 1, "kv4": model.kv_heads == 4, "tied": model.tied, "muon": model.optimizer == "muon",
+        "class": model.optimizer == "python",
         "capacity": model.capacity is not None, model.objective: model.objective != "sft", "lora": model.adapter,
         "drops": model.dropout > 0, "pdrop": "attn_pdrop" in changes, "experts": model.of_experts,
         "nf4": model.quantize == "nf4", "inner56": changes.get("intermediate_size") == 56,

@@ -36,6 +36,7 @@ from tests.verification.faults import FAULTS, Fault, Model
 
 ROW, SEED = 31, 1234
 OWN_LOSS = f"{Path(__file__).with_name('own_loss.py')}:focal_with_margin"
+OWN_OPTIMIZER = f"{Path(__file__).with_name('own_optimizer.py')}:Lion"
 DEFAULT = Layout()
 EVIDENCE = "evidence.safetensors"
 OTHER = "tp2"  # the layout whose checkpoint a fault of loading is tried on
@@ -67,7 +68,8 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         neftune_noise_alpha=model.neftune,
         prompts=int(not like.has_tensor_scales), whole_rows=bool(like.matmul_words), capacity_factor=model.capacity,
         optimizer=OptimizerSection(
-            name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.95)
+            name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY,
+            **({"path": OWN_OPTIMIZER, "options": {"betas": [0.9, 0.98]}} if model.optimizer == "python" else {}),
         ),
     )  # fmt: skip
     prepare(subject, replace(like, precision="fp64"), place / EVIDENCE, "cpu")

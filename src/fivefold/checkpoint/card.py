@@ -98,7 +98,7 @@ def _training(config: RunConfig, adapted: int) -> dict[str, str]:
         "data": ", ".join(sources),
         "objective": config.objective.name,
         "rows": f"{train.global_batch_size} per step, {config.data.seq_length} tokens each",
-        "optimizer": f"{optimizer.name}, weight decay {optimizer.weight_decay:g}",
+        "optimizer": f"{optimizer.title}, weight decay {optimizer.weight_decay:g}",
         "learning rate": f"{optimizer.learning_rate:g} at its peak, {scheduler.name}, warm-up {scheduler.warmup_steps}",
         "clipping": f"gradient norm {optimizer.max_grad_norm:g}",
         "seed": str(train.seed),

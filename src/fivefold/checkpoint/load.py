@@ -27,6 +27,7 @@ from fivefold.parallel.sharding import numbers_each, regions_by_block
 from fivefold.parallel.state import fill, state_of
 
 Region = tuple[slice, ...]
+SCALARS = "optimizer.scalars"  # key of a checkpoint's state: the types of the optimizer's scalars
 
 
 def is_valid(folder: Path) -> bool:
@@ -187,9 +188,9 @@ def restore(
 ) -> None:  # fmt: skip
     """Overwrite the weights and the optimizer state of a parallelized model, from a checkpoint of any layout.
 
-    `types`: the types of the optimizer's scalars per parameter (`scalar_types`); by default, tensors in fp32. Raises,
-    before anything changes, `UserError` if names, shapes or types differ from the model's, and `CorruptCheckpoint` if a
-    byte differs from the saved one.
+    `types`: the types of the optimizer's scalars per parameter (`scalar_types`), for a checkpoint that does not say
+    them; by default, tensors in fp32. Raises, before anything changes, `UserError` if names, shapes or types differ
+    from the model's, and `CorruptCheckpoint` if a byte differs from the saved one.
     """
     weights = checkpoint.source()
     check_fits(model, weights, where=str(checkpoint.path))
@@ -201,12 +202,12 @@ def restore(
     if optimizer is None:
         return
     sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]
-    devices = _scalar_devices(optimizer)
+    devices, types = _scalar_devices(optimizer), checkpoint.state.get(SCALARS) or types or {}
     for name, parameter in model.named_parameters():
         if parameter not in devices:
             continue
         state: dict[str, Any] = {
-            key: _scalar(value, (types or {}).get(key, "float32"), devices[parameter])
+            key: _scalar(value, types.get(key, "float32"), devices[parameter])
             for key, value in checkpoint.manifest.scalars.get(name, {}).items()
         }
         for kind, source in sources:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.checkpoint import model_folder, shard
-from fivefold.checkpoint.load import is_valid
+from fivefold.checkpoint.load import SCALARS, is_valid, scalar_types
 from fivefold.checkpoint.manifest import (
     DTYPES,
     NAME,
@@ -238,8 +238,14 @@ def _snapshot(
     staged: Callable[[list[OwnedSlice]], list[OwnedSlice]],
 ) -> _Snapshot:  # fmt: skip
     state = state_of(model)
+    kinds = {
+        key: kind
+        for rank in plain.everywhere(optimizer and scalar_types(optimizer))
+        for key, kind in (rank or {}).items()
+    }
+    types = {SCALARS: kinds} if {*kinds.values()} - {"float32"} else {}  # those of AdamW are tensors in fp32
     return _Snapshot(
-        about=replace(about, state={**about.state, **state.scales.state(), **state.dropout.state()}),
+        about=replace(about, state={**about.state, **state.scales.state(), **state.dropout.state(), **types}),
         layout=str(state.plan.layout),
         names=tuple(state.placement.stored_shapes),
         slices=staged(list(collect(model, optimizer))),

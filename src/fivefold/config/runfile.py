@@ -31,7 +31,7 @@ READ_MORE = "every key, its unit and its default: fivefold train --keys"
 
 _PLAIN = "write texts, numbers, true, false, null, lists and sections, without tags"
 
-CODE = (("objective", "path"),)  # keys that name code of the user's own
+CODE = (("objective", "path"), ("optimizer", "path"))  # keys that name code of the user's own
 _SOURCES = (("data", "train"), ("data", "validation"))  # lists of sections; a mapping there replaces the list
 
 # Terms of pydantic -> terms of run files.

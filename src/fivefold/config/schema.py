@@ -424,13 +424,22 @@ class AdapterSection(Section):
 class OptimizerSection(Section):
     name: Annotated[str, AfterValidator(_known_optimizer)] = Field(
         default="adamw",
-        description="adamw, or muon: that for the matrices of the blocks and AdamW for the rest",
+        description="adamw; muon: for the matrices of the blocks, AdamW for the rest; python: a class of your own",
         json_schema_extra={"enum": list(OPTIMIZERS), "type": "string"},
+    )
+    path: PathText | None = Field(
+        default=None,
+        description="python: file and name of the class, my_optimizer.py:Lion, relative to the run file; it is run",
+    )
+    options: dict[str, Any] | None = Field(
+        default=None, description="python: arguments of the class beside lr and weight_decay: {betas: [0.9, 0.99]}"
     )
     learning_rate: Number = Field(default=2e-5, ge=0, description="peak learning rate, per optimizer step")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="decay rates of the two moments, per step")
     eps: Number = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: Number = Field(default=0.1, ge=0, description="decoupled decay; norms and biases are exempt")
+    weight_decay: Number = Field(
+        default=0.1, ge=0, description="decoupled decay; norms and biases are exempt; python: 0 unless it is set"
+    )
     max_grad_norm: Number = Field(
         default=1.0, ge=0, description="clips the norm of the whole gradient; 0 = no clipping"
     )
@@ -453,7 +462,30 @@ class OptimizerSection(Section):
             if values[key] is not None and key not in facts.keys and (owners := with_key(key)):
                 whose = f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'}"
                 raise ValueError(f"{key} is set, which only {whose}; set name: {owners[0]}, or leave it out")
-        return {**values, **{key: default for key, default in facts.keys.items() if values.get(key) is None}}
+        plain = {"weight_decay": 0.0} if facts.name == "python" else {}  # a class need not have any
+        return {**plain, **values, **{key: default for key, default in facts.keys.items() if values.get(key) is None}}
+
+    @model_validator(mode="after")
+    def _is_named(self) -> "OptimizerSection":
+        if not self.is_own:
+            return self
+        if not self.path:
+            raise ValueError("python needs optimizer.path: my_optimizer.py:Lion")
+        fields = type(self).model_fields
+        for key in ("betas", "eps"):
+            if getattr(self, key) != fields[key].default:
+                raise ValueError(f"{key} is set, which a class of your own gets by options: {{{key}: ...}}")
+        return self
+
+    @property
+    def is_own(self) -> bool:
+        """True if the optimizer is a class of the user's own."""
+        return self.name == "python"
+
+    @property
+    def title(self) -> str:
+        """Its name; of a class of the user's own, its file's and its own: `my_optimizer.py:Lion`."""
+        return self.name if self.path is None else Path(self.path).name
 
 
 class SchedulerSection(Section):
@@ -727,7 +759,8 @@ class RunConfig(Section):
     @property
     def code(self) -> dict[str, str]:
         """The code of the user's own that a run executes, `PATH.py:NAME` by key."""
-        return {"objective.path": self.objective.path} if self.objective.is_own else {}
+        named = {"objective.path": self.objective.path, "optimizer.path": self.optimizer.path}
+        return {key: text for key, text in named.items() if text}
 
     @property
     def run_dir(self) -> Path:
@@ -880,7 +913,7 @@ def check_code(config: RunConfig) -> None:
             raise UserError(
                 f"{key}: {code.path} is in the folder of the model, and nothing there is run",
                 fix="read it, and put it beside the run file",
-                more="docs/howto/losses.md",
+                more=f"docs/howto/{'losses' if key == 'objective.path' else 'optimizers'}.md",
             )
 
 

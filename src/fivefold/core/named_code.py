@@ -10,8 +10,6 @@ from typing import Any
 
 from fivefold.core.errors import UserError, first_line
 
-_FORM = "write PATH.py:NAME: objective.path: my_loss.py:loss"
-
 
 @dataclass(frozen=True)
 class NamedCode:
@@ -26,7 +24,9 @@ class NamedCode:
         """Read the file of `PATH.py:NAME`, the value of a key, without running it. Raises `UserError`."""
         path, _, name = text.rpartition(":")
         if not (path.endswith(".py") and name.isidentifier()):
-            raise UserError(f"{key}: {text!r} names no object in a file", fix=_FORM)
+            raise UserError(
+                f"{key}: {text!r} names no object in a file", fix=f"write FILE.py:NAME: {key}: my_code.py:name"
+            )
         try:
             return NamedCode(Path(path), name, Path(path).read_bytes())
         except OSError as error:
@@ -55,14 +55,17 @@ class NamedCode:
                 exec(compile(self.source, str(self.path), "exec"), vars(module))
             except Exception as error:  # any error of the user's code
                 del sys.modules[known]
-                raise UserError(
-                    f"{_line(error, str(self.path))}: {type(error).__name__}: {first_line(error)}"
-                ) from error
+                raise self.error(error) from error
         found = vars(sys.modules[known]).get(self.name)
         if not callable(found):
             what = "has no" if found is None else f"has a {type(found).__name__} called"
-            raise UserError(f"{self.path} {what} {self.name}", fix=f"define a function: def {self.name}(...)")
+            raise UserError(f"{self.path} {what} {self.name}", fix=f"define {self.name} in that file")
         return found  # type: ignore[no-any-return]
+
+    def error(self, error: Exception, more: str | None = None) -> UserError:
+        """An error of the code, with the line of the file at which it arose."""
+        line = _line(error, str(self.path))
+        return UserError(f"{line}: {type(error).__name__}: {first_line(error)}", more=more)
 
 
 def _line(error: Exception, path: str) -> str:
@@ -73,7 +76,7 @@ def _line(error: Exception, path: str) -> str:
     while trace is not None:
         line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
         trace = trace.tb_next
-    return f"{path}:{line}"
+    return f"{path}:{line}" if line else path
 
 
 def located(text: str, base: Path) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerFacts:
     """One optimizer.
 
@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
             name="muon", state=_ADAMW | {"momentum_buffer": "momentum"}, of_matrices=("momentum_buffer",),
             keys={"momentum": 0.95, "ns_steps": 5},
         ),
+        OptimizerFacts(name="python", state={}, keys={"path": None, "options": {}}),  # its state is seen in a trial
     )
 }  # fmt: skip
 

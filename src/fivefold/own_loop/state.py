@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from fivefold import checkpoint
 from fivefold.checkpoint import Checkpoint, Metadata, find_checkpoint
 from fivefold.checkpoint.live import export_live, gathered
-from fivefold.checkpoint.load import restore, scalar_types
+from fivefold.checkpoint.load import restore
 from fivefold.checkpoint.manifest import NAME as MANIFEST
 from fivefold.checkpoint.manifest import WEIGHT
 from fivefold.checkpoint.save import standing
 from fivefold.core.errors import UserError
 from fivefold.own_loop.batches import leaves_inference_mode, on_every_rank, refusal
 from fivefold.own_loop.model import ParallelModel, check_parallel
-from fivefold.own_loop.optimizer import IMPLEMENTATION, check_optimizer
+from fivefold.own_loop.optimizer import check_optimizer
 from fivefold.parallel import parts, plain
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
+from fivefold.training.optimizers.trial import IMPLEMENTATION
 
 
 def gather(model: ParallelModel, *, gradients: bool = False) -> dict[str, Tensor]:
@@ -111,7 +112,7 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
 
     opened = on_every_rank(check)
     saved = opened.state.get("optimizer") or {}
-    restore(model, optimizer, opened, types=saved.get("types"))
+    restore(model, optimizer, opened, types=saved.get("types"))  # `types`: of earlier versions
     if optimizer is not None:
         for group, was in zip(optimizer.param_groups, saved.get("groups", ()), strict=False):
             for key, value in was["options"].items():
@@ -123,13 +124,12 @@ def load(model: ParallelModel, optimizer: torch.optim.Optimizer | None, path: st
 def _described(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The class of an optimizer, and the options and parameter names (of all ranks) of each group."""
     own = [{"options": _options(group), "parameters": names} for group, names in _groups(model, optimizer)]
-    everyone = plain.everywhere([own, scalar_types(optimizer)])
+    everyone = plain.everywhere(own)
     groups = [
-        {**group, "parameters": sorted({name for ranks, _ in everyone for name in ranks[at]["parameters"]})}
-        for at, group in enumerate(everyone[0][0])
+        {**group, "parameters": sorted({name for ranks in everyone for name in ranks[at]["parameters"]})}
+        for at, group in enumerate(everyone[0])
     ]
-    types = {key: kind for _, kinds in everyone for key, kind in kinds.items()}
-    return {"class": type(optimizer).__name__, "groups": groups, "types": types}
+    return {"class": type(optimizer).__name__, "groups": groups}
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str]]]:

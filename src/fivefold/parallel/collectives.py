@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
 from fivefold.parallel.ranks import RankGrid
 from fivefold.parallel.recompute.policy import Recompute, Site
 
@@ -67,7 +68,7 @@ class StepShape:
     master_bytes: int
     reduce_bytes: int
     recompute: Recompute
-    optimizer: str = "adamw"
+    optimizer: OptimizerFacts = OPTIMIZERS["adamw"]
     compiled: bool = False
     gathers_again: bool = False
     balances_load: bool = False

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.state_dtypes import restored_bytes
 from fivefold.models.facts import LayerCost
 from fivefold.parallel.balance.spec import buffer_bytes
@@ -98,7 +97,7 @@ def step_bytes(plan: ParallelPlan, shape: StepShape) -> StepBytes:
 
 def _state(plan: ParallelPlan, shape: StepShape) -> dict[str, int]:
     """Kind -> bytes that last from step to step, and those of gradients."""
-    placement, optimizer, matrices = plan.placement, OPTIMIZERS[shape.optimizer], set(plan.placement.block_matrices)
+    placement, optimizer, matrices = plan.placement, shape.optimizer, set(plan.placement.block_matrices)
     names = [name for name in placement.shards if placement.holds(name)]
     held = {name: placement.held_bytes(name, placement.rests_in(name, shape.master_bytes)) for name in names}
     trained = {name: size for name, size in held.items() if plan.facts.parameters[name].is_trained}

@@ -12,7 +12,6 @@ from math import inf
 import numpy as np
 
 from fivefold.core.errors import UserError
-from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.schedule import Kind, Slot, Timeline
 from fivefold.core.state_dtypes import RESTORED
 from fivefold.core.units import GIB
@@ -373,7 +372,7 @@ class Step:
         if not (away := self.layout.rests_in_host):
             return found
         shape, each = self.shards.shape, [(unit, count) for shard, count in units for unit in shard.units]
-        kinds = len(OPTIMIZERS[shape.optimizer].state) * ("optimizer state" in away)
+        kinds = len(shape.optimizer.state) * ("optimizer state" in away)
         moved = sum(unit.state * count for unit, count in each) * kinds
         moved += sum(unit.held * count for unit, count in each) * shape.master_bytes * ("parameters" in away)
         copies = host_seconds(self.cluster.chip, moved)

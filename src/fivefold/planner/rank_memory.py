@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.state_dtypes import restored_bytes
 from fivefold.core.units import GIB
 from fivefold.hardware.chip import Chip
@@ -108,7 +107,7 @@ def resting_bytes(
     shape, of_rank, zero = shards.shape, shards.of(content), shards.stage(zero)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
-    kinds = len(OPTIMIZERS[shape.optimizer].state)
+    kinds = len(shape.optimizer.state)
     state = {
         "parameters": held * shape.master_bytes,
         "gradients": trained * shape.master_bytes,

@@ -26,6 +26,7 @@ from fivefold.rehearsal.counts import Driver, Entry
 from fivefold.rehearsal.memory import Running, items, made_by, peak_of, short
 from fivefold.rehearsal.request import OutOfMemory, Phase, Recompile, Request, Seen, Sent, Sync
 from fivefold.rehearsal.stream_order import Group, issued
+from fivefold.training.optimizers import rule_for
 from fivefold.training.out_of_memory import asked_bytes
 from fivefold.training.step import declare, step_shape, train_step
 
@@ -195,7 +196,9 @@ class Watch:
         chunks = None if config.memory.loss_chunks == "auto" else config.memory.loss_chunks
         rows, tokens = batch[0].input_ids.shape
         shape = step_shape(model, rows, tokens, len(batch), chunks, whole_logits=config.objective.is_own)
-        return by_group(declare(model, shape, optimizer=config.optimizer.name), state_of(model).placement.grid)
+        return by_group(
+            declare(model, shape, optimizer=rule_for(config.optimizer).facts), state_of(model).placement.grid
+        )
 
     # ---- out of memory -----------------------------------------------------------------------------------------------
 

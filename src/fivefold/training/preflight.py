@@ -33,7 +33,7 @@ from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
 from fivefold.training import advice
-from fivefold.training.optimizers import rule_of
+from fivefold.training.optimizers import rule_for
 
 _PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
 
@@ -128,7 +128,7 @@ def bytes_of(plan: ParallelPlan, config: RunConfig) -> StepBytes:
         layout.micro_batch_size, tokens, micro_batches, loss_chunks=config.memory.chunks,
         whole_logits=config.objective.is_own,
     )  # fmt: skip
-    return step_bytes(plan, replace(shape, optimizer=config.optimizer.name))
+    return step_bytes(plan, replace(shape, optimizer=rule_for(config.optimizer).facts))
 
 
 def planned_gib(config: RunConfig, world: World, facts: ModelFacts) -> float | None:
@@ -154,7 +154,7 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
     failed: dict[str, Any] | None = None
     try:
         if state.offload.states.is_on:
-            tensors = sum(map(len, rule_of(config.optimizer.name).state(state.placement).values()))
+            tensors = sum(map(len, rule_for(config.optimizer).state(state.placement).values()))
             state.offload.states.reserve(bytes_of(state.plan, config).host["optimizer state"], tensors)
     except UserError as error:
         failed = error.to_json()
@@ -198,7 +198,7 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     """Bytes of a checkpoint: weights and optimizer state."""
     plan = state_of(model).plan
     itemsize = master_dtype(plan.layout.precision).itemsize
-    kept = [name for names in rule_of(config.optimizer.name).state(plan.placement).values() for name in names]
+    kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
     weights = sum(map(prod, plan.placement.stored_shapes.values())) * itemsize
     return weights + sum(plan.placement.whole_state_bytes(name, itemsize) for name in kept)
 

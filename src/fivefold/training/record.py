@@ -22,6 +22,7 @@ from fivefold.parallel import plain
 from fivefold.parallel.collectives import Collective
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.state import state_of
+from fivefold.training.optimizers import rule_for
 from fivefold.training.step import declare, step_shape
 
 NAME = "spread.json"
@@ -93,4 +94,4 @@ def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:
         config.memory.chunks,
         whole_logits=config.objective.is_own,
     )
-    return declare(model, shape, optimizer=config.optimizer.name)
+    return declare(model, shape, optimizer=rule_for(config.optimizer).facts)

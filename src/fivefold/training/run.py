@@ -45,7 +45,7 @@ from fivefold.training.inputs import check_loss
 from fivefold.training.job import Job
 from fivefold.training.model import balance_options, build_model, compile_pays
 from fivefold.training.named_loss import own_loss
-from fivefold.training.optimizers import build_optimizer, rule_of
+from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.training.out_of_memory import advised
 from fivefold.training.peak_memory import PeakMemory
 from fivefold.training.preference import mean_over_pairs
@@ -191,9 +191,14 @@ class Trainer(Job):
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,
-            "code": {"objective.path": self.loss.digest} if self.loss else {},
+            "code": {key: digest for key, digest in self._digests() if digest},
             "data": asdict(self.data.counts) | {"vocabulary": self.data.tokenizer.vocab_size},
         }
+
+    def _digests(self) -> Iterator[tuple[str, str]]:
+        """The hashes of the files of the user's own, as they were run; "" where there is none."""
+        yield "objective.path", self.loss.digest if self.loss else ""
+        yield "optimizer.path", rule_for(self.config.optimizer).digest
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -365,8 +370,9 @@ class Trainer(Job):
         findings = checks.replicas(model, optimizer) + checks.finite(model, optimizer)
         findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
         if not result.skipped:
-            rate, updates = self._learning_rate(self.step - 1), self.step - self.skipped
-            findings += checks.moved(model, optimizer, update, rule=rule_of(self.config.optimizer.name))
+            options, rate = self.config.optimizer, self._learning_rate(self.step - 1)
+            updates = None if options.is_own else self.step - self.skipped  # what it counts is its own affair
+            findings += checks.moved(model, optimizer, update, rule=rule_for(options))
             findings += checks.rates(model, optimizer, rate, updates=updates)
         checks.fail_on(findings, step=self.step, passed=self.checked)
         self.checked = self.step

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.core.optimizers import OPTIMIZERS, OptimizerFacts
 from fivefold.data.batch import MicroBatch
 from fivefold.parallel import passes, plain
 from fivefold.parallel.balance.runtime import BalanceResult, dropped
@@ -268,7 +269,7 @@ def step_shape(
     )  # fmt: skip
 
 
-def declare(model: Any, shape: StepShape, *, optimizer: str = "adamw") -> tuple[Collective, ...]:
+def declare(model: Any, shape: StepShape, *, optimizer: OptimizerFacts = OPTIMIZERS["adamw"]) -> tuple[Collective, ...]:
     """Every collective of `train_step` on this rank: the plan's, less the rows dropped for capacity in the last one."""
     state = state_of(model)
     found = summed(calls(state.plan, replace(shape, optimizer=optimizer)))

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
-from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
 from fivefold.models.build import meta_of_folder
@@ -38,7 +37,7 @@ from fivefold.training import step as training
 from fivefold.training.inputs import check_loss
 from fivefold.training.named_loss import loss_at
 from fivefold.training.objectives import Objective
-from fivefold.training.optimizers import build_optimizer
+from fivefold.training.optimizers import build_optimizer, rule_for
 from fivefold.training.optimizers.states import restored_state
 from fivefold.training.step import local_gradients
 from fivefold.verification import teacher_by_hand
@@ -271,7 +270,7 @@ class Proof:
         updates = {name: local(p) - before[name] for name, p in self._trained().items()}
         self.compare.pieces("update", updates)
         states = {name: restored_state(self.optimizer, p) for name, p in self.model.named_parameters()}
-        for kind in OPTIMIZERS[self.case.optimizer.name].state:
+        for kind in rule_for(self.case.optimizer).facts.state:
             self.compare.pieces(
                 kind, {name: state[kind] for name, state in states.items() if kind in state}, must=False
             )
@@ -449,7 +448,8 @@ class Proof:
             self.model, rows, tokens, len(batch), self.case.loss_chunks, whole_logits=self.loss is not None
         )
         declared = by_group(
-            training.declare(self.model, shape, optimizer=self.case.optimizer.name), self.state.placement.grid
+            training.declare(self.model, shape, optimizer=rule_for(self.case.optimizer).facts),
+            self.state.placement.grid,
         )
         both = everywhere([[asdict(call) for call in some] for some in (total(ran), declared)])
         issued, said = ([[Collective(**call) for call in rank[at]] for rank in both] for at in (0, 1))

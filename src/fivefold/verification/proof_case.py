@@ -92,7 +92,7 @@ class ProofCase:
         adapter = "" if self.adapter is None else f"; LoRA of rank {self.adapter.rank} beside a frozen model"
         return (
             f"{self.model_class} {what}; {self.rows} rows of {self.row_length} tokens a step, {rows}; "
-            f"{self.optimizer.name}{drops}{objective}{adapter}"
+            f"{self.optimizer.title}{drops}{objective}{adapter}"
         )
 
     def documents(self, step: int) -> Documents:

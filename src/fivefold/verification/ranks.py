@@ -31,6 +31,7 @@ from fivefold.parallel.adapters.settings import NF4_BLOCK
 from fivefold.parallel.fsdp.runtime import master_dtype
 from fivefold.parallel.layout import Layout
 from fivefold.training.model import balance_options
+from fivefold.training.optimizers import rule_for
 from fivefold.verification.prepare import prepare
 from fivefold.verification.proof import Proof
 from fivefold.verification.proof_case import (
@@ -158,7 +159,8 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         block=NF4_BLOCK * max(layout.tp for layout in layouts) if config.adapter.quantize == "nf4" else 1,
     )  # fmt: skip
     options = config.optimizer.model_dump(exclude_none=True)
-    decay = max(config.optimizer.weight_decay, WEIGHT_DECAY)
+    takes_decay = rule_for(config.optimizer).takes_decay
+    decay = max(config.optimizer.weight_decay, WEIGHT_DECAY) if takes_decay else 0.0
     balance = balance_options(config, load_model_config(model.folder))
     length = asked.seq_length or min(ROW, config.data.seq_length)
     whole_rows = any(layout.matmul_words for layout in layouts)

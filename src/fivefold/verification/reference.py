@@ -32,7 +32,7 @@ from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.loss.own import LossRow
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.named_loss import loss_at
-from fivefold.training.optimizers import Weights, rule_of
+from fivefold.training.optimizers import Weights, rule_for
 from fivefold.verification import preference_by_hand, states_by_hand, teacher_by_hand
 from fivefold.verification.dropout_by_hand import Draws
 from fivefold.verification.exact import exactly
@@ -321,9 +321,8 @@ class Reference:
             self._keep("load", self.loads.counts)
             for optimizer in optimizers:
                 for name, parameter in parameters.items():
-                    for kind, value in optimizer.state.get(parameter, {}).items():
-                        if value.ndim:
-                            self._keep(kind, {name: value})
+                    for kind, value in per_element(optimizer, parameter).items():
+                        self._keep(kind, {name: value})
         self.master.zero_grad()
 
     def _keep_state(self, optimizers: list[torch.optim.Optimizer], steps: int) -> None:
@@ -332,9 +331,18 @@ class Reference:
         for name, parameter in self.master.named_parameters():
             dtype = kept_in(self.state_dtype, parameter.shape, dims[name])
             for optimizer in optimizers:
-                for kind, value in optimizer.state.get(parameter, {}).items():
-                    if value.ndim:
-                        value.copy_(states_by_hand.kept(value, name, kind, steps, dtype))
+                for kind, value in per_element(optimizer, parameter).items():
+                    value.copy_(states_by_hand.kept(value, name, kind, steps, dtype))
+
+
+def per_element(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The optimizer's state of a parameter that has its shape."""
+    state = optimizer.state.get(parameter, {}).items()
+    return {
+        kind: value
+        for kind, value in state
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
+    }
 
 
 def columns_at(documents: Sequence[Piece], start: int) -> Mapping[str, float]:
@@ -365,7 +373,7 @@ def torch_optimizers(
     own = {id(p) for p in in_blocks}
     matrices = [p for name, p in parameters.items() if dims[name] > 1 and id(p) not in own]
     vectors = [p for name, p in parameters.items() if dims[name] <= 1]
-    return rule_of(options.name).reference(Weights(in_blocks, matrices, vectors), options, learning_rate)
+    return rule_for(options).reference(Weights(in_blocks, matrices, vectors), options, learning_rate)
 
 
 def dims_of(model: torch.nn.Module) -> dict[str, int]:

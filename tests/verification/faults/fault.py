@@ -34,7 +34,8 @@ class Model:
     is_chunked: bool = True  # the loss, in three chunks of the tokens
 
     def __str__(self) -> str:
-        marks = {"tied": self.tied, "muon": self.optimizer == "muon", "capacity": self.capacity is not None}
+        marks = {"tied": self.tied, "muon": self.optimizer == "muon", "class": self.optimizer == "python"}
+        marks |= {"capacity": self.capacity is not None}
         marks |= {self.objective: self.objective != "sft", "lora": self.adapter, self.quantize: self.quantize != "none"}
         marks |= {"experts": self.of_experts, "drops": self.dropout > 0, "unchunked": not self.is_chunked}
         marks |= {"neftune": self.neftune is not None}

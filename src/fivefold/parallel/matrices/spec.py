@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.matrices.rounds import matrix_rounds
 from fivefold.parallel.step import Step
@@ -10,7 +9,7 @@ from fivefold.parallel.step import Step
 
 def calls(step: Step) -> Iterator[Call]:
     """All-to-alls of Muon, which assemble each matrix on one rank, and send the shards of its update back."""
-    placement, optimizer = step.plan.placement, OPTIMIZERS[step.shape.optimizer]
+    placement, optimizer = step.plan.placement, step.shape.optimizer
     for one in matrix_rounds(placement, placement.block_matrices if optimizer.of_matrices is not None else ()):
         for numbers in one.numbers:
             size = numbers * step.shape.compute_bytes

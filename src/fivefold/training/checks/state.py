@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.core.optimizers import state_words
+from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.state import ParallelState, state_of
 from fivefold.torch_internals import magnitudes
@@ -96,7 +96,9 @@ def _tensors(
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     weights = [("weight", name, local(p) if (p := parameters.get(name)) is not None else None) for name in names]
     states = [(name, optimizer.state.get(parameters[name]) or {} if name in parameters else {}) for name in names]
-    kept = [(kind, name, state.get(kind)) for kind in (*state_words(), "step") for name, state in states]
+    mine = {kind for _, state in states for kind, value in state.items() if isinstance(value, Tensor)}
+    kinds = sorted({kind for rank in plain.everywhere(sorted(mine)) for kind in rank})
+    kept = [(kind, name, state.get(kind)) for kind in kinds for name, state in states]
     return [*weights, *((kind, name, local(x) if isinstance(x, Tensor) else None) for kind, name, x in kept)]
 
 

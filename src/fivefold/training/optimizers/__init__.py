@@ -49,9 +49,14 @@ class Unmoved:
 
 
 class UpdateRule(ABC):
-    """One optimizer: how it updates parameters, and everything else that depends on it."""
+    """One optimizer: how it updates parameters, and everything else that depends on it.
+
+    `digest`: a hash of the file that a run file names; "" for one of the library. `takes_decay`: weights may decay.
+    """
 
     facts: OptimizerFacts
+    digest = ""
+    takes_decay = True
 
     @abstractmethod
     def build(self, model: nn.Module, options: OptimizerSection) -> torch.optim.Optimizer:
@@ -85,6 +90,14 @@ def rule_of(name: str) -> UpdateRule:
     return _RULES[name]
 
 
+def rule_for(options: OptimizerSection) -> UpdateRule:
+    """The rule of a run's optimizer. Raises `UserError` if it is a class of the user's own that cannot be used."""
+    if options.is_own:
+        rule: UpdateRule = importlib.import_module(f"{__name__}.python").rule_at(options)
+        return rule
+    return rule_of(options.name)
+
+
 def register(rule: UpdateRule) -> None:
     """Register a rule under its name, for the run file too."""
     OPTIMIZERS[rule.facts.name] = rule.facts
@@ -96,11 +109,12 @@ def build_optimizer(model: nn.Module, options: OptimizerSection) -> torch.optim.
 
     Raises `UserError` if the layout has state in a smaller type, and the optimizer has no `KeptStates`.
     """
-    optimizer = rule_of(options.name).build(model, options)
+    rule = rule_for(options)
+    optimizer = rule.build(model, options)
     dtype = state_of(model).plan.layout.state_dtype
     if dtype != "fp32" and not hasattr(optimizer, "kept"):
         raise UserError(
-            f"{options.name} keeps its state in fp32, and cannot keep it in {dtype}",
+            f"{rule.facts.name} keeps its state in fp32, and cannot keep it in {dtype}",
             fix="set optimizer.state_dtype: fp32, or optimizer.name: adamw",
             more="docs/explain/memory.md",
         )

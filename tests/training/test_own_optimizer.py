@@ -1,0 +1,175 @@
+"""Runs whose optimizer is a class of the user's own, which the run file names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.checkpoint import agreement
+from fivefold.config import OptimizerSection, RunConfig, check_supported, load_config
+from fivefold.core.errors import UserError
+from fivefold.core.named_code import NamedCode
+from fivefold.training.optimizers import rule_for
+from tests.training.bodies import Stopped, column, run_file, same, state, train
+
+# Its count is a Python number, and its momentum has a name of its own: neither is one of the library's optimizers.
+LION = """
+import torch
+
+class Lion(torch.optim.Optimizer):  # arXiv:2302.06675, with a bias correction
+    def __init__(self, params, lr, weight_decay=0.0, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["count"], state["m"] = 0, torch.zeros_like(p)
+                state["count"] += 1
+                beta1, beta2 = group["betas"]
+                update = state["m"] * beta1 + p.grad * (1 - beta1)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(torch.tanh(update * 100), alpha=-group["lr"] * (1 - beta2 ** state["count"]) * 50)
+                state["m"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+"""
+OPTIONS: dict[str, Any] = {"train__max_steps": 5, "train__check_every": 1, "checkpoint__every": 2}
+
+
+def tree_of(folder: Path, source: str = LION, *, name: str = "Lion", **changes: Any) -> dict[str, Any]:
+    """A run that is trained by a class."""
+    tree = run_file(folder, **changes)
+    (folder / "my_optimizer.py").write_text(source)
+    tree["optimizer"] = {
+        "name": "python", "path": f"{folder / 'my_optimizer.py'}:{name}", "learning_rate": 1e-2, "weight_decay": 0.1,
+    }  # fmt: skip
+    return tree
+
+
+@pytest.mark.full
+def test_layouts_train_alike_and_a_run_goes_on_under_another(tmp_path: Path) -> None:
+    """In fp64, where nothing is rounded that could hide a difference; its count comes back as a number, not in fp32."""
+    fp64: dict[str, Any] = {**OPTIONS, "precision__compute": "fp64"}
+    alone, stopped = (tree_of(tmp_path, run__name=name, **fp64) for name in ("alone", "stopped"))
+    assert train(alone, 1).error is None
+    stopped["layout"] = {"tp": 2}
+    assert isinstance(train(stopped, stop_at=4).error, Stopped)
+    stopped["layout"] = {"pp": 2}
+    ran = train(stopped)
+    assert ran.error is None and "step 2 of 5" in ran.screen
+    shards = tree_of(tmp_path, run__name="shards", **fp64)
+    assert train(shards).error is None
+    for tree in (stopped, shards):
+        assert column(tree, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-10)
+    assert {key.partition("/")[0] for key in state(alone, 5)} == {"weight", "m"}
+    assert column(alone, "train/loss")[-1] < column(alone, "train/loss")[0]
+
+
+@pytest.mark.full
+def test_resumed_it_is_bitwise_the_run_left_alone_and_a_changed_file_is_said(tmp_path: Path) -> None:
+    alone, stopped = (tree_of(tmp_path, run__name=name, **OPTIONS) for name in ("alone", "stopped"))
+    assert train(alone).error is None
+    assert isinstance(train(stopped, stop_at=4).error, Stopped)
+    before = NamedCode.read(stopped["optimizer"]["path"], "optimizer.path").digest
+    assert train(stopped).error is None
+    assert same(state(stopped, 5), state(alone, 5))
+    (tmp_path / "my_optimizer.py").write_text(LION.replace("* 100", "* 99"))
+    after = NamedCode.read(stopped["optimizer"]["path"], "optimizer.path").digest
+    ran = train(stopped | {"train": stopped["train"] | {"max_steps": 6}})
+    assert ran.error is None and f"the code of optimizer.path {before} → {after}" in ran.screen
+    history = [json.loads(line) for line in (tmp_path / "stopped" / "history.jsonl").read_text().splitlines()]
+    assert [e["code"]["optimizer.path"] for e in history if e["event"] == "start"] == [before, before, after]
+
+
+SGD = """
+import torch
+
+class Sgd(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def Sgd(params, lr): ...", "Sgd: it is no class of a torch.optim.Optimizer"),
+        (SGD.replace("lr)", "rate)").replace('"lr": lr', '"lr": rate'), "it takes no lr"),
+        (SGD.replace('"lr": lr', '"lr": 2 * lr'), None),
+        (SGD.replace('{"lr": lr}', '{"rate": lr}').replace('["lr"]', '["rate"]'), None),
+        (SGD.replace('group["lr"]', "0.1"), "although the lr of its groups is 0"),
+        (SGD.replace("p.sub_(", "self.count = getattr(self, 'count', 0) + 1; p.sub_("), "counts in count of self"),
+        (SGD.replace("p.sub_(", "group['k'] = group.get('k', 0) + 1; p.sub_("), "counts in k of its parameter groups"),
+        (SGD.replace("p.sub_(", "self.state[p]['seen'] = [1]; p.sub_("), "keeps seen as a list"),
+        (SGD.replace("p.sub_(", "q.sub_("), "my_optimizer.py:12: NameError: name 'q' is not defined"),
+        (SGD.replace("(params, {", "(params, 3, {"), "my_optimizer.py:6: TypeError"),
+        ("import nothing_like_it\n" + SGD, "my_optimizer.py:1: ModuleNotFoundError"),
+        ("", "my_optimizer.py has no Sgd"),
+    ],
+)  # fmt: skip
+def test_a_class_that_a_run_cannot_use_is_refused(tmp_path: Path, source: str, said: str | None) -> None:
+    (tmp_path / "my_optimizer.py").write_text(source)
+    options = OptimizerSection(name="python", path=f"{tmp_path / 'my_optimizer.py'}:Sgd")
+    if said is None:  # `defaults` are for groups that are given none
+        said = "parameter groups do not have the lr"
+    with pytest.raises(UserError) as error:
+        rule_for(options)
+    assert said in error.value.what
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"pp": 2}])
+def test_an_update_of_whole_tensors_is_refused_on_parts_on_every_rank(tmp_path: Path, layout: dict[str, int]) -> None:
+    normed = SGD.replace("p.grad *", "p.grad / p.grad.norm() *")
+    tree = tree_of(tmp_path, normed, name="Sgd", train__max_steps=2) | {"layout": layout}
+    tree["optimizer"]["weight_decay"] = 0
+    error = train(tree).error
+    if "pp" in layout:  # every tensor is whole there
+        assert error is None
+        return
+    assert isinstance(error, UserError)
+    assert "my_optimizer.py: Sgd under shard2" in error.what
+    assert "its update of an element depends on others of the tensor" in error.what
+
+
+def test_it_has_its_keys_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "my_optimizer.py").write_text(LION)
+    where = f"{tmp_path / 'my_optimizer.py'}:Lion"
+    section = OptimizerSection(name="python", path=where, options={"betas": [0.9, 0.98]})
+    assert section.weight_decay == 0.0 and OptimizerSection().weight_decay == 0.1
+    assert rule_for(section).facts.state == {"m": "m"} and section.title == "my_optimizer.py:Lion"
+    for changes, said in (
+        ({"path": None}, "python needs optimizer.path"), ({"betas": (0.8, 0.9)}, "gets by options: {betas: ...}"),
+        ({"name": "adamw"}, "which only python has"), ({"momentum": 0.9}, "which only muon has"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            OptimizerSection(**{"name": "python", "path": where, **changes})
+    with pytest.raises(UserError, match=r"TypeError: .*nesterov"):
+        rule_for(OptimizerSection(name="python", path=where, options={"nesterov": True}))
+    (tmp_path / "my_optimizer.py").write_text(SGD)
+    with pytest.raises(UserError, match=r"weight_decay is 0\.1, and it takes none"):
+        rule_for(OptimizerSection(name="python", path=where.replace("Lion", "Sgd"), weight_decay=0.1))
+
+
+def test_its_path_is_that_of_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to the run file; not in the model's folder; its name is what a checkpoint must agree with."""
+    tree = tree_of(tmp_path)
+    own = agreement(RunConfig.model_validate(tree), "")
+    assert own["optimizer.path"] == "my_optimizer.py:Lion" and own["optimizer.options"] == {}
+    assert not {"optimizer.path", "optimizer.options"} & {*agreement(RunConfig.model_validate(run_file(tmp_path)), "")}
+    tree["model"]["name_or_path"] = str(tmp_path)
+    with pytest.raises(UserError, match="is in the folder of the model"):
+        check_supported(RunConfig.model_validate(tree))
+    (tmp_path / "run.yaml").write_text("optimizer: {name: python, path: my_optimizer.py:Lion}")
+    monkeypatch.chdir("/")
+    assert load_config(tmp_path / "run.yaml").optimizer.path == tree["optimizer"]["path"]
