@@ -2,6 +2,7 @@
 `verification/dropout_by_hand.py` in the unmodified model."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,17 @@ BIOGPT: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0, "scale_embedding": False,
 }  # fmt: skip
 RATES = (("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))
-LAYOUTS = (
-    "single+mb4", "single+full+mb4", "shard2+mb2", "tp2+nosp+mb4", "pp2+mb2", "pp2+zb+full+mb2", "cp2+ring+mb4",
-    "cp2+ulysses+mb4", "cp2+allgather+mb4", "shard2.tp2+nosp+mb2+selective",
-)  # fmt: skip
+
+
+def often_and_rarely(often: Sequence[Any], rarely: Sequence[Any]) -> list[Any]:
+    """Cases of every full test run, and those of a campaign alone."""
+    return [*often, *(pytest.param(case, marks=pytest.mark.campaign) for case in rarely)]
+
+
+LAYOUTS = often_and_rarely(
+    ["single+mb4", "shard2+mb2", "tp2+nosp+mb4", "pp2+zb+full+mb2", "cp2+ring+mb4", "shard2.tp2+nosp+mb2+selective"],
+    ["single+full+mb4", "pp2+mb2", "cp2+ulysses+mb4", "cp2+allgather+mb4"],
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -68,14 +76,18 @@ OPT = (
     ("dropout", 0.1), ("attention_dropout", 0.2),
 )  # fmt: skip
 STARCODER = (("residual_dropout", 0.1), ("embedding_dropout", 0.2), ("attention_dropout", 0.1))
-OTHERS = [
-    Case("pp2+mb2+full+fp64", "none", overrides=OPT),
-    Case("tp2+nosp+mb4+fp64", "none", overrides=OPT),
-    Case("tp2+mb4+fp64", "starcoder2", overrides=STARCODER),  # tokens are split over tp between layers
-    Case("cp2.tp2+full+mb8+fp64", "starcoder2", overrides=STARCODER),
-    Case("shard2.ep2+mb2+fp64", "mixtral", overrides=(("attention_dropout", 0.1), ("router_jitter_noise", 0.2))),
-    Case("cp2.tp2+full+mb8+fp64", "mixtral", overrides=(("router_jitter_noise", 0.2),)),
-]
+OTHERS = often_and_rarely(
+    [
+        Case("pp2+mb2+full+fp64", "none", overrides=OPT),
+        Case("tp2+mb4+fp64", "starcoder2", overrides=STARCODER),  # tokens are split over tp between layers
+        Case("shard2.ep2+mb2+fp64", "mixtral", overrides=(("attention_dropout", 0.1), ("router_jitter_noise", 0.2))),
+    ],
+    [
+        Case("tp2+nosp+mb4+fp64", "none", overrides=OPT),
+        Case("cp2.tp2+full+mb8+fp64", "starcoder2", overrides=STARCODER),
+        Case("cp2.tp2+full+mb8+fp64", "mixtral", overrides=(("router_jitter_noise", 0.2),)),
+    ],
+)
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: f"{case.family}-{case.layout}")
@@ -88,7 +100,8 @@ def test_calls_of_dropout_and_split_tokens(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["single+full+mb4", "shard2.tp2+mb2", "tp2+nosp+mb4", "cp2.pp2+full+mb2", "cp2+mb4+selective"]
+    "layout",
+    often_and_rarely(["shard2.tp2+mb2", "cp2.pp2+full+mb2"], ["single+full+mb4", "tp2+nosp+mb4", "cp2+mb4+selective"]),
 )
 def test_noise_on_embeddings(layout: str) -> None:
     """Of documents of unlike lengths; tokens are split over tp, over cp, and in stages."""
