@@ -227,6 +227,8 @@ TRAINED = [([1, 2, 3, 4], [3, 4]), ([5, 6, 7], [6])]
 def test_labels_say_what_is_trained(tmp_path: Path) -> None:
     data = read(tmp_path, save_to_disk(tmp_path / "saved", ROWS))
     assert documents(data) == TRAINED and "2 rows with labels: no EOS added" in line_of(data)
+    masks = {"input_ids": ROWS["input_ids"], "completion_mask": [[0, 0, 1, 1], [0, 1, 0]]}
+    assert documents(read(tmp_path, save_to_disk(tmp_path / "masks", masks))) == TRAINED
     all_of_it = save_to_disk(tmp_path / "all", {"input_ids": ROWS["input_ids"], "labels": ROWS["input_ids"]})
     data = read(tmp_path, all_of_it)
     assert documents(data) == [([1, 2, 3, 4], [2, 3, 4]), ([5, 6, 7], [6, 7])]

@@ -60,7 +60,9 @@ _VERDICTS: Mapping[tuple[str, str, str], tuple[tuple[str, ...], tuple[str, ...]]
     ("response1", "response2", "overall_preference"): (("-3", "-2", "-1"), ("1", "2", "3")),
     ("conversation_a", "conversation_b", "winner"): (("model_a",), ("model_b",)),
 }
-_IDS, _BESIDE_IDS = ("input_ids", "tokens"), ("labels", "attention_mask")  # columns of tokens, and what is beside them
+# Columns of tokens, those of masks in which 0 is context (TRL's), and what else is beside tokens.
+_IDS, _MASKS = ("input_ids", "tokens"), ("completion_mask", "assistant_masks")
+_BESIDE_IDS = ("labels", "attention_mask", *_MASKS)
 _WORKED = {"solution": "answer"}  # of two answers, the one with its working is trained
 
 
@@ -340,8 +342,9 @@ def example_of(
 
 
 def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> TokenIds:
-    """The token ids in a record. `labels` are the ids, with -100 in place of those that are not trained; tokens whose
-    `attention_mask` is 0 are padding. Raises `UserError`, naming the place."""
+    """The token ids in a record. `labels` are the ids, with -100 in place of those that are not trained, nor are those
+    with 0 in a mask of `_MASKS`; tokens whose `attention_mask` is 0 are padding. Raises `UserError`, naming the
+    place."""
     key = parts.ids[0]
     ids = _integers(record.get(key), where, key)
     beside = {name: _integers(record[name], where, name) for name in parts.ids[1:] if record.get(name) is not None}
@@ -349,6 +352,8 @@ def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> TokenIds:
         if len(values) != len(ids):
             raise UserError(f"{where}: {len(ids):,} {key}, and {len(values):,} {name}", fix="write one for each token")
     labels = beside.get("labels")
+    for of_answers in (beside[name] for name in _MASKS if name in beside):
+        labels = np.where(of_answers != 0, ids if labels is None else labels, IGNORE)
     if (mask := beside.get("attention_mask")) is not None:
         real = np.flatnonzero(mask)
         kept = slice(int(real[0]), int(real[-1]) + 1) if len(real) else slice(0, 0)
