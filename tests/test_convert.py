@@ -236,6 +236,24 @@ def test_words_for_the_best_checkpoint(tmp_path: Path) -> None:
         assert "metric_for_best_model" in left.left and "keep_best" not in left.tree["checkpoint"]
 
 
+@pytest.mark.parametrize("source", LEAST)
+def test_a_best_of_validations_that_are_not_counted_in_steps_is_refused(tmp_path: Path, source: str) -> None:
+    patience = "early_stopping_steps" if source == "llamafactory" else "early_stopping_patience"
+    asks = {"load_best_model_at_end": True, patience: 2}
+    least = yaml.safe_load(LEAST[source]) | HELD_OUT[source] | asks
+    by_epoch = [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 0.1}]
+    by_epoch += [{"evals_per_epoch": 2}] if source == "axolotl" else []
+    for counted in by_epoch:
+        said = refusal(tmp_path, least | counted)
+        assert "load_best_model_at_end" in said and patience in said and "eval_steps: N" in said
+
+
+def test_validations_are_as_frequent_as_logs_unless_said(tmp_path: Path) -> None:
+    least = yaml.safe_load(LEAST["trl"]) | {"eval_strategy": "steps", "load_best_model_at_end": True}
+    assert converted(tmp_path, least).tree["eval"]["every"] == 10  # TRL's logging_steps
+    assert converted(tmp_path, least | {"logging_steps": 7}).tree["eval"]["every"] == 7
+
+
 # ---- every key of every schema ---------------------------------------------------------------------------------------
 
 

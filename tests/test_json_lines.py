@@ -99,7 +99,7 @@ def test_rows_are_left_out_of_metrics_with_a_warning(tmp_path: Path) -> None:
         '{"step": 1, "t": "\u2028"}\n{"step": 2, "t\n{"step": 3}\n', encoding="utf-8"
     )
     with pytest.warns(UserWarning, match=r"metrics.jsonl:2 is not a row"):
-        rows = ff.Run(tmp_path).metrics
+        rows = ff.Run(str(tmp_path)).metrics
     assert [row["step"] for row in rows] == [1, 3]
 
 

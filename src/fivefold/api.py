@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from fivefold.verification.report import VerifyReport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Run:
     """A run on disk: its folder and its metrics."""
 
     path: Path
+
+    def __init__(self, path: str | Path) -> None:
+        object.__setattr__(self, "path", Path(path))
 
     @property
     def best(self) -> tuple[int, float] | None:

@@ -75,14 +75,21 @@ OPT = (
     ("model_type", "opt"), ("ffn_dim", 53), ("word_embed_proj_dim", 32), ("activation_function", "gelu"),
     ("dropout", 0.1), ("attention_dropout", 0.2),
 )  # fmt: skip
+# Its layers call one nn.Dropout twice, after attention and after the MLP.
+PHI = (
+    ("model_type", "phi"), ("num_key_value_heads", 4), ("resid_pdrop", 0.1), ("embd_pdrop", 0.1),
+    ("attention_dropout", 0.1),
+)  # fmt: skip
 STARCODER = (("residual_dropout", 0.1), ("embedding_dropout", 0.2), ("attention_dropout", 0.1))
 OTHERS = often_and_rarely(
     [
         Case("pp2+mb2+full+fp64", "none", overrides=OPT),
         Case("tp2+mb4+fp64", "starcoder2", overrides=STARCODER),  # tokens are split over tp between layers
         Case("shard2.ep2+mb2+fp64", "mixtral", overrides=(("attention_dropout", 0.1), ("router_jitter_noise", 0.2))),
+        Case("pp2+zb+full+mb2+fp64", "none", overrides=PHI),
     ],
     [
+        Case("cp2.tp2+mb8+selective+fp64", "none", overrides=PHI),
         Case("tp2+nosp+mb4+fp64", "none", overrides=OPT),
         Case("cp2.tp2+full+mb8+fp64", "starcoder2", overrides=STARCODER),
         Case("cp2.tp2+full+mb8+fp64", "mixtral", overrides=(("router_jitter_noise", 0.2),)),

@@ -1,6 +1,8 @@
 """What a function of the user's own is given and what is refused of it, in one process without a model."""
 
 import weakref
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from fivefold.parallel.loss import runtime as losses
 from fivefold.parallel.loss.own import LossRow, TokenLoss
 from fivefold.parallel.loss.spec import OWN_LOSS_COPIES
 from fivefold.parallel.tensor.runtime import TensorParallel
+from fivefold.verification.reference import Reference
+from tests.parity import Case, reference_model, subject
 
 TOKENS, VOCABULARY = 13, 29
 ALONE = TensorParallel(None, 0, 1, False, ((0, VOCABULARY),))
@@ -83,6 +87,32 @@ def test_what_cannot_be_right_is_refused_with_its_place(function: Any, said: str
     with pytest.raises(UserError) as refused:
         check(function)
     assert said in refused.value.what and "test_own_loss.py:" in refused.value.what
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda logits, labels, row: logits.mul_(2)[:, 0],
+        lambda logits, labels, row: F.cross_entropy(
+            logits, labels, weight=torch.ones(VOCABULARY).double(), reduction="none"
+        ),
+    ],
+    ids=["in place", "another type"],
+)
+def test_errors_of_tensors_say_how_the_logits_are(function: Any) -> None:
+    with pytest.raises(UserError) as refused:
+        check(function)
+    assert "logits.clone()" in (refused.value.fix or "") and "weight.to(logits)" in (refused.value.fix or "")
+
+
+@pytest.mark.full
+def test_the_reference_of_a_proof_names_the_line_too(tmp_path: Path) -> None:
+    lines = ["def fails(logits, labels, row):", "    return logits[0, 10**6]"]
+    (tmp_path / "my_loss.py").write_text("\n".join(lines))
+    case = Case("single", steps=1)
+    asked = replace(subject(case), loss=f"{tmp_path / 'my_loss.py'}:fails")
+    with pytest.raises(UserError, match=r"my_loss.py:2 in fails: IndexError"):
+        Reference(asked, "fp64", "cpu", model=reference_model(case, torch.float32)).run([])
 
 
 @pytest.mark.parametrize(

@@ -346,6 +346,8 @@ def evaluation(given: Given) -> Keys:
     if "data.validation" not in given.found.keys:
         yield "data.validation", part or 0
     steps, strategy = given("eval_steps"), given("eval_strategy")
+    if steps is None and strategy == "steps":
+        steps = given("logging_steps")  # as TrainingArguments does
     if _is_count(steps):
         yield "eval.every", int(steps)
     elif strategy not in (None, "no", False):
@@ -359,6 +361,12 @@ def best(given: Given) -> Keys:
         bool(given("load_best_model_at_end")), given("save_strategy") == "best", given("early_stopping_patience"),
     )  # fmt: skip
     keys, has = given.found.keys, loads or saves or patience
+    validates = given("eval_strategy") not in (None, "no", False) or given("evals_per_epoch")
+    if has and validates and keys.get("data.validation") and not keys.get("eval.every"):
+        asked = {"load_best_model_at_end": loads, "save_strategy": saves, "early_stopping_patience": patience}
+        for name in [name for name, is_set in asked.items() if is_set]:
+            given.refuse(name, "validations are every so many steps here: write eval_strategy: steps, eval_steps: N")
+        return
     if not (has and keys.get("eval.every") and keys.get("data.validation")):
         why = "no validation is made every so many steps" if has else "nothing asks for the best"
         asked = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold")

@@ -316,7 +316,8 @@ class DropoutSite:
     with a `branch`, whose input is dropped; or it is an `attention`, whose probabilities are dropped. Or its forward
     makes the `number`-th call of `Tensor.uniform_` on hidden states: `noise` of the width 2 `p`. Or it is an
     `embedding`, to whose output NEFTune's noise with the alpha `p` is added. `features`: of the tensor that is dropped,
-    over all tp ranks; for attention its query heads.
+    over all tp ranks; for attention its query heads. `caller`: of a `module` that is called several times in a pass,
+    the one whose forward does so; `number` counts the calls.
     """
 
     module: str
@@ -324,6 +325,7 @@ class DropoutSite:
     p: float
     features: int
     number: int = 0
+    caller: str = ""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ detects tokens that meet outside of attention, which would break packed document
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import isqrt
@@ -145,6 +146,7 @@ class Recorder:
         self._given: set[int] = set()  # memory of a layer's other inputs, which all layers share
         self._made_of: dict[int, frozenset[int]] = {}  # memory -> memory of the stand-ins' outputs that it depends on
         self._calls: dict[tuple[str, DropoutKind], int] = {}  # module -> its calls of dropout, and of noise
+        self._callers: dict[str, str] = {}  # `nn.Dropout` -> the module that calls it
         self._random.manual_seed(0)
 
     @property
@@ -157,10 +159,22 @@ class Recorder:
         if training and p:
             name = self._under_way[-1] if self._under_way else ""
             kind: DropoutKind = "module" if isinstance(self._modules[name], nn.Dropout) else "call"
-            if kind == "module" and (name, kind) in self._calls:
-                raise Untraceable(f"{name} drops several tensors")
             self._add_site(name, kind, float(p), x.shape[-1])
+            if kind == "module":
+                self._note_caller(name)
         return x
+
+    def _note_caller(self, name: str) -> None:
+        """Note who calls an `nn.Dropout` again, which tells its calls apart: one module inside of a layer."""
+        caller = self._under_way[-2] if len(self._under_way) > 1 else ""
+        if self._callers.setdefault(name, caller) == caller and self._calls[name, "module"] == 1:
+            return
+        if self._callers[name] != caller or not (caller in self._layers or is_within(caller, self._layers)):
+            fix = "set its dropout to 0 in model.overrides, or give each call a module of its own"
+            raise Untraceable(f"{name} drops several tensors, and not all of them in one module of a layer", fix=fix)
+        self._trace.dropouts = [
+            replace(site, caller=caller) if site.module == name else site for site in self._trace.dropouts
+        ]
 
     def _uniform(self, x: Tensor, low: float = 0.0, high: float = 1.0, **options: Any) -> Tensor:
         """Note a site of noise, in place of `Tensor.uniform_`; the mean stands for the noise. Only noise of hidden

@@ -63,7 +63,7 @@ class Reference:
         if precision == "bf16":
             self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
-        self.loss = loss_at(case.loss).function if case.loss else None
+        self.loss = loss_at(case.loss) if case.loss else None
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor
         self.drops = None if factor is None else Drops(self.model, factor)
@@ -243,7 +243,8 @@ class Reference:
             return rows.sum() * 0
         numbers = {name: torch.full_like(rows[:, 0], number).detach() for name, number in columns.items()}
         row = LossRow(ids[: len(targets)], torch.arange(len(targets), device=ids.device), numbers)
-        return self.loss(rows[is_trained], targets[is_trained], row.at(is_trained)).sum()
+        losses: Tensor = self.loss.call(rows[is_trained], targets[is_trained], row.at(is_trained))
+        return losses.sum()
 
     def _count_picks(self, batch: Documents, step: int) -> None:
         """Count each row's picks per expert: router losses need whole rows before their documents are computed."""

@@ -198,7 +198,7 @@ def builders(model: nn.Module, dropout: Dropout) -> Builders:
 
     def drop_calls(edit: DropCalls) -> None:
         module = model.get_submodule(edit.path)
-        drops = [dropout.site(site, ((0, site.features),)) for site in edit.sites if site.kind == "call"]
+        drops = [dropout.site(site, ((0, site.features),)) for site in edit.sites if site.kind != "noise"]
         noises = [site for site in edit.sites if site.kind == "noise"]
         fills, hidden_size = [*map(dropout.noise, noises)], noises[0].features if noises else 0
         module.forward = _with_calls(edit.path, module.forward, drops, fills, hidden_size)

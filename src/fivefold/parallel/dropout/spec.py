@@ -27,7 +27,7 @@ class DropOutput(Edit):
 @dataclass(frozen=True)
 class DropCalls(Edit):
     """Let the calls of `F.dropout` and `Tensor.uniform_` in a forward draw by global numbers, each at its own of the
-    `sites`."""
+    `sites`: those of the forward itself, and of an `nn.Dropout` that it calls several times."""
 
     kind = "forward"
     sites: tuple[DropoutSite, ...]
@@ -64,7 +64,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     calls: dict[str, list[DropoutSite]] = {}
     for site in _sites(plan):
         why = f"drops {site.p:.3g} {_BY}"
-        if site.kind == "module":
+        if site.kind == "module" and not site.caller:
             yield DropOutput(site.module, "dropout", why, site)
         elif site.kind == "branch":
             features = plan.placement.shards[f"{site.module}.{A}.weight"].held[plan.placement.coords.tp][1]
@@ -72,7 +72,7 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
         elif site.kind == "attention":
             yield DropProbabilities(site.module, "dropout", f"attention {why}", site, _heads(plan, site))
         elif site.kind != "embedding":
-            calls.setdefault(site.module, []).append(site)
+            calls.setdefault(site.caller or site.module, []).append(site)
     for module, sites in calls.items():
         drawn = [f"{'noise of' if site.kind == 'noise' else 'drops'} {site.p:.3g}" for site in sites]
         yield DropCalls(module, "dropout", f"{', '.join(drawn)} {_BY}", tuple(sites))
@@ -112,9 +112,10 @@ def violations(plan: ParallelPlan) -> Iterator[Violation]:
         if plan.layout.tp > 1 and not is_whole:
             what = f"{site.module} drops {site.features} features, which tp {plan.layout.tp} splits"
             yield Violation("tp", what, "use tp 1, or set that dropout to 0 in model.overrides", more=_MORE)
-        if site.kind in ("call", "noise") and plan.compiled:
+        if (site.kind in ("call", "noise") or site.caller) and plan.compiled:
             call = "Tensor.uniform_" if site.kind == "noise" else "F.dropout"
-            what = f"{site.module} calls {call}, which a compiled layer would draw by itself"
+            how = "is called several times" if site.caller else f"calls {call}"
+            what = f"{site.module} {how}, which a compiled layer would draw by itself"
             yield Violation("compile", what, "use train.compile: false, or set that dropout to 0", more=_MORE)
 
 

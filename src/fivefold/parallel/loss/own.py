@@ -25,6 +25,10 @@ from fivefold.parallel.tensor.mappings import gather_columns
 from fivefold.parallel.tensor.runtime import TensorParallel
 
 READ_MORE = "docs/howto/losses.md"
+_OF_TENSORS = (
+    "the logits are a leaf of autograd, [tokens, whole vocabulary], in fp32 (fp64 in verify): change a copy, "
+    "logits.clone(), and make tensors of your own alike, weight.to(logits)"
+)
 _TRIED, _CLOSE = 8, 1e-4  # tokens of a check; how far its parts may be apart in fp32, relative to the largest number
 
 
@@ -120,10 +124,7 @@ class TokenLoss:
         if not len(labels_T):
             return logits_TV.sum(-1)
         columns = {name: column.to(logits_TV.dtype) for name, column in row.columns.items()}
-        try:
-            losses_T = self.function(logits_TV, labels_T, replace(row, columns=columns))
-        except Exception as error:  # any error of the user's code
-            raise UserError(f"{self._line_of(error)}: {_text(error)}", more=READ_MORE) from error
+        losses_T = self.call(logits_TV, labels_T, replace(row, columns=columns))
         tokens = len(labels_T)
         if not isinstance(losses_T, Tensor) or losses_T.shape != (tokens,) or not losses_T.is_floating_point():
             raise self._refusal(
@@ -137,6 +138,14 @@ class TokenLoss:
             )
         self._count(logits_TV, losses_T)
         return losses_T
+
+    def call(self, logits_TV: Tensor, labels_T: Tensor, row: LossRow) -> Any:
+        """Call the function. Raises `UserError` with the line of an error."""
+        try:
+            return self.function(logits_TV, labels_T, row)
+        except Exception as error:  # any error of the user's code
+            of_tensors = _OF_TENSORS if isinstance(error, RuntimeError) else None
+            raise UserError(f"{self._line_of(error)}: {_text(error)}", fix=of_tensors, more=READ_MORE) from error
 
     def _count(self, logits_TV: Tensor, losses_T: Tensor) -> None:
         """Count losses that are not finite, without waiting for the device."""
