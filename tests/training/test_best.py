@@ -38,6 +38,8 @@ def record(values: Sequence[float | None], **options: Any) -> Best:
         ([2.0, 2.0, 2.0], "max", (10, 20, 30)),
         ([None, 5.0, None, 4.0], "min", (40, 20)),  # what is no number is never the best
         ([None], "max", ()),
+        ([*range(-200, 0)], "min", tuple(range(10, 1010, 10))),  # the first 100 are remembered
+        ([*range(-200, 0)], "max", tuple(range(2000, 1000, -10))),
     ],
 )
 def test_the_ranking(values: list[float | None], mode: Any, steps_: tuple[int, ...]) -> None:
@@ -64,7 +66,7 @@ def test_how_many_validations_have_not_improved(values: list[float | None], min_
 
 
 def test_the_record_survives_json_and_a_change_of_metric_begins_anew() -> None:
-    best = record([3.0, None, 2.0])
+    best = record([3.0, None, 2.0, 2.5])  # which is one validation without an improvement
     there = {"best": json.loads(json.dumps(best.to_json()))}
     assert Best.resumed(there, "eval/loss", "min") == (best, "step 30: eval/loss 2.0000")
     anew, told = Best.resumed(there, "eval/loss", "max")
@@ -163,14 +165,15 @@ def test_a_best_that_is_not_kept_is_not_exported(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_early_stopping_ends_a_run_and_lasts(tmp_path: Path) -> None:
+    """The best is a little better than the last improvement of more than `min_delta`."""
     tree = best_run(tmp_path, eval__stop={"patience": 2, "min_delta": 0.1}, checkpoint__export_hf="best")
-    ran = train(tree, 1, evaluated=LOSSES)
+    ran = train(tree, 1, evaluated=(5.0, 4.0, 3.0, 2.95, 3.0))
     assert ran.error is None
     why = "stopped early after step 5: eval/loss has not improved by more than 0.1 in 2 validations"
     assert why in ran.screen and column(tree, "step") == [1, 2, 3, 4, 5]
-    assert there(tree) == [3, 5]
+    assert there(tree) == [4, 5]
     assert "eval.stop.patience=0   # goes on" in ran.screen
-    assert same(weights(run_dir(tree) / "hf"), weights_of(tree, 3))
+    assert same(weights(run_dir(tree) / "hf"), weights_of(tree, 4))
     events = [json.loads(line) for line in (run_dir(tree) / "history.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "stopped early", "end"]
     assert why in events[1]["what"] and events[2]["what"] == "finished"

@@ -40,7 +40,7 @@ from fivefold.core.integrity import (
     trust,
 )
 from fivefold.data.examples import Document, Preference, Text
-from fivefold.data.records import Records, check_plain, check_used, columns_read
+from fivefold.data.records import Records, check_numbers, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
 from fivefold.data.tokenizer import TokenizerInfo, encoding, missing_bos
 from fivefold.data.windows import Encoded, Encoder
@@ -231,6 +231,7 @@ def store_for(
     A damaged store of the cache is rebuilt, and reported by `say`. Raises `UserError` for bad input (file and row
     named), or for a token store that is damaged, or was made with another tokenizer.
     """
+    check_numbers(files)
     if not any(isinstance(form, Records) for _, form in files.files):
         check_plain(files)
     if files.store:
