@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fivefold.config import check_best, check_supported, load_config
 from fivefold.core.best import Best, retained
 from fivefold.core.errors import UserError
 from fivefold.report.run import main as report
+from fivefold.training.metrics import of_evaluation
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, train
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -80,6 +81,11 @@ def test_retention_keeps_the_newest_and_the_best_that_are_there() -> None:
     assert retained(there, keep=1, best=(20, 50, 30), keep_best=2) == {20, 50}
     assert retained(there, keep=1, best=(25, 10, 30), keep_best=1) == {10, 50}  # the save of 25 failed
     assert retained(there, keep=1, best=(20,), keep_best=0) == {50}
+
+
+def test_what_is_no_number_is_null_in_a_row() -> None:
+    found = of_evaluation(nan, {"rewards/margins": inf, "kl": 0.5})
+    assert found == {"eval/loss": None, "eval/rewards/margins": None, "eval/kl": 0.5}
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -273,7 +279,8 @@ def test_a_text_of_which_nothing_could_be_held_out_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("metric", "mode", "direction"), [
-    ("eval/loss", "auto", "min"), ("eval/rewards/accuracies", "auto", "max"), ("train/loss", "max", "max"),
+    ("eval/loss", "auto", "min"), ("train/loss", "auto", "min"), ("eval/rewards/accuracies", "auto", "max"),
+    ("eval/rewards/margins", "auto", "max"), ("train/loss", "max", "max"),
 ])  # fmt: skip
 def test_the_direction_follows_the_metric(metric: str, mode: str, direction: str) -> None:
     assert load_config(None, [f"eval.metric={metric}", f"eval.mode={mode}"]).eval.direction == direction

@@ -153,9 +153,7 @@ def gradients(
     weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
     before = itertools.accumulate([0, *(len(micro.input_ids) for micro in batch)])  # rows of this rank
     inputs = [
-        to_device(
-            micro, device, scale, weigh=weigh, loss=loss, first_row=earlier * ranks + rank * len(micro.input_ids)
-        )
+        to_device(micro, device, scale, weigh=weigh, loss=loss, first_row=earlier * ranks + rank * len(micro.input_ids))
         for micro, weigh, earlier in zip(batch, weights, before, strict=False)
     ]
     # An objective on pairs compares two passes of the model, which drop nothing (as TRL's `disable_dropout` has it).
