@@ -65,6 +65,8 @@ def train_step(
     None: each keeps its own. `read`: copies the summed loss and squared norm to the host.
     """
     state = state_of(model)
+    if loss:
+        loss.not_finite = None  # of this step alone
     done = _forward_backward(model, batch, stop, spec, loss)
     summed, squares = read(all_reduce_sum(torch.stack([done.loss, squared_norm(model)])))
     norm = sqrt(squares) if squares >= 0 else float("nan")
