@@ -184,7 +184,7 @@ def test_what_an_earlier_attempt_sent_is_not_sent_again(tmp_path: Path, monkeypa
     config = RunConfig.model_validate(run_file(tmp_path))
     config.run_dir.mkdir()
     (config.run_dir / "trackers.json").write_text('{"wandb": "known"}')
-    (config.run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (2, 4)))
+    (config.run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in (2, 4)))
     told = Mock(id="known")
     monkeypatch.setitem(TRACKERS, "wandb", lambda *_: told)
     sink = TrackerSink("wandb", config, last_step=2, say=print)
