@@ -1,7 +1,10 @@
 """A pushed export: the hub has the files of the folder, and a hub that refuses is an error with its fix."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -9,8 +12,10 @@ from huggingface_hub import constants
 
 from fivefold import cli
 from fivefold.checkpoint import card, export
+from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.core.hub import Repository
+from fivefold.data.source import HUB
 from tests import fake_hub
 from tests.checkpoint.folders import OVERRIDES, hf_folder, save_run
 from tests.parity import Case
@@ -87,3 +92,23 @@ def test_a_hub_that_does_not_answer_is_named_before_anything_is_written(
 
 def test_a_curve_is_ten_rows_with_both_ends() -> None:
     assert card._spread([3, 5]) == [3, 5] and card._spread(range(11)) == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]
+
+
+def test_data_of_the_hub_is_named_once_without_its_split() -> None:
+    train = [{"path": f"{HUB}{path}"} for path in ("me/one?split=a", "me/two", "me/one?split=b")]
+    config = load_config(None, [f"data.train={json.dumps([*train, {'path': 'here.txt'}])}"])
+    assert card._datasets(config) == ["me/one", "me/two"]
+
+
+@pytest.mark.parametrize(("adapted", "relation"), [(0, "finetune"), (8, "adapter")])
+def test_what_an_export_is_to_its_base(tmp_path: Path, adapted: int, relation: str) -> None:
+    options = ["model.name_or_path=org/base", "model.init=pretrained", "data.train=here.txt"]
+    (tmp_path / "run.yaml").write_text(load_config(None, options).to_yaml())
+    manifest = SimpleNamespace(step=3, state={"tokens_seen": 7}, versions={}, layout="single")
+    checkpoint: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
+    text = card.model_card(checkpoint, tmp_path, name="me/it", dtype="bfloat16", adapted=adapted)
+    front = yaml.safe_load(text.split("---")[1])
+    assert (front["base_model"], front["base_model_relation"]) == ("org/base", relation)
+    assert (
+        front["library_name"] == ("peft" if adapted else "transformers") and "| weights stored in | bfloat16 |" in text
+    )

@@ -7,6 +7,7 @@ from torch import Tensor
 from fivefold.models import kernels
 from fivefold.models.kernels import AttentionParams
 from fivefold.ops import blockwise_attention
+from fivefold.ops.dropout import attention_drops, feature_hashes, kept, token_hashes
 
 TOLERANCE = 1e-2  # of the largest value: weights and their gradients are rounded to 8 bits, and so is each result
 RULES = [AttentionParams(0.3, None, 1.5), AttentionParams(0.3, 29, 1.5), AttentionParams(0.3, 29)]
@@ -49,3 +50,29 @@ def test_products_of_16_bits(rule: AttentionParams, ahead: int | None, products:
     for ours, theirs in zip((out, *grads), (out64, *grads64), strict=True):
         assert ours.dtype is torch.bfloat16
         assert (ours - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 29])
+def test_each_block_drops_what_the_whole_drops(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a block's first query is not the first, nor its first key."""
+    monkeypatch.setattr(blockwise_attention, "_CPU_BLOCK", 2**12)
+    torch.manual_seed(0)
+    (rows, length, heads, shared), rule, p = (2, 131, 4, 2), AttentionParams(0.3, window, None), 0.25
+    q, k, v = (
+        torch.randn(rows, n, length, 8, dtype=torch.float64, requires_grad=True) for n in (heads, shared, shared)
+    )
+    hashes = token_hashes(1, 0, 0, rows, length, torch.device("cpu"))
+    numbers = torch.arange(heads, dtype=torch.int32)
+    drops = attention_drops(hashes, torch.tensor(7, dtype=torch.int32), feature_hashes(1, "a", numbers), p)
+    is_kept = kept(drops.queries[:, :, None, None] * drops.keys[:, None], p).permute(0, 3, 1, 2) != 0  # [B, H, T, S]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (distance < 0) | (distance >= (window or length))
+    scores = (q @ k.repeat_interleave(heads // shared, 1).mT * rule.scale).masked_fill(hidden, -torch.inf)
+    expected = (scores.softmax(-1) * is_kept / (1 - p)) @ v.repeat_interleave(heads // shared, 1)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    given = [x.detach() for x in (q, k, v)]
+    out, lse = kernels.blockwise_forward(*given, rule, drops=drops)
+    grads = kernels.blockwise_backward(grad, *given, out, lse, rule, drops=drops)
+    for found, wanted in zip((out, *grads), (expected, q.grad, k.grad, v.grad), strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)

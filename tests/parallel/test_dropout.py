@@ -3,9 +3,10 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from fivefold.models.discover import facts_of
 from fivefold.parallel.adapters.peft_folder import config_of, lora_of
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.dropout.runtime import Dropout
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss.tasks import CrossEntropy
 from fivefold.parallel.lower import lower
@@ -235,20 +237,56 @@ def test_sites_that_are_refused(config: Any, layout: str, compiled: bool, said: 
     assert lower(facts, Layout.parse("single"), 0).facts.dropouts
 
 
-def test_plain_forwards_drop_anew_and_evaluation_drops_nothing() -> None:
-    ((one, two, eager, evaluated),) = run_ranks(1, plain_forwards)
-    assert one != two and evaluated == eager
+def test_plain_forwards_drop_anew_and_evaluation_drops_nothing(tmp_path: Path) -> None:
+    """Each data rank drops other elements of the same rows, and so does each micro batch, also of other sizes."""
+    first, second = run_ranks(2, plain_forwards, tmp_path)
+    assert len({*first.dropped, *second.dropped}) == 4
+    assert first.evaluated == first.eager == second.evaluated
+    assert (first.rows, second.rows) == ([0, 6], [3, 8])
+    assert first.together != first.again  # each call of `gradients` is a step
+    assert first.step == second.step > 0
 
 
-def plain_forwards() -> list[float]:
+@dataclass
+class Plain:
+    dropped: list[float]
+    eager: float
+    evaluated: float
+    rows: list[int]
+    together: float
+    again: float
+    step: int
+
+
+def plain_forwards(folder: Path) -> Plain:
     config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=101, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
     model, ids = AutoModelForCausalLM.from_config(config), torch.arange(12).view(2, 6)
     expected = model.eval()(input_ids=ids, labels=ids).loss.item()
-    parallel = ff.parallelize(model, "single+fp32", neftune_noise_alpha=5.0).train()
+    parallel = ff.parallelize(model, "shard2+fp32", neftune_noise_alpha=5.0).train()
     losses = [parallel(input_ids=ids, labels=ids).loss.item() for _ in range(2)]
+    rows = list[int]()
+    begin = parallel.fivefold.dropout.begin_micro_batch
+    with patch.object(
+        Dropout, "begin_micro_batch", lambda _, shape, row, *cut: (rows.append(row), begin(shape, row, *cut))
+    ):
+        three = {"input_ids": torch.arange(18).view(3, 6), "labels": torch.arange(18).view(3, 6)}
+        batch = [three, {"input_ids": ids, "labels": ids}]
+        together, again = (ff.gradients(parallel, batch).item() for _ in range(2))
+    dropout, saved = parallel.fivefold.dropout, ff.save(parallel, None, folder / "saved")
+    before, dropout.step = dropout.step, -1
+    ff.load(parallel, None, saved)  # the next step drops what it would have dropped
     with torch.no_grad():
-        losses += [round(expected, 4), round(parallel.eval()(input_ids=ids, labels=ids).loss.item(), 4)]
-    return losses
+        evaluated = parallel.eval()(input_ids=ids, labels=ids).loss.item()
+    return Plain(
+        losses,
+        round(expected, 4),
+        round(evaluated, 4),
+        [*dict.fromkeys(rows)],
+        together,
+        again,
+        dropout.step * (dropout.step == before),
+    )
 
 
 def test_the_config_of_peft_is_written_and_read(tmp_path: Path) -> None:

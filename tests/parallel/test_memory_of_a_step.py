@@ -264,3 +264,15 @@ def test_keys_of_all_ranks_take_more_than_those_of_one() -> None:
         shape = plan.step_shape(1, 131072, 1)
         found.append(layer_numbers(_first_layer(plan, shape)).gradients * shape.tokens * shape.compute_bytes / 2**30)
     assert found[0] - found[1] == pytest.approx(11.5, abs=0.1)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2"])
+def test_inputs_that_adapters_drop_are_saved_by_themselves(layout: str) -> None:
+    """A token: three in place of one of q, k and v, two of gate and up, and that of o: a rank has that of its heads."""
+    parsed, hidden = Layout.parse(layout), 2048
+    plain, dropping = (
+        lower(adapted(facts_of_config("llama-3.2-1b"), Lora(rank=4, dropout=p)), parsed, 0) for p in (0.0, 0.1)
+    )
+    shape = plain.step_shape(1, 128, 1)
+    more = layer_numbers(_first_layer(dropping, shape)).saved - layer_numbers(_first_layer(plain, shape)).saved
+    assert more == 3 * hidden + hidden / parsed.tp

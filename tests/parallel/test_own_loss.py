@@ -4,6 +4,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError
 from fivefold.data.batch import IGNORE
+from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.layout import Layout
 from fivefold.parallel.loss import runtime as losses
 from fivefold.parallel.loss.own import LossRow, TokenLoss
-from fivefold.parallel.loss.spec import OWN_LOSS_COPIES
+from fivefold.parallel.loss.spec import OWN_LOSS_COPIES, logit_bytes
+from fivefold.parallel.loss.tasks import Head
+from fivefold.parallel.lower import lower
 from fivefold.parallel.tensor.runtime import TensorParallel
 from fivefold.verification.reference import Reference
 from tests.parity import Case, reference_model, subject
@@ -42,6 +47,12 @@ def gradient_of_others(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
 
 def noisy(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
     return nll(logits, labels, row) * (1 + torch.rand(len(labels)))
+
+
+def beside_its_tokens(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
+    """`tokens` and columns as made below, in the type of the logits."""
+    assert (row.input_ids == labels + 1).all() and row["weight"].dtype == logits.dtype == torch.float32
+    return nll(logits, labels, row)
 
 
 def wrong_line(logits: Tensor, labels: Tensor, row: Any) -> Tensor:
@@ -116,7 +127,7 @@ def test_the_reference_of_a_proof_names_the_line_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [nll, Focal(), lambda logits, labels, row: nll(logits, labels, row) * row["weight"]]
+    "function", [nll, beside_its_tokens, Focal(), lambda logits, labels, row: nll(logits, labels, row) * row["weight"]]
 )
 def test_what_is_right_passes(function: Any) -> None:
     check(function)
@@ -162,6 +173,25 @@ def test_cross_entropy_written_by_a_user_is_that_of_the_library() -> None:
     built_in = losses.chunked_loss(lambda h: F.linear(h, weight), hidden, labels[None], [weight], sizes, ALONE)
     for found, expected in zip(*(torch.autograd.grad(loss, [hidden, weight]) for loss in (own, built_in)), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_chunks_are_as_large_as_the_whole_vocabulary_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a plan, on each of two tensor parallel ranks that have half of it."""
+    plan = lower(facts_of_config("llama-3.2-1b"), Layout.parse("tp2"), 0)
+    half, tokens = plan.vocabulary, 4096
+    fold = TensorParallel(None, 0, 2, False, ((0, half), (half, 2 * half)))
+    hidden, labels = torch.empty(1, tokens, plan.facts.hidden_size, device="meta"), torch.zeros(1, tokens).long()
+    seen = list[tuple[int, ...]]()
+    monkeypatch.setattr(
+        losses, "summed_chunks", lambda logits_of, hidden, parameters, sizes, chunks: seen.append(sizes)
+    )
+    head = Head(lambda h: h, hidden, [], half, None, fold, Mock(), Mock())
+    head.own_loss(TokenLoss(nll), labels, LossRow(labels, labels), None)
+    planned = plan.step_shape(1, tokens, 1, whole_logits=True)
+    assert seen == [planned.loss_chunks]
+    assert max(planned.loss_chunks) < max(plan.step_shape(1, tokens, 1).loss_chunks)
+    more = logit_bytes(plan, planned) - logit_bytes(plan, replace(planned, whole_logits=False))
+    assert more > (OWN_LOSS_COPIES - 1) * 4 * max(planned.loss_chunks) * 2 * half
 
 
 def test_losses_that_are_not_finite_are_counted_and_named() -> None:

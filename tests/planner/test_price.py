@@ -147,3 +147,15 @@ def test_a_new_key_of_a_layout_is_priced() -> None:
     """A list of the keys that count would leave it out, and its bytes with it."""
     layout = _WithAnotherKey(tp=2, pp=2, dp_shard=4, zero=1, recompute="full", precision="fp32", cap=3)
     assert work_layout(layout) == _WithAnotherKey(tp=2, precision="fp32", cap=3)
+
+
+def test_a_loss_of_the_users_own_has_the_logits_of_the_whole_vocabulary() -> None:
+    """On every tensor parallel rank, also where the prices are those of another cluster."""
+    facts, cluster, engine = facts_of_config("llama-3.2-1b"), Cluster.parse("2xH100"), ENGINES["fivefold"]
+    layout, workload = Layout.parse("tp2"), Workload(global_batch_size=2, seq_length=TOKENS)
+    own = PriceList(facts, cluster, engine, True)
+    plain, with_own, again = (
+        estimate(prices, layout, workload).memory_gib
+        for prices in (PriceList(facts, cluster, engine), own, own.repriced(cluster, engine))
+    )
+    assert again == with_own > plain

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fivefold.config import check_best, check_supported, load_config
 from fivefold.core.best import Best, retained
 from fivefold.core.errors import UserError
 from fivefold.report.run import main as report
+from fivefold.training.metrics import of_evaluation
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, train
 
 # ---- the record ------------------------------------------------------------------------------------------------------
@@ -38,6 +39,8 @@ def record(values: Sequence[float | None], **options: Any) -> Best:
         ([2.0, 2.0, 2.0], "max", (10, 20, 30)),
         ([None, 5.0, None, 4.0], "min", (40, 20)),  # what is no number is never the best
         ([None], "max", ()),
+        ([*range(-200, 0)], "min", tuple(range(10, 1010, 10))),  # the first 100 are remembered
+        ([*range(-200, 0)], "max", tuple(range(2000, 1000, -10))),
     ],
 )
 def test_the_ranking(values: list[float | None], mode: Any, steps_: tuple[int, ...]) -> None:
@@ -64,7 +67,7 @@ def test_how_many_validations_have_not_improved(values: list[float | None], min_
 
 
 def test_the_record_survives_json_and_a_change_of_metric_begins_anew() -> None:
-    best = record([3.0, None, 2.0])
+    best = record([3.0, None, 2.0, 2.5])  # which is one validation without an improvement
     there = {"best": json.loads(json.dumps(best.to_json()))}
     assert Best.resumed(there, "eval/loss", "min") == (best, "step 30: eval/loss 2.0000")
     anew, told = Best.resumed(there, "eval/loss", "max")
@@ -78,6 +81,11 @@ def test_retention_keeps_the_newest_and_the_best_that_are_there() -> None:
     assert retained(there, keep=1, best=(20, 50, 30), keep_best=2) == {20, 50}
     assert retained(there, keep=1, best=(25, 10, 30), keep_best=1) == {10, 50}  # the save of 25 failed
     assert retained(there, keep=1, best=(20,), keep_best=0) == {50}
+
+
+def test_what_is_no_number_is_null_in_a_row() -> None:
+    found = of_evaluation(nan, {"rewards/margins": inf, "kl": 0.5})
+    assert found == {"eval/loss": None, "eval/rewards/margins": None, "eval/kl": 0.5}
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -163,14 +171,15 @@ def test_a_best_that_is_not_kept_is_not_exported(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_early_stopping_ends_a_run_and_lasts(tmp_path: Path) -> None:
+    """The best is a little better than the last improvement of more than `min_delta`."""
     tree = best_run(tmp_path, eval__stop={"patience": 2, "min_delta": 0.1}, checkpoint__export_hf="best")
-    ran = train(tree, 1, evaluated=LOSSES)
+    ran = train(tree, 1, evaluated=(5.0, 4.0, 3.0, 2.95, 3.0))
     assert ran.error is None
     why = "stopped early after step 5: eval/loss has not improved by more than 0.1 in 2 validations"
     assert why in ran.screen and column(tree, "step") == [1, 2, 3, 4, 5]
-    assert there(tree) == [3, 5]
+    assert there(tree) == [4, 5]
     assert "eval.stop.patience=0   # goes on" in ran.screen
-    assert same(weights(run_dir(tree) / "hf"), weights_of(tree, 3))
+    assert same(weights(run_dir(tree) / "hf"), weights_of(tree, 4))
     events = [json.loads(line) for line in (run_dir(tree) / "history.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "stopped early", "end"]
     assert why in events[1]["what"] and events[2]["what"] == "finished"
@@ -270,7 +279,8 @@ def test_a_text_of_which_nothing_could_be_held_out_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("metric", "mode", "direction"), [
-    ("eval/loss", "auto", "min"), ("eval/rewards/accuracies", "auto", "max"), ("train/loss", "max", "max"),
+    ("eval/loss", "auto", "min"), ("train/loss", "auto", "min"), ("eval/rewards/accuracies", "auto", "max"),
+    ("eval/rewards/margins", "auto", "max"), ("train/loss", "max", "max"),
 ])  # fmt: skip
 def test_the_direction_follows_the_metric(metric: str, mode: str, direction: str) -> None:
     assert load_config(None, [f"eval.metric={metric}", f"eval.mode={mode}"]).eval.direction == direction

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -196,6 +196,25 @@ def test_saves_to_come_are_counted(every: int) -> None:
     for step in range(11):
         due = [each for each in range(step + 1, 11) if (every and each % every == 0) or each == 10]
         assert preflight.saves_left(config, step, 10) == len(due)
+
+
+def test_the_best_need_room_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three kept ones, one is the best, and a fourth is written beside them."""
+    config = RunConfig.model_validate(run_file(tmp_path, checkpoint__keep=2, checkpoint__keep_best=1, eval__every=1))
+    config.run_dir.mkdir()
+    monkeypatch.setattr(preflight, "checkpoint_bytes", lambda *_: 10)
+    free = dict.fromkeys((40, 39, 29), "")
+    for bytes_ in free:
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _, b=bytes_: SimpleNamespace(total=100, free=b))
+        free[bytes_] = preflight.check_disk(Mock(), config, step=0, total_steps=9)
+    assert not free[40] and "set checkpoint.keep: 1, " in free[39]
+    assert "3 checkpoints of" in free[29] and "set checkpoint.keep" not in free[29]
+
+
+def test_saves_of_the_best_are_counted_too() -> None:
+    """One at each validation, though some may fall on the same step as another."""
+    config = RunConfig.model_validate({"checkpoint": {"every": 0, "keep_best": 1}, "eval": {"every": 3}})
+    assert [preflight.saves_left(config, step, 10) for step in (0, 2, 3, 8, 9, 10)] == [4, 4, 3, 2, 1, 0]
 
 
 # ---- folders that cannot be written --------------------------------------------------------------------------------

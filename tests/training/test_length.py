@@ -155,3 +155,11 @@ def test_the_last_step_of_a_run_trains(tmp_path: Path) -> None:
     before, after = state(tree, 2), state(tree, 3)
     weights = [name for name in after if name.startswith("weight")]
     assert weights and all(not before[name].equal(after[name]) for name in weights)
+
+
+def test_the_tokens_of_a_run_are_about_those_it_reads(tmp_path: Path) -> None:
+    data, rows = prepare_texts(tmp_path, ["a" * length for length in range(1, 90)]), 8
+    one = {"data_rank": 0, "data_ranks": 1, "micro_batch_size": 2, "row_multiple": 1}
+    read = sum(batch.tokens for step in range(5) for batch in data.train.batch(step, global_batch_size=rows, **one))
+    planned = schedule.total_tokens(config(train={"global_batch_size": rows, "micro_batch_size": 2}), data, 5)
+    assert planned == pytest.approx(read, rel=0.05)

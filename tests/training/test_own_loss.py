@@ -51,8 +51,10 @@ def test_every_layout_trains_alike(tmp_path: Path, layout: dict[str, int], world
 
 @pytest.mark.full
 def test_resumed_it_is_bitwise_the_run_left_alone_and_a_changed_file_is_said(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2}
+    options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 2, "eval__every": 6}
     alone, stopped = (tree_of(tmp_path, run__name=name, **options) for name in ("alone", "stopped"))
+    for tree in (alone, stopped):
+        tree["data"]["validation"] = tree["data"]["train"]
     assert train(alone).error is None
     assert isinstance(train(stopped, stop_at=4).error, Stopped)
     ran = train(stopped)
@@ -60,10 +62,11 @@ def test_resumed_it_is_bitwise_the_run_left_alone_and_a_changed_file_is_said(tmp
     assert column(stopped, "train/loss") == column(alone, "train/loss")
     assert same(state(stopped, 5), state(alone, 5))
     before = NamedCode.read(stopped["objective"]["path"], "objective.path").digest
-    (tmp_path / "my_loss.py").write_text(FOCAL.replace("** 2", "** 3"))
+    (tmp_path / "my_loss.py").write_text(FOCAL.replace("return ", "return 3 + 0 * "))
     after = NamedCode.read(stopped["objective"]["path"], "objective.path").digest
     ran = train(stopped | {"train": stopped["train"] | {"max_steps": 6}})
     assert ran.error is None and f"the code of objective.path {before} → {after}" in ran.screen
+    assert column(stopped, "eval/loss")[-1] == 3  # evaluation, too, has the file's loss
     history = [json.loads(line) for line in (tmp_path / "stopped" / "history.jsonl").read_text().splitlines()]
     starts = [entry["code"] for entry in history if entry["event"] == "start"]
     assert starts[0] == {"objective.path": before} and starts[-1] == {"objective.path": after}

@@ -53,6 +53,18 @@ def test_a_run_prefers_what_was_chosen_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_preference_drops_nothing(tmp_path: Path) -> None:
+    """Neither features nor attention: it compares two passes of the model."""
+    found = []
+    for name, p in (("without", 0.0), ("with", 0.4)):
+        tree = tree_of(tmp_path, run__name=name, train__max_steps=3)
+        tree["model"]["overrides"], tree["adapter"] = {"attention_dropout": p}, {"name": "lora", "dropout": p}
+        assert train(tree, 1).error is None
+        found.append(column(tree, "train/loss"))
+    assert found[0] == found[1] and len({*found[0]}) == 3
+
+
+@pytest.mark.full
 def test_four_bits_are_compared_with_four_bits(tmp_path: Path) -> None:
     """And not with the numbers of the same model in full, which are in the cache."""
     for quantize in ("none", "nf4"):

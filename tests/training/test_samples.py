@@ -121,6 +121,10 @@ def test_a_long_file_is_not_read_to_its_end(tmp_path: Path) -> None:
 def test_forms_of_conversations(written: Any, conversations: list[list[str]]) -> None:
     config = load_config(None, [f"sample.messages={json.dumps(written)}"])
     assert [[turn["content"] for turn in turns] for turns in config.sample.messages] == conversations
+    assert (
+        config.sample.is_on
+        and not load_config(None, [f"sample.messages={json.dumps(written)}", "sample.every=0"]).sample.is_on
+    )
     assert RunConfig.model_validate(config.model_dump(mode="json", by_alias=True)) == config
 
 

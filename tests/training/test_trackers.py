@@ -5,14 +5,16 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fivefold.config import check_supported, load_config
+from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
+from fivefold.training.samples import Sample
+from fivefold.training.trackers import TRACKERS, TrackerSink
 from tests.pool import run_ranks
 from tests.training.bodies import Ran, Stopped, column, metrics, on_rank, run_dir, run_file
 from tests.training.trackers import NAMES, Told, stand_ins
@@ -175,3 +177,21 @@ def test_the_ids_are_kept_in_the_run_folder(tmp_path: Path) -> None:
     _, told = train(tree)
     ids = json.loads((run_dir(tree) / "trackers.json").read_text())
     assert ids == {"wandb": told["wandb"].started[0]["id"], "mlflow": "3f0e", "trackio": "run"}
+
+
+def test_what_an_earlier_attempt_sent_is_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed after step 4, and goes on from step 2."""
+    config = RunConfig.model_validate(run_file(tmp_path))
+    config.run_dir.mkdir()
+    (config.run_dir / "trackers.json").write_text('{"wandb": "known"}')
+    (config.run_dir / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in (2, 4))
+    )
+    told = Mock(id="known")
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: told)
+    sink = TrackerSink("wandb", config, last_step=2, say=print)
+    for step in (4, 6):
+        sink.write({"step": step, "train/loss": 1.0})
+        sink.samples([Sample(step, "a", "b"), Sample(step, "c", "d")])
+    told.log.assert_called_once_with({"train/loss": 1.0}, 6)
+    told.table.assert_called_once_with({"step": [6, 6], "prompt": ["a", "c"], "text": ["b", "d"]}, 6)

@@ -471,14 +471,21 @@ def given(value: Any) -> Any:
     return [given(entry) for entry in value] if isinstance(value, list) else value
 
 
+def check_numbers(files: FileList) -> None:
+    """Raise `UserError` if a loss of the user's own reads numbers of records, and a file of the source has no records.
+    A token store has those it was made with."""
+    source = files.source
+    plain = [path for path, form in files.files if not (isinstance(form, Records) or form.holds_tokens)]
+    if source.numbers and plain:
+        raise UserError(
+            f"objective.columns names numbers of records, and {source.label}: {plain[0]} has none",
+            fix="name records: jsonl, csv or parquet; or leave objective.columns out", more="docs/howto/losses.md",
+        )  # fmt: skip
+
+
 def check_plain(files: FileList) -> None:
     """Raise `UserError` for record settings on a source whose files have no records."""
     source, plain = files.source, Source("", "")
-    if source.numbers:
-        raise UserError(
-            f"objective.columns names numbers of records, and {source.label}: {files.name} has none",
-            fix="name records: jsonl, csv or parquet; or leave objective.columns out", more="docs/howto/losses.md",
-        )  # fmt: skip
     for setting in ("columns", "text_key", "train_on"):
         if getattr(source, setting) != getattr(plain, setting):
             raise UserError(

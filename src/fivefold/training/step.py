@@ -1,6 +1,7 @@
 """One optimizer step, read downwards: count, forward and backward per micro batch, sum, norm, clip, update. Also the
 loss alone, by the same passes."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,8 @@ def train_step(
     None: each keeps its own. `read`: copies the summed loss and squared norm to the host.
     """
     state = state_of(model)
+    if loss:
+        loss.not_finite = None  # of this step alone
     done = _forward_backward(model, batch, stop, spec, loss)
     summed, squares = read(all_reduce_sum(torch.stack([done.loss, squared_norm(model)])))
     norm = sqrt(squares) if squares >= 0 else float("nan")
@@ -151,9 +154,10 @@ def gradients(
     ranks, rank = state.plan.layout.data_ranks, state.placement.data_rank
     rows = sum(len(part.input_ids) for part in batch) * ranks
     weights = [pairs.weights for pairs in pairs_by_batch] if pairs_by_batch else [None] * len(batch)
+    before = itertools.accumulate([0, *(len(micro.input_ids) for micro in batch)])  # rows of this rank
     inputs = [
-        to_device(micro, device, scale, weigh=weigh, loss=loss, first_row=(at * ranks + rank) * len(micro.input_ids))
-        for at, (micro, weigh) in enumerate(zip(batch, weights, strict=True))
+        to_device(micro, device, scale, weigh=weigh, loss=loss, first_row=earlier * ranks + rank * len(micro.input_ids))
+        for micro, weigh, earlier in zip(batch, weights, before, strict=False)
     ]
     # An objective on pairs compares two passes of the model, which drop nothing (as TRL's `disable_dropout` has it).
     with state.dropout.off() if pairs_by_batch else nullcontext():

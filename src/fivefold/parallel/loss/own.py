@@ -71,7 +71,7 @@ LossFunction = Callable[[Tensor, Tensor, LossRow], Tensor]
 class TokenLoss:
     """The loss of a user's `function`, with errors that name its file and line.
 
-    `not_finite`: counts of this rank since the last `why`, int64 [2]: losses that are not finite although their logits
+    `not_finite`: counts of this rank since the step began, int64 [2]: losses that are not finite although their logits
     are, and all losses. `digest`: a hash of the file that a run file names.
     """
 
