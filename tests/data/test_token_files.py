@@ -264,8 +264,35 @@ def test_rows_that_say_two_things_are_refused(tmp_path: Path) -> None:
     assert "2 input_ids, and 1 labels" in said(input_ids=[1, 2], labels=[1])
     assert "attention_mask is 0 between tokens" in said(input_ids=[1, 2, 3], attention_mask=[1, 0, 1])
     assert "'input_ids' holds a list, not a list of integers" in said(input_ids=["a"])
+    assert "'input_ids' holds a list, not a list of integers" in said(input_ids=[1, [2]])
     assert "'input_ids' holds null" in said(input_ids=None)
     assert "token 2 is 300" in said(input_ids=[1, 300])
+
+
+def test_arrow_files_of_places_beyond_their_end_are_refused(tmp_path: Path) -> None:
+    """Read unchecked, they end the process by a signal."""
+    arrow = pytest.importorskip("pyarrow")
+    offsets = arrow.py_buffer(np.array([0, 2**30, 4], "<i4").tobytes())
+    ids = arrow.Array.from_buffers(
+        arrow.list_(arrow.int32()), 2, [None, offsets], children=[arrow.array([97] * 4, arrow.int32())]
+    )
+    texts = arrow.Array.from_buffers(arrow.string(), 2, [None, offsets, arrow.py_buffer(b"abcd")])
+    folder = save_to_disk(tmp_path / "saved", ROWS, files=1)
+    (path,) = folder.glob("*.arrow")
+
+    def said(name: str, column: Any, **options: Any) -> str:
+        batch = arrow.record_batch([column], names=[name])
+        settings = arrow.ipc.IpcWriteOptions(**options)
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, batch.schema, options=settings) as out:
+            out.write_batch(batch)
+        huge = [struct.pack("<q", size) for size in (4 * 9973, 2**50)]  # bytes that a compressed column claims to have
+        path.write_bytes(path.read_bytes().replace(*huge))
+        return refusal(tmp_path, folder).what
+
+    assert f"{path}: not readable as Arrow" in said("input_ids", ids)
+    assert f"{path}: not readable as Arrow" in said("text", texts)
+    packed = arrow.array([[97] * 9973], arrow.list_(arrow.int32()))
+    assert f"{path}: not readable as Arrow: malloc" in said("input_ids", packed, compression="zstd")
 
 
 def test_datasets_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
