@@ -179,9 +179,10 @@ def test_datatrove_files_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         after(path)
         return refusal(tmp_path, path).what
 
-    assert "3 tokens, and its index ends at 3" not in said(lambda path: path.write_bytes(b"123"))
     assert "3 bytes, and the 3 tokens of its index" in said(lambda path: path.write_bytes(b"123"))
-    assert "2 tokens, and its index ends at 3" in said(lambda path: path.write_bytes(b"1234"), metadata="gpt2|2")
+    for size in (4, 7):
+        message = f"{size} bytes, and its index ends at 3 tokens of 2 bytes"
+        assert message in said(lambda path, size=size: path.write_bytes(b"1" * size), metadata="gpt2|2")
     assert "no a.ds.index beside it" in said(lambda path: Path(f"{path}.index").unlink())
     assert "index is cut short" in said(lambda path: Path(f"{path}.index").write_bytes(b"12345"))
     swapped = np.array([3, 2], "<u8").tobytes()
@@ -266,8 +267,67 @@ def test_rows_that_say_two_things_are_refused(tmp_path: Path) -> None:
     assert "2 input_ids, and 1 labels" in said(input_ids=[1, 2], labels=[1])
     assert "attention_mask is 0 between tokens" in said(input_ids=[1, 2, 3], attention_mask=[1, 0, 1])
     assert "'input_ids' holds a list, not a list of integers" in said(input_ids=["a"])
+    assert "'input_ids' holds a list, not a list of integers" in said(input_ids=[1, [2]])
     assert "'input_ids' holds null" in said(input_ids=None)
     assert "token 2 is 300" in said(input_ids=[1, 300])
+
+
+def test_an_index_that_names_tokens_twice_is_refused(tmp_path: Path) -> None:
+    """A file of some MB could else fill the disk."""
+    path = megatron(tmp_path / "corpus", [[1, 2], [3]])
+    index = Path(f"{tmp_path}/corpus.idx")
+    raw = index.read_bytes()
+    index.write_bytes(raw[:34] + np.array([3, 1], "<i4").tobytes() + np.array([0, 4], "<i8").tobytes() + raw[58:])
+    assert "its .idx names tokens twice" in refusal(tmp_path, path).what
+    shards = mds(tmp_path / "shards", {"text": "str"}, [(b"ab",)], 1) / "index.json"
+    tree = json.loads(shards.read_text())
+    shards.write_text(json.dumps({**tree, "shards": tree["shards"] * 2}))
+    assert "index.json names a shard twice" in refusal(tmp_path, shards.parent).what
+
+
+@pytest.mark.parametrize("name", ["../a", "..", "/etc/passwd", "a" * 5000, "a\0", "a\udc80", ""])
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, name: str) -> None:
+    shards = mds(tmp_path / "shards", {"text": "str"}, [(b"ab",)], 1) / "index.json"
+    tree = json.loads(shards.read_text())
+    tree["shards"][0]["raw_data"]["basename"] = name
+    shards.write_text(json.dumps(tree))
+    assert "which index.json names, is not there" in refusal(tmp_path, shards.parent).what
+    del tree["shards"][0]["raw_data"]["basename"]
+    shards.write_text(json.dumps(tree))
+    assert "index.json: record 1" in refusal(tmp_path, shards.parent).what
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert "state.json names" in refusal(tmp_path, saved).what
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}] * 2}))
+    assert "state.json names a file twice" in refusal(tmp_path, saved).what
+
+
+def test_arrow_files_of_places_beyond_their_end_are_refused(tmp_path: Path) -> None:
+    """Read unchecked, they end the process by a signal."""
+    arrow = pytest.importorskip("pyarrow")
+    offsets = arrow.py_buffer(np.array([0, 2**30, 4], "<i4").tobytes())
+    ids = arrow.Array.from_buffers(
+        arrow.list_(arrow.int32()), 2, [None, offsets], children=[arrow.array([97] * 4, arrow.int32())]
+    )
+    texts = arrow.Array.from_buffers(arrow.string(), 2, [None, offsets, arrow.py_buffer(b"abcd")])
+    folder = save_to_disk(tmp_path / "saved", ROWS, files=1)
+    (path,) = folder.glob("*.arrow")
+
+    def said(name: str, column: Any, **options: Any) -> str:
+        batch = arrow.record_batch([column], names=[name])
+        settings = arrow.ipc.IpcWriteOptions(**options)
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, batch.schema, options=settings) as out:
+            out.write_batch(batch)
+        huge = [struct.pack("<q", size) for size in (4 * 9973, 2**50)]  # bytes that a compressed column claims to have
+        path.write_bytes(path.read_bytes().replace(*huge))
+        return refusal(tmp_path, folder).what
+
+    assert f"{path}: not readable as Arrow" in said("input_ids", ids)
+    assert f"{path}: not readable as Arrow" in said("text", texts)
+    packed = arrow.array([[97] * 9973], arrow.list_(arrow.int32()))
+    assert f"{path}: not readable as Arrow: malloc" in said("input_ids", packed, compression="zstd")
 
 
 def test_datasets_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
@@ -367,6 +427,7 @@ def test_mds_shards_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     assert "'tokens' is encoded as pkl" in said(folder("pkl", b"x"))
     assert "no token ids of 8, 4 or 2 bytes" in said(folder("bytes", b"xyz"))
     assert "not an array of token ids" in said(folder("ndarray:int32", b"\x09\1\1"))
+    assert "not an array of token ids: dtype 'i4,('" in said(folder("ndarray:i4,(", b"\4\1\1\1\1\1"))
     assert f"{shard}:1: token 2 is 300" in said(folder("ndarray:int32", array([1, 300], "ndarray:int32")))
 
 

@@ -7,7 +7,7 @@ named in the report of a run's data.
 
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -377,9 +377,10 @@ def ids_of(record: Mapping[str, object], parts: Parts, where: str) -> TokenIds:
 def _integers(values: object, where: str, key: str) -> NDArray[np.integer]:
     """The integers of a list, or of an array."""
     if isinstance(values, list | tuple | np.ndarray):
-        array = np.asarray(values) if len(values) else np.empty(0, np.int64)
-        if array.ndim == 1 and array.dtype.kind in "iu":
-            return array
+        with suppress(ValueError):  # lists of different lengths
+            array = np.asarray(values) if len(values) else np.empty(0, np.int64)
+            if array.ndim == 1 and array.dtype.kind in "iu":
+                return array
     raise UserError(f"{where}: {key!r} holds {examples.kind_of(values)}, not a list of integers", fix="write token ids")
 
 

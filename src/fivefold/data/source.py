@@ -166,6 +166,14 @@ class FileList:
         return str(self.files[0][0]) if self.source.path.startswith(HUB) else self.source.path
 
 
+def file_in(folder: Path, name: str) -> Path | None:
+    """The file `name` of a folder; None if it is not there, or if the name leads out of the folder."""
+    try:
+        return folder / name if Path(name).name == name and (folder / name).is_file() else None
+    except (OSError, ValueError):  # no file can have such a name
+        return None
+
+
 def resolve(source: Source, formats: Sequence[Format], root: Path) -> FileList:
     """The files that `source` names. Raises `UserError` for missing files, and files that no format reads."""
     path = expanded(source.path)

@@ -10,7 +10,7 @@ from fivefold.core.cache import file_digest, key_of
 from fivefold.core.errors import UserError
 from fivefold.data.formats.parquet import needs_pyarrow, readable, value_of
 from fivefold.data.records import Records, given
-from fivefold.data.source import Source, no_documents
+from fivefold.data.source import Source, file_in, no_documents
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -49,6 +49,8 @@ class ArrowFolder(Records):
         parts = self.keys_of(names, source)
         keys = [key for key in (parts.keys if parts else (source.text_key,)) if key in names]
         unread = dict.fromkeys(names)
+        for key in keys:  # Arrow itself does not check the offsets of a file, and would read beyond its end
+            batch.column(key).validate(full=True)
         for number in range(batch.num_rows):
             at = f"{where}:{before + number + 1}"
             yield at, {**unread, **given({key: value_of(batch.column(key)[number], at) for key in keys})}
@@ -80,9 +82,12 @@ def _files(folder: Path, where: str) -> list[Path]:
     names = [str(entry.get("filename")) for entry in entries]
     if not names or not all(Path(name).name == name for name in names):
         raise UserError(f"{where}: {_STATE} names no files of this folder", fix="write it again by save_to_disk")
-    if missing := next((name for name in names if not (folder / name).is_file()), None):
-        raise UserError(f"{where}: {missing}, which {_STATE} names, is not there", fix="copy the whole folder again")
-    return [folder / name for name in names]
+    if len(set(names)) < len(names):  # a small folder could fill the disk
+        raise UserError(f"{where}: {_STATE} names a file twice", fix="write it again by save_to_disk")
+    files = [(name, file_in(folder, name)) for name in names]
+    for name in (name for name, file in files if file is None):
+        raise UserError(f"{where}: {name[:256]}, which {_STATE} names, is not there", fix="copy the whole folder again")
+    return [file for _, file in files if file]
 
 
 def _read(path: Path, where: str) -> dict[str, Any]:

@@ -38,9 +38,12 @@ class Datatrove(Format):
         where = source.at(path)
         ends = _ends(path, where)
         tokenizer, width = _metadata(path, where)
-        tokens = _mapped(path, np.dtype(f"<u{width or _width(path, int(ends[-1]), where)}"))
-        if len(tokens) != ends[-1]:
-            raise UserError(f"{where}: {len(tokens):,} tokens, and its index ends at {int(ends[-1]):,}", fix=_COPY)
+        width = width or _width(path, int(ends[-1]), where)
+        if (size := path.stat().st_size) != width * int(ends[-1]):
+            raise UserError(
+                f"{where}: {size:,} bytes, and its index ends at {int(ends[-1]):,} tokens of {width} bytes", fix=_COPY
+            )
+        tokens = _mapped(path, np.dtype(f"<u{width}"))
         trained = _mapped(_part(path, ".loss"), np.dtype("u1")) if _part(path, ".loss").is_file() else None
         if trained is not None and len(trained) != len(tokens):
             raise UserError(f"{where}: {len(tokens):,} tokens, and {len(trained):,} of its .loss", fix=_COPY)
@@ -84,7 +87,8 @@ def _metadata(path: Path, where: str) -> tuple[str, int]:
     """The name of the tokenizer and the bytes of a token, "" and 0 where they are not told."""
     if not _part(path, ".metadata").is_file():
         return "", 0
-    head = _part(path, ".metadata").read_bytes()[:4096].decode("utf-8", "replace").split("\n")[0]
+    with _part(path, ".metadata").open("rb") as file:
+        head = file.readline(4096).decode("utf-8", "replace").removesuffix("\n")
     name, _, width = head.rpartition("|")
     if width not in ("2", "4"):
         raise UserError(f"{where}: its metadata says {head!r}, not tokenizer|2 or tokenizer|4", fix=_COPY)

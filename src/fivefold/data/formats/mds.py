@@ -19,12 +19,13 @@ from fivefold.core.units import many
 from fivefold.data.batch import IGNORE
 from fivefold.data.compression import MOST_BYTES, opened, read_most
 from fivefold.data.records import Records
-from fivefold.data.source import Source, no_documents, not_utf8
+from fivefold.data.source import Source, file_in, no_documents, not_utf8
 
 _INDEX = "index.json"
 _COPY = "copy the folder from its origin again"
 # Dtypes of arrays whose dtype is the first byte of the value, and of the sizes of their dims.
 _DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 32: "u4", 33: "i4", 64: "u8", 65: "i8"}
+_INTEGERS = {*_DTYPES.values(), *(np.dtype(code).name for code in _DTYPES.values())}
 _SIZES = ("u1", "u2", "u4", "u8")
 _WIDTHS = ("i8", "i4", "u2")  # of ids as bytes, which do not tell: the widest that gives ids is taken
 _MOST_ID, _LOOKED_AT = 2**21, 2**20  # more than any vocabulary; bytes
@@ -60,35 +61,39 @@ class Shards(Records):
 
 
 def _shards(folder: Path) -> list[dict[str, Any]] | None:
-    """The shards that the index lists; None if it is not of this format."""
+    """The shards that the index lists; None if it is not of this format. Raises `UserError` if it lists one twice: a
+    small folder could fill the disk."""
     try:
         tree = json.loads((folder / _INDEX).read_bytes())
         shards = tree["shards"] if tree["version"] == 2 else []
         is_known = bool(shards) and all(_is_shard(shard) for shard in shards)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    if is_known and len({shard["raw_data"]["basename"] for shard in shards}) < len(shards):
+        raise UserError(f"{folder}: {_INDEX} names a shard twice", fix=_COPY)
     return shards if is_known else None
 
 
 def _is_shard(shard: Mapping[str, Any]) -> bool:
     """True for the entry of a shard. Raises `KeyError` or `TypeError` for something else."""
     names, encodings, sizes = (shard[f"column_{what}"] for what in ("names", "encodings", "sizes"))
+    kept = [shard["raw_data"], *([shard["zip_data"]] if shard.get("zip_data") else [])]
     numbers = [shard["samples"], shard["raw_data"]["bytes"], *(size for size in sizes if size is not None)]
     return (
         shard["format"] == "mds"
         and 0 < len(names) == len(encodings) == len(sizes)
-        and all(isinstance(text, str) for text in (*names, *encodings))
+        and all(isinstance(text, str) for text in (*names, *encodings, *(one["basename"] for one in kept)))
         and all(isinstance(number, int) and number >= 0 for number in numbers)
     )
 
 
 def _file(folder: Path, shard: Mapping[str, Any], where: str) -> tuple[Path, bool]:
     """The file of a shard, and whether it is raw. Raises `UserError` if neither is there."""
-    names = [str(shard[kind]["basename"]) for kind in ("raw_data", "zip_data") if shard.get(kind)]
+    names = [shard[kind]["basename"] for kind in ("raw_data", "zip_data") if shard.get(kind)]
     for name in names:
-        if Path(name).name == name and (folder / name).is_file():
-            return folder / name, name == names[0]
-    raise UserError(f"{where}: {names[0]}, which {_INDEX} names, is not there", fix=_COPY)
+        if path := file_in(folder, name):
+            return path, name == names[0]
+    raise UserError(f"{where}: {names[0][:256]}, which {_INDEX} names, is not there", fix=_COPY)
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,8 @@ def _array(value: NDArray[np.uint8], of: str, where: str) -> NDArray[Any]:
             if dims != 1:
                 raise ValueError(f"{dims} dims")
             value = value[1 + width :]
+        if dtype not in _INTEGERS:  # numpy would parse any text
+            raise ValueError(f"dtype {dtype[:64]!r}")
         array: NDArray[Any] = np.frombuffer(value, np.dtype(dtype).newbyteorder("<"))
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(f"{where}: not an array of token ids: {error}", fix="write it as ndarray:int32") from error

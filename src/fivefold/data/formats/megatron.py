@@ -97,9 +97,9 @@ class _Index:
         data = np.asarray(np.memmap(path, np.uint8, "r"))[_HEADER.size :]
         lengths, offsets = data[: 4 * sequences].view("<i4"), data[4 * sequences :][: 8 * sequences].view("<i8")
         found = data[12 * sequences :].view("<i8")
-        if found.tolist() == [0]:  # written without ends of documents: a sequence is one
+        if len(found) == 1 and not found[0]:  # written without ends of documents: a sequence is one
             found = np.arange(sequences + 1)
-        if found[:1].tolist() != [0] or int(found[-1]) != sequences or (np.diff(found) < 0).any():
+        if found[:1].tolist() != [0] or int(found[-1]) != sequences or (found[1:] < found[:-1]).any():
             raise UserError(f"{where}: its documents are not the {many(sequences, 'sequence')} in order", fix=_COPY)
         return cls(np.dtype(_DTYPES[code]), lengths, offsets, found)
 
@@ -120,6 +120,8 @@ def _tokens(path: Path, index: _Index, where: str) -> NDArray[np.integer]:
         or (index.offsets % width).any()
     ):
         raise UserError(f"{where}: its .idx names places that are not in it", fix=_COPY)
+    if int(index.lengths.sum(dtype=np.int64)) * width > size:  # a small file could fill the disk
+        raise UserError(f"{where}: its .idx names tokens twice", fix=_COPY)
     return np.asarray(np.memmap(path, index.dtype, "r")) if size else np.empty(0, index.dtype)
 
 

@@ -99,7 +99,7 @@ def readable(where: str, kind: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, NotImplementedError) as error:  # the bases of pyarrow's own
+    except (OSError, ValueError, NotImplementedError, MemoryError) as error:  # the bases of pyarrow's own
         raise UserError(
             f"{where}: not readable as {kind}: {str(error).splitlines()[0]}", fix="copy the file from its origin again"
         ) from error
