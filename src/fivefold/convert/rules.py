@@ -369,8 +369,8 @@ def best(given: Given) -> Keys:
         return
     if not (has and keys.get("eval.every") and keys.get("data.validation")):
         why = "no validation is made every so many steps" if has else "nothing asks for the best"
-        asked = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold")
-        for name in (*asked, "metric_for_best_model", "greater_is_better", *(["save_strategy"] if saves else [])):
+        unused = ("load_best_model_at_end", "early_stopping_patience", "early_stopping_threshold")
+        for name in (*unused, "metric_for_best_model", "greater_is_better", *(["save_strategy"] if saves else [])):
             given.leave(name, why)
         return
     named, is_greater = given("metric_for_best_model"), given("greater_is_better")
