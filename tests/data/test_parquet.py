@@ -1,5 +1,7 @@
 """Parquet files: the same documents as from JSONL, and what is said about those that cannot be read."""
 
+import csv
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,3 +140,28 @@ def test_long_rows_are_read_one_by_one(tmp_path: Path) -> None:
         assert read == text
         most = max(most, pa.total_allocated_bytes() - before)
     assert most < 32 * 2**20
+
+
+def test_numbers_of_records_are_read_from_every_kind_of_table(tmp_path: Path) -> None:
+    """The columns that a loss of the user's own names, beside the text."""
+    datasets = pytest.importorskip("datasets")
+    texts, weights = TEXTS[:20], [number / 4 for number in range(20)]
+    table = {"note": ["x"] * 20, "text": texts, "weight": weights, "class": [number % 3 for number in range(20)]}
+    write(tmp_path / "a.parquet", **table)
+    datasets.Dataset.from_dict(table).save_to_disk(str(tmp_path / "saved"))
+    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with (tmp_path / "a.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([list(table), *(list(row.values()) for row in rows)])
+    own = {"name": "python", "path": "my_loss.py:fn", "columns": ["weight", "class"]}
+
+    def read(name: str) -> list[float]:
+        config = config_for(tmp_path / name)
+        config = config.model_copy(update={"objective": type(config.objective).model_validate(own)})
+        batches = whole(prepare(config, cache=tmp_path / "cache").train)
+        return [float(x) for key in own["columns"] for batch in batches for x in batch.columns[key].reshape(-1)]
+
+    expected = read("a.jsonl")
+    assert {*weights, 2.0} <= {*expected}
+    for name in ("a.parquet", "saved", "a.csv"):
+        assert read(name) == expected, name

@@ -6,7 +6,7 @@ named in the report of a run's data.
 """
 
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -463,6 +463,11 @@ def _numbered(document: Document, record: Mapping[str, object], source: Source, 
     text = NumberedText(document)
     text.numbers = numbers
     return text
+
+
+def keys_read(names: Sequence[str], source: Source, of_document: Sequence[str]) -> list[str]:
+    """The columns of a table that are read: those of the document, and the numbers of its record."""
+    return [key for key in dict.fromkeys((*of_document, *source.numbers)) if key in names]
 
 
 def given(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from fivefold.core.cache import file_digest, key_of
 from fivefold.core.errors import UserError
 from fivefold.data.formats.parquet import needs_pyarrow, readable, value_of
-from fivefold.data.records import Records, given
+from fivefold.data.records import Records, given, keys_read
 from fivefold.data.source import Source, file_in, no_documents
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -47,7 +47,7 @@ class ArrowFolder(Records):
     def _rows(self, batch: Any, source: Source, where: str, before: int) -> Generator[tuple[str, Mapping[str, object]]]:
         names = batch.schema.names
         parts = self.keys_of(names, source)
-        keys = [key for key in (parts.keys if parts else (source.text_key,)) if key in names]
+        keys = keys_read(names, source, parts.keys if parts else (source.text_key,))
         unread = dict.fromkeys(names)
         for key in keys:  # Arrow itself does not check the offsets of a file, and would read beyond its end
             batch.column(key).validate(full=True)

@@ -29,9 +29,19 @@ class Csv(Records):
                         fix='put a field that holds the separator or a line end in quotes: "..."',
                     )
                 is_empty = False
-                yield f"{where}:{line}", dict(zip(header, row, strict=True))
+                record: dict[str, object] = dict(zip(header, row, strict=True))
+                numbers = {key: _number(record[key]) for key in source.numbers if key in record}
+                yield f"{where}:{line}", record | numbers
         if is_empty:
             raise no_documents(where, "no row below the names of the columns")
+
+
+def _number(field: object) -> object:
+    """The number that a field is, or the field itself."""
+    try:
+        return float(str(field))
+    except ValueError:
+        return field
 
 
 def _header(path: Path, names: list[str], source: Source) -> list[str]:

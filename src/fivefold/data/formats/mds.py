@@ -18,7 +18,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.batch import IGNORE
 from fivefold.data.compression import MOST_BYTES, opened, read_most
-from fivefold.data.records import Records
+from fivefold.data.records import Records, keys_read
 from fivefold.data.source import Source, file_in, no_documents, not_utf8
 
 _INDEX = "index.json"
@@ -27,6 +27,9 @@ _COPY = "copy the folder from its origin again"
 _DTYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 32: "u4", 33: "i4", 64: "u8", 65: "i8"}
 _INTEGERS = {*_DTYPES.values(), *(np.dtype(code).name for code in _DTYPES.values())}
 _SIZES = ("u1", "u2", "u4", "u8")
+_SCALARS = {"int": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8"} | {
+    f"{sign}int{8 * size}": f"<{sign or 'i'}{size}" for sign in ("", "u") for size in (1, 2, 4, 8)
+}  # encodings of one number
 _WIDTHS = ("i8", "i4", "u2")  # of ids as bytes, which do not tell: the widest that gives ids is taken
 _MOST_ID, _LOOKED_AT = 2**21, 2**20  # more than any vocabulary; bytes
 
@@ -52,7 +55,7 @@ class Shards(Records):
         for listed in _shards(path) or []:
             shard = _Shard.read(path, listed, where)
             parts = self.keys_of(shard.names, source)
-            keys = parts.keys if parts else (source.text_key,)
+            keys = keys_read(shard.names, source, parts.keys if parts else (source.text_key,))
             for number, sample in enumerate(shard.samples(keys), start=1):
                 is_empty = False
                 yield f"{shard.where}:{number}", sample
@@ -194,6 +197,8 @@ def _decoded(value: NDArray[np.uint8], encoding: str, where: str) -> object:
     kind, _, of = encoding.partition(":")
     if kind == "ndarray":
         return _array(value, of, where)
+    if kind in _SCALARS and len(value) == np.dtype(_SCALARS[kind]).itemsize:
+        return value.view(_SCALARS[kind])[0].item()
     if kind not in ("str", "json"):
         raise UserError(f"{where} is encoded as {kind}", fix="write texts as str, and token ids as ndarray")
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.data.compression import check_is_data
-from fivefold.data.records import Records, given, no_text, parts_of
+from fivefold.data.records import Records, given, keys_read, no_text, parts_of
 from fivefold.data.source import Part, Source, no_documents, not_utf8
 
 _ROWS, _TOGETHER = 64, 2**24  # rows and bytes that are decoded together, roughly
@@ -56,7 +56,7 @@ class Parquet(Records):
             parts = parts_of(file.schema_arrow.names, source)
             if parts is None:
                 _check_column(file, source, where)
-            keys = list(parts.keys) if parts else [source.text_key]
+            keys = keys_read(file.schema_arrow.names, source, parts.keys if parts else (source.text_key,))
             unread = dict.fromkeys(file.schema_arrow.names)
             for batch in file.iter_batches(_rows(file), list(groups), columns=keys, use_threads=False):
                 for number in range(batch.num_rows):
