@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BioGptConfig, GPT2Config, LlamaConfig
 
 import fivefold as ff
+from fivefold.config import load_config
 from fivefold.core.errors import UserError
 from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
@@ -293,3 +294,5 @@ def test_the_config_of_peft_is_written_and_read(tmp_path: Path) -> None:
     config = config_of(LORA, ["q_proj"], [], base="a/b", is_transposed=False)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     assert config["lora_dropout"] == 0.05 and lora_of(tmp_path).dropout == 0.05
+    lora = load_config(None, ["adapter.name=lora", "adapter.dropout=0.05"]).adapter.lora
+    assert lora is not None and lora.dropout == 0.05

@@ -78,6 +78,7 @@ def test_dropout_goes_on_bitwise_and_the_same_under_another_layout(tmp_path: Pat
     overrides, adapter = {"attention_dropout": 0.1}, {"name": "lora", "rank": 4, "dropout": 0.2}
     options: dict[str, Any] = {"train__max_steps": 5, "checkpoint__every": 3, "precision__compute": "fp64"}
     options |= {"train__neftune_noise_alpha": 5}
+    options |= {"sample__every": 1, "sample__prompts": ["der "], "sample__max_new_tokens": 2}
     alone, stopped, other = (run_file(tmp_path, **options, run__name=name) for name in ("alone", "stopped", "other"))
     for tree in (alone, stopped, other):
         tree["model"]["overrides"], tree["adapter"] = overrides, adapter
@@ -89,6 +90,8 @@ def test_dropout_goes_on_bitwise_and_the_same_under_another_layout(tmp_path: Pat
     assert train(stopped).error is None
     for name in NAMES:
         assert column(stopped, name) == column(alone, name), name
+    drawn = [(run_dir(tree) / "samples.jsonl").read_text() for tree in (alone, stopped)]
+    assert drawn[0] == drawn[1] and drawn[0].count("\n") == 5
     assert same(state(stopped, 5), state(alone, 5))
     other["layout"] = {"tp": 2}
     assert train(other).error is None
