@@ -146,7 +146,8 @@ def refusals_on_rank(layout: str) -> dict[str, str]:
             ff.train_step(model, update, given, loss=loss)
         except ff.UserError as error:
             found[name] = error.what
-    ff.evaluate(model, batch, loss=infinite)  # whose losses are not those of the step
+    for other in (z_loss, infinite):  # the one before is forgotten, and an evaluation's losses are not those of a step
+        ff.evaluate(model, batch, loss=other)
     result = ff.train_step(model, update, batch, loss=infinite)
     targets = int((batch["labels"][:, 1:] != -100).sum())
     return found | {"not finite": result.why if result.skipped else "", "targets": f"{targets} of {targets} losses"}

@@ -15,6 +15,7 @@ from fivefold.config import RunConfig, check_best, check_supported, load_config
 from fivefold.core.best import Best, retained
 from fivefold.core.errors import UserError
 from fivefold.launch.folder import best_kept_step
+from fivefold.report.run import _best
 from fivefold.report.run import main as report
 from fivefold.training.metrics import of_evaluation
 from tests.training.bodies import Stopped, column, run_dir, run_file, same, saving, train
@@ -102,6 +103,14 @@ def test_the_best_that_is_kept_is_the_last_one_said(tmp_path: Path) -> None:
     assert best_kept_step(config) == 3
     (config.run_dir / "checkpoints" / step_folder(3)).rmdir()
     assert best_kept_step(config) is None
+
+
+@pytest.mark.parametrize(("mode", "said"), [("min", "0.2500 at step 2, whose"), ("max", "0.7500 at step 3")])
+def test_the_page_of_a_run_has_the_best_by_its_direction(mode: str, said: str) -> None:
+    values = {1: 0.5, 2: 0.25, 3: 0.75, 4: 0.75, 5: None}
+    rows = [{"step": step, "eval/loss": value, "eval/best": 0.5} for step, value in values.items()]
+    found = _best(load_config(None, [f"eval.mode={mode}"]), [*rows, {"step": 6, "eval/loss": 0.0}], [2, 6])
+    assert f"eval/loss {said}" in found and found.endswith("is kept") == (mode == "min")
 
 
 def test_what_is_no_number_is_null_in_a_row() -> None:
