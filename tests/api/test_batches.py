@@ -47,6 +47,17 @@ def test_padding_on_either_side_takes_no_part_and_positions_stay(kind: torch.dty
     assert found.row_tokens is not None and found.row_tokens.tolist() == [3, 4]
 
 
+def test_columns_are_those_of_the_label_and_padding_has_none() -> None:
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+    batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS.masked_fill(mask == 0, NONE)}
+    batch["labels"][1, 1] = NONE
+    columns = {"each": IDS / 10, "row": torch.tensor([7, 8])}
+    found = micro_batch(batch | columns, row_multiple=1, vocabulary=100, has_columns=True)
+    assert found.columns["row"].tolist() == [[7, 7, 7, 0], [8, 8, 8, 8]]
+    trained = found.labels != NONE
+    assert np.allclose(found.columns["each"][trained], found.labels[trained] / 10)
+
+
 def test_a_document_begins_wherever_positions_do_not_go_on_by_one() -> None:
     positions = torch.tensor([[0, 1, 0, 1, 2], [3, 4, 7, 8, 8]])
     found = read({"input_ids": IDS, "labels": IDS, "position_ids": positions})
@@ -80,6 +91,11 @@ def test_whatever_differs_between_ranks_is_in_the_checksum() -> None:
     assert len(set(sums)) == len(sums)
     assert sums[0] == checksum([read({key: value.clone() for key, value in base.items()})])
     assert all(0 <= each < np.iinfo(np.int64).max for each in sums), "its negative has to fit as well"
+    weights = [{"weight": torch.full((2,), number)} for number in (0.5, 0.25)]
+    of_columns = [
+        checksum([micro_batch(base | each, row_multiple=1, vocabulary=100, has_columns=True)]) for each in weights
+    ]
+    assert len({sums[0], *of_columns}) == 3
 
 
 @pytest.mark.full

@@ -151,5 +151,9 @@ def test_a_run_on_conversations_is_told_from_one_on_texts(tmp_path: Path) -> Non
 def test_the_next_lines_talk_with_a_model_that_was_trained_to() -> None:
     config = load_config(None, ["run.name=x", 'sample.prompts=["der"]'])
     assert any("generate runs/x --prompt der" in line for line in next_commands(config, step=2, total_steps=2))
+    for best, is_said in ((None, False), (1, True), (2, False)):  # the last step needs no number
+        lines = next_commands(config, step=2, total_steps=2, best=best)
+        assert any("--step 1" in line for line in lines) == any("--best" in line for line in lines) == is_said
+        assert not any("--step 2" in line for line in lines)
     lines = next_commands(config, step=2, total_steps=2, converses=True)
     assert any("generate runs/x --chat --prompt Hello" in line for line in lines)
