@@ -18,7 +18,7 @@ from fivefold.launch.folder import best_kept_step
 from fivefold.report.run import _best
 from fivefold.report.run import main as report
 from fivefold.training.metrics import of_evaluation
-from tests.training.bodies import Stopped, column, run_dir, run_file, same, saving, train
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, train
 
 # ---- the record ------------------------------------------------------------------------------------------------------
 
@@ -83,15 +83,6 @@ def test_retention_keeps_the_newest_and_the_best_that_are_there() -> None:
     assert retained(there, keep=1, best=(20, 50, 30), keep_best=2) == {20, 50}
     assert retained(there, keep=1, best=(25, 10, 30), keep_best=1) == {10, 50}  # the save of 25 failed
     assert retained(there, keep=1, best=(20,), keep_best=0) == {50}
-
-
-def test_a_save_lets_newer_ones_be(tmp_path: Path) -> None:
-    """They were passed over on resume, and are none of the newest kept."""
-    for step in (3, 4, 5, 8):
-        (tmp_path / step_folder(step)).mkdir()
-    about = saving.Metadata(step=5, state={}, best=(8, 3, 4), keep_best=1)
-    saving._retain(tmp_path / step_folder(5), 1, about)
-    assert steps(tmp_path) == [3, 5, 8]
 
 
 def test_the_best_that_is_kept_is_the_last_one_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from fivefold.checkpoint import agreement
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
+from fivefold.training import preflight
 from tests.training.bodies import Stopped, column, run_file, same, state, train
 
 FOCAL = """
@@ -122,6 +124,14 @@ def test_a_checkpoint_of_another_objective_has_no_keys_of_it(tmp_path: Path) -> 
     assert not [key for key in plain if key.startswith("objective")]
     own = agreement(RunConfig.model_validate(tree_of(tmp_path)), "")
     assert own["objective.path"] == "my_loss.py:focal" and own["objective.columns"] == ["weight"]
+
+
+def test_ranks_compare_what_is_in_the_file(tmp_path: Path) -> None:
+    config, data, fields = RunConfig.model_validate(tree_of(tmp_path)), Mock(), []
+    for source in (FOCAL, FOCAL + "\n"):
+        (tmp_path / "my_loss.py").write_text(source)
+        fields.append(preflight._fields(config, data))
+    assert [name for name in fields[0] if fields[0][name] != fields[1][name]] == ["the hash of objective.path"]
 
 
 def test_a_path_is_relative_to_the_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

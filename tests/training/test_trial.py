@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -70,6 +71,20 @@ def test_memory_as_large_as_the_state_is_taken_where_there_is_none_yet(monkeypat
     job.optimizer.state = {"of a resumed run": {}}
     trial.run(job)
     assert tried == [0]
+
+
+def test_the_loss_that_is_tried_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of the user's own takes memory of its own, in a step and in an evaluation."""
+    seen = list[Any]()
+    monkeypatch.setattr(trial, "_put_back", lambda model: nullcontext())
+    monkeypatch.setattr(trial, "gradients", lambda *_, loss: seen.append(loss))
+    monkeypatch.setattr(trial, "mean_loss", lambda model, batches, loss: seen.append(loss))
+    for name in ("state_of", "squared_norm", "all_reduce_sum"):
+        monkeypatch.setattr(trial, name, MagicMock())
+    job = MagicMock(config=load_config(None, ["eval.every=1"]), world=World())
+    job.batch.return_value = [SimpleNamespace(targets=3)]
+    trial.run(job)
+    assert seen == [job.loss, job.loss]
 
 
 def test_it_pays_on_a_gpu() -> None:
