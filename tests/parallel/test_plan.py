@@ -122,7 +122,11 @@ def test_facts_depend_on_config_class_and_what_is_trained() -> None:
     keys.add(discover._key(model))
     model.config.rope_parameters = dict(model.config.rope_parameters) | {"rope_theta": 5.0}
     keys.add(discover._key(model))
-    assert len(keys) == 4
+    drops = build_meta(hf_config(Case("single", "gpt2")))
+    keys.add(discover._key(drops))
+    drops.transformer.drop.p = 0.25  # which no config says
+    keys.add(discover._key(drops))
+    assert len(keys) == 6
 
 
 def test_facts_depend_on_the_code_that_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,9 @@ from fivefold.core.errors import UserError
 from fivefold.data.prepare import prepare
 from fivefold.generation import GenerateRequest
 from fivefold.generation.launch import start
+from fivefold.generation.prompts import Prompt
 from fivefold.launch.folder import next_commands
+from fivefold.training import samples
 from fivefold.training.samples import OF_FILE, as_text
 from tests.training.bodies import run_dir, run_file, train
 
@@ -126,6 +129,21 @@ def test_forms_of_conversations(written: Any, conversations: list[list[str]]) ->
         and not load_config(None, [f"sample.messages={json.dumps(written)}", "sample.every=0"]).sample.is_on
     )
     assert RunConfig.model_validate(config.model_dump(mode="json", by_alias=True)) == config
+
+
+def test_an_answer_ends_where_its_prompt_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Any]()
+
+    def pieces(model: Any, tokenizer: Any, ids: Any, ends: Any, **options: Any) -> list[str]:
+        seen.append((ids.tolist(), ends, options))
+        return ["a", "b"]
+
+    monkeypatch.setattr(samples, "pieces", pieces)
+    found = samples.Samples.__new__(samples.Samples)
+    found._opened, found._options = Mock(), {"seed": 7}
+    found._prompts = [Prompt([1, 2], {"prompt": "x"}, (5,), ("END",))]
+    assert [one.row for one in found.draw(3)] == [{"step": 3, "prompt": "x", "text": "ab"}]
+    assert seen == [([[1, 2]], (5,), {"stop": ("END",), "seed": 7})]
 
 
 def test_a_conversation_for_people() -> None:
