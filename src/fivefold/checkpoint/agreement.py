@@ -39,6 +39,8 @@ def agreement(
     keys = {key: value for key, value in keys.items() if value is not None}  # None: a key of another optimizer
     if keys[STATES] == KEYS["state_dtype"].file_default:  # absent, as in checkpoints older than the key
         del keys[STATES]
+    if not tree["data"]["streaming"]:  # absent, likewise
+        del keys["data.streaming"]
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}

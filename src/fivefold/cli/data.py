@@ -92,20 +92,25 @@ def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "R
         "bytes_tokenised": ahead.size,
         "seconds": ahead.seconds,
         "units_left": ahead.left,
-        "train_rows": None if ahead.data is None else len(ahead.data.train),
+        "train_rows": None if ahead.data is None or config.data.streaming else len(ahead.data.whole),
     }
-    return Report(title="prepared", rows=lines, ok=True, closing=_closing(ahead), details=details)
+    return Report(
+        title="prepared", rows=lines, ok=True, closing=_closing(ahead, streaming=config.data.streaming), details=details
+    )
 
 
-def _closing(ahead: "Ahead") -> str:
+def _closing(ahead: "Ahead", *, streaming: bool) -> str:
     from fivefold.core.units import many
 
     speed = ahead.size / 1e6 / ahead.seconds
     said = f"{many(ahead.tokenised, 'unit')} tokenised here, {ahead.size / 1e6:,.1f} MB of text"
     said += f", in {ahead.seconds:,.1f} s ({speed:.2f} MB/s)" if ahead.tokenised else ""
+    if streaming:
+        left = f"{many(ahead.left, 'unit')} not yet done: the run tokenises them while training" * bool(ahead.left)
+        return f"{said}. {left or 'All units are ready: the run packs them window by window'}."
     if ahead.data is None:
         return (
             f"{said}. {many(ahead.left, 'unit')} of other shards not yet done: the last shard joins them, and so does "
             "--prepare without --shard, which also does what is missing."
         )
-    return f"{said}. Ready: {many(len(ahead.data.train), 'row')} of {ahead.data.train.seq_length:,} to train on."
+    return f"{said}. Ready: {many(len(ahead.data.whole), 'row')} of {ahead.data.whole.seq_length:,} to train on."

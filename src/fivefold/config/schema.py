@@ -242,6 +242,9 @@ class DataSection(Section):
     bos: Literal["auto"] | bool = Field(
         default="auto", description="BOS in front of each document: auto (as the tokenizer does), true, false"
     )
+    streaming: bool = Field(
+        default=False, description="tokenise while training; rows are shuffled within windows of the text"
+    )
 
 
 class TrainSection(Section):
@@ -853,6 +856,7 @@ def check_supported(config: RunConfig) -> None:
             )
     check_best(config)
     check_code(config)
+    check_streaming(config)
     if config.objective.compares and config.balance.capacity_factor is not None:
         raise UserError(
             f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
@@ -873,6 +877,37 @@ def check_supported(config: RunConfig) -> None:
             fix="set model.init: random, or name a Hugging Face folder or hub id",
             more=READ_MORE,
         )
+
+
+def check_streaming(config: RunConfig) -> None:
+    """Raise `UserError` for `data.streaming` with a key that needs all rows before the first step."""
+    if not config.data.streaming:
+        return
+    objective, tokenizer = config.objective.name, config.tokenizer.name_or_path
+    asked = {
+        "train.max_epochs": (config.train.max_epochs, "the number of rows is not known", "set train.max_tokens"),
+        f"tokenizer.name_or_path: {tokenizer}": (
+            tokenizer.startswith("train:"),
+            "the tokenizer is trained on all of data.train",
+            "name a tokenizer that is there",
+        ),
+        "weights of sources": (
+            len({source.weight for source in config.data.train}) > 1,
+            "an epoch reads every unit of text once",
+            "leave data.train[].weight out",
+        ),
+        f"objective.name: {objective}": (
+            config.objective.has_answers or objective == "distill",
+            "it computes numbers of all rows before the first step",
+            "train on texts, conversations or prompts with answers",
+        ),
+    }
+    for what, (is_asked, why, fix) in asked.items():
+        if is_asked:
+            raise UserError(
+                f"data.streaming with {what}: {why}", fix=f"{fix}, or set data.streaming: false",
+                more="docs/howto/data.md, 'Tokenise while training'",
+            )  # fmt: skip
 
 
 def check_best(config: RunConfig, *, has_validation: bool = True) -> None:

@@ -82,8 +82,11 @@ def prepare_ahead(
     began, root = time.monotonic(), cache_root(cache)
     train, validation, tokenizer = inputs(config, root, progress)
     sources: list[Units] = []
-    for files in (*train, *validation):
+    for files, is_streamed in [(one, config.data.streaming) for one in train] + [(one, False) for one in validation]:
         check_settings(files)
+        if is_streamed:
+            sources.append(Units.begin(files, tokenizer, root, unit_bytes, streamed=True))
+            continue
         # Only a call for all of it reads all of it: a shard must not take longer the more shards there are.
         if files.store or (not shard and store_folder(files, content_key(files, root), tokenizer, root).is_dir()):
             continue

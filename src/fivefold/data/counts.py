@@ -62,7 +62,8 @@ class DataCounts:
     """Everything that was read and left out, and the rows of both sides.
 
     `fraction` is the requested held-out part, 0 for none or a list. `bos` describes the tokens in front of the
-    documents. `columns`, `ids`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties.
+    documents. `streamed`: the units of a run that tokenises while training; then all other counts are of its first
+    window. `columns`, `ids`, `answers_alone`: see `StoreMeta`. `tokenizer`: its unexpected properties.
     """
 
     files: int
@@ -81,6 +82,7 @@ class DataCounts:
     ids: tuple[str, ...] = ()
     answers_alone: tuple[str, ...] = ()
     tokenizer: tuple[str, ...] = ()
+    streamed: str = ""
 
     @property
     def held_out(self) -> float:
@@ -92,7 +94,9 @@ class DataCounts:
         """Three or four short lines, and one per source if there are several."""
         bos = f", {self.bos}" if self.bos else ""
         trained = [f"trained     {_trained(self.train)}"] if self.train.examples else []
+        streamed = [f"streamed    {self.streamed}"] if self.streamed else []
         lines = [
+            *streamed,
             f"{many(self.documents, 'document')} in {many(self.files, 'file')}, {many(self.tokens, 'token')}{bos}",
             f"train       {_rows(self.train, self.seq_length)}",
             *trained,

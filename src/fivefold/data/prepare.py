@@ -16,17 +16,17 @@ import numpy as np
 
 from fivefold.config import DataSource, ObjectiveSection, RunConfig
 from fivefold.core import history
-from fivefold.core.cache import Progress, cache_root, entry, key_of, say_aloud
+from fivefold.core.cache import Progress, cache_root, key_of, say_aloud
 from fivefold.core.errors import UserError
-from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
-from fivefold.data.rows import PackedRows, Pool, RowIndex, build_index
+from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.spans import Turn
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
-from fivefold.data.store import BLOCK, Say, TokenStore, store_for
+from fivefold.data.store import BLOCK, Say, TokenStore, check_settings, store_for
+from fivefold.data.stream import StreamedRows, settings_of
 from fivefold.data.tokenizer import TokenizerInfo, find_tokenizer
 from fivefold.data.units import Units
 
@@ -43,10 +43,17 @@ class PreparedData:
     seq_length and packing. Runs with the same fingerprint and seed read the same batches."""
 
     tokenizer: TokenizerInfo
-    train: PackedRows
+    train: RowSource
     validation: PackedRows | None
     counts: DataCounts
     fingerprint: str
+
+    @property
+    def whole(self) -> PackedRows:
+        """All rows of training. Raises `UserError` if they are packed while training."""
+        if isinstance(self.train, PackedRows):
+            return self.train
+        raise UserError("data.streaming: this needs all rows before the first step", fix="set data.streaming: false")
 
     @cached_property
     def converses(self) -> bool:
@@ -74,6 +81,8 @@ def prepare(
     """
     root = cache_root(cache)
     train, validation, tokenizer = inputs(config, root, progress)
+    if config.data.streaming:
+        return _streamed(config, root, train, validation, tokenizer, progress, say)
 
     def store_of(files: FileList) -> TokenStore:
         return store_for(files, tokenizer, root, progress, say, Units.find(files, tokenizer, root))
@@ -83,12 +92,7 @@ def prepare(
     plan = _Plan.of(config, stores, held)
     folder = root / "rows" / plan.key
 
-    def build(beside: Path, damage: str) -> None:
-        if damage:
-            say(f"DAMAGED: the cached rows: {damage}; they are packed again")
-        plan.build(beside)
-
-    counts = entry(folder, read=lambda folder: _counts_of(folder, root), build=build)
+    counts = kept_counts(folder, root, say, plan.build)
     return _open(plan, folder, counts, tokenizer, config.train.seed, train, validation)
 
 
@@ -206,8 +210,8 @@ class _Plan:
         """The different weights, in the order of their first source. Sources of one weight are packed together."""
         return list(dict.fromkeys(self.weights))
 
-    def build(self, folder: Path) -> None:
-        """Write the row indices of both sides and their counts."""
+    def build(self, folder: Path) -> dict[str, Any]:
+        """Write the row indices of both sides, and return their counts."""
         # Arrays of all blocks are large: free them before rows are packed.
         spans, held, repeated = self._split()
         counts: dict[str, Any] = {
@@ -215,27 +219,12 @@ class _Plan:
             "validation": None,
             "repeated": repeated,
         }
-        if not counts["train"]["rows"]:
-            if pairs := counts["train"]["too_long"]:
-                raise UserError(
-                    f"data.train: no pair of answers fits in a row ({many(pairs, 'pair')})",
-                    fix=f"set a data.seq_length above {self.seq_length}: a pair is two prompts with their answers",
-                )
-            if examples := counts["train"]["untrained"]:
-                raise UserError(
-                    f"data.train: no document has a trained token ({many(examples, 'example')})",
-                    fix="add answers, or set data.train[].train_on: all, or a longer data.seq_length",
-                )
-            raise UserError(
-                f"data.train: no document has two tokens or more ({counts['train']['spans']:,} documents)",
-                fix="add text",
-            )
+        _check_rows(RowCounts(**counts["train"]), self.seq_length)
         if held:
             index, of_held = self._rows(held, self.held or self.stores)
             index.save(folder / "validation")
             counts["validation"] = asdict(of_held)
-        arrays = {str(path.relative_to(folder)): file_checksum(path) for path in sorted(folder.glob("*/*.npy"))}
-        (folder / "counts.json").write_text(signed({**counts, "arrays": arrays}), encoding="utf-8")
+        return counts
 
     def _split(self) -> tuple[Spans, Spans | None, int]:
         """The spans of both sides, and the number of blocks of a validation list that are in the training text too."""
@@ -276,17 +265,26 @@ class _Plan:
         )
 
 
+def _check_rows(counts: RowCounts, seq_length: int) -> None:
+    """Raise `UserError` if there are no rows to train on."""
+    if counts.rows:
+        return
+    if pairs := counts.too_long:
+        raise UserError(
+            f"data.train: no pair of answers fits in a row ({many(pairs, 'pair')})",
+            fix=f"set a data.seq_length above {seq_length}: a pair is two prompts with their answers",
+        )
+    if examples := counts.untrained:
+        raise UserError(
+            f"data.train: no document has a trained token ({many(examples, 'example')})",
+            fix="add answers, or set data.train[].train_on: all, or a longer data.seq_length",
+        )
+    raise UserError(f"data.train: no document has two tokens or more ({counts.spans:,} documents)", fix="add text")
+
+
 def _repeated(validation: Blocks, train: Blocks) -> int:
     """Blocks of a validation list that are in the training text too (with a fraction the hash keeps them apart)."""
     return int(np.isin(validation.hash, train.hash).sum())
-
-
-def _counts_of(folder: Path, root: Path) -> dict[str, Any]:
-    """The counts from `_Plan.build`, after checking all rows in `folder`. Raises `DamagedError`."""
-    counts = read_signed(folder / "counts.json")
-    for name, checksum in counts["arrays"].items():
-        check_file(folder / name, checksum, root)
-    return counts
 
 
 def _open(
@@ -331,6 +329,79 @@ def _open(
         ),
         fingerprint=plan.key,
     )
+
+
+def _streamed(
+    config: RunConfig, root: Path, train: list[FileList], validation: list[FileList], tokenizer: TokenizerInfo,
+    progress: Progress | None, say: Say,
+) -> PreparedData:  # fmt: skip
+    """The data of a run that tokenises while training: its first window, and a validation list as a whole."""
+    data = config.data
+    for files in train:
+        check_settings(files)
+        if files.store:
+            raise UserError(
+                f"data.streaming: {files.source.label}: {files.name} is a token store, which is tokenised already",
+                fix="set data.streaming: false",
+            )
+    units = tuple(Units.begin(files, tokenizer, root, streamed=True) for files in train)
+    rows = StreamedRows(
+        config, units, root=root, tokenizer=tokenizer, say=say, progress=progress,
+        check=lambda files, store: _check_objective(config, [(files, store)]),
+    )  # fmt: skip
+    stores = tuple(store_for(files, tokenizer, root, progress, say) for files in validation)
+    _check_objective(config, list(zip(validation, stores, strict=True)))
+    held = _held_rows(stores, rows, root, say) if stores else rows.held_out()
+    first = rows.sample
+    _check_rows(first.counts, data.seq_length)
+    read = [
+        *settings_of(units, rows.first),
+        *((store.meta.ids, store.meta.columns, store.meta.answers_alone) for store in stores),
+    ]
+    total = sum(len(source.units) for source in units)
+    return PreparedData(
+        tokenizer=tokenizer,
+        train=rows,
+        validation=held or None,
+        counts=DataCounts(
+            files=sum(len(one.files) for one in (*train, *validation)),
+            files_left_out=sum(len(one.left_out) for one in (*train, *validation)),
+            documents=sum(store.meta.documents for store in (*first.stores, *stores)),
+            tokens=sum(store.meta.tokens for store in (*first.stores, *stores)),
+            seq_length=data.seq_length,
+            train=first.counts,
+            sources=(),
+            validation=held.counts if held else None,
+            validation_asked=bool(data.validation),
+            repeated=0,
+            fraction=0.0 if stores else float(data.validation),  # type: ignore[arg-type]
+            bos=_bos_line(tokenizer, (*first.stores, *stores)),
+            tokenizer=tokenizer.remarks(converses=_is_rendered((*first.stores, *stores))),
+            columns=tuple(columns for _, columns, _ in read if columns),
+            ids=tuple(ids for ids, _, _ in read if ids),
+            answers_alone=tuple(line for _, _, alone in read for line in alone),
+            streamed=f"{many(total, 'unit')} of text in {many(rows.order.windows, 'window')}; first of them:",
+        ),
+        fingerprint=key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores]),
+    )
+
+
+def _held_rows(stores: Stores, rows: StreamedRows, root: Path, say: Say) -> PackedRows:
+    """The rows of a validation list."""
+    blocks = blocks_of(stores)
+    spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
+
+    def build(folder: Path) -> dict[str, Any]:
+        index, counts = build_index(stores, *spans, seq_length=rows.seq_length, packing=rows.packing)
+        index.save(folder / "validation")
+        return {"validation": asdict(counts)}
+
+    contents = [[store.meta.content, store.meta.tokenizer] for store in stores]
+    folder = root / "rows" / key_of("validation", _ROWS_VERSION, contents, rows.seq_length, rows.packing)
+    counts = RowCounts(**kept_counts(folder, root, say, build)["validation"])
+    pool = Pool(1.0, counts.rows, counts.tokens)
+    index = RowIndex.load(folder / "validation")
+    return PackedRows(index, stores, counts, (pool,), rows.seq_length, rows.pad_id, rows.order.seed)
 
 
 def _is_rendered(stores: Stores) -> bool:

@@ -1,17 +1,23 @@
 """Packed rows: the index from a row to its pieces, and the batches of a data rank.
 
-The index is memory-mapped from the cache, so opening it costs nothing and any row is found at once.
+The index is memory-mapped from the cache, so opening it costs nothing and any row is found at once. `RowSource` is all
+that a trainer asks for; rows that are packed while it trains are another kind of it (`data.stream`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.core.cache import entry
+from fivefold.core.integrity import check_file, file_checksum, read_signed, signed
 from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
 from fivefold.data.order import RowOrder
@@ -26,7 +32,7 @@ from fivefold.data.split import (
     store_at,
     trained_targets,
 )
-from fivefold.data.store import TokenStore
+from fivefold.data.store import Say, TokenStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +101,26 @@ def build_index(
     return index, counts
 
 
+def kept_counts(folder: Path, root: Path, say: Say, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """The counts of the rows in the entry `folder` of the cache, after checking the rows. `build` writes their indices,
+    each into a folder of its own, and returns the counts."""
+
+    def write(beside: Path, damage: str) -> None:
+        if damage:
+            say(f"DAMAGED: the cached rows: {damage}; they are packed again")
+        counts = build(beside)
+        arrays = {str(path.relative_to(beside)): file_checksum(path) for path in sorted(beside.glob("*/*.npy"))}
+        (beside / "counts.json").write_text(signed({**counts, "arrays": arrays}), encoding="utf-8")
+
+    def read(folder: Path) -> dict[str, Any]:
+        counts = read_signed(folder / "counts.json")
+        for name, checksum in counts["arrays"].items():
+            check_file(folder / name, checksum, root)
+        return counts
+
+    return entry(folder, read=read, build=write)
+
+
 @dataclass(frozen=True)
 class Pool:
     """Rows that are packed together and read equally often, and the real input tokens in them."""
@@ -104,41 +130,14 @@ class Pool:
     tokens: int
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRows:
-    """The rows of one side, training or validation: those of the first pool, then of the second, and so on."""
+class RowSource(ABC):
+    """The rows of training in their endless order, epoch after epoch: a function of the data and the seed alone.
 
-    index: RowIndex
-    stores: tuple[TokenStore, ...]
-    counts: RowCounts
-    pools: tuple[Pool, ...]
+    `seq_length`: tokens of a row. `pad_id`: the token that fills it.
+    """
+
     seq_length: int
     pad_id: int
-    seed: int
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @property
-    def largest_token(self) -> int:
-        """The largest token id in its stores."""
-        return max(store.largest for store in self.stores)
-
-    @property
-    def epoch_rows(self) -> Fraction:
-        """Average rows per epoch: one pass over the pool with the largest weight, and the share of the others."""
-        return self._order.per_epoch
-
-    def epochs(self, rows: int) -> float:
-        """The number of epochs in `rows` rows."""
-        return float(rows / self.epoch_rows)
-
-    @property
-    def tokens_per_row(self) -> float:
-        """Average real input tokens per row, over the long-run output of `batch`."""
-        rows = sum(Fraction(pool.weight) * pool.rows for pool in self.pools)
-        tokens = sum(Fraction(pool.weight) * pool.tokens for pool in self.pools)
-        return float(tokens / rows)
 
     def batch(
         self,
@@ -168,6 +167,104 @@ class PackedRows:
         mine = [self.in_order(range(first, first + micro_batch_size)) for first in firsts]
         return [self.rows(rows, row_multiple=row_multiple) for rows in mine]
 
+    @abstractmethod
+    def in_order(self, places: Iterable[int]) -> list[int]:
+        """The numbers of the rows at these places (0, 1, ...) of the endless order."""
+
+    def rows(self, rows: Sequence[int | None], *, row_multiple: int) -> MicroBatch:
+        """The micro batch of these rows; None is a row of padding."""
+        length = -(-self.seq_length // row_multiple) * row_multiple
+        contents = [[] if row is None else self.pieces_of(row) for row in rows]
+        numbers = np.array([-1 if row is None else row for row in rows], np.int64)
+        return replace(assemble(contents, row_length=length, pad_id=self.pad_id), rows=numbers)
+
+    @abstractmethod
+    def pieces_of(self, row: int) -> list[Piece]:
+        """The sequences in the row of this number."""
+
+    @property
+    @abstractmethod
+    def sample(self) -> "PackedRows":
+        """The rows that describe the others: all there are, or the first that are packed."""
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Average real input tokens per row."""
+        return self.sample.mean_tokens
+
+    @property
+    @abstractmethod
+    def largest_token(self) -> int:
+        """The largest token id there may be."""
+
+    @abstractmethod
+    def extent(self, rows: int, steps: str) -> str:
+        """A text such as `178 rows; 20 steps read them 1.8 times`, of `steps` that read `rows` rows."""
+
+    @abstractmethod
+    def position(self, place: int) -> Mapping[str, Any]:
+        """What a checkpoint keeps so that `place` is found again at once; a dictionary of one key, or none."""
+
+    @abstractmethod
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Use the `position` in the state of a checkpoint."""
+
+    @abstractmethod
+    def filling(self) -> AbstractContextManager[None]:
+        """Inside, a process of this machine prepares the rows that come, if that is left to be done."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows(RowSource):
+    """The rows of one side, training or validation: those of the first pool, then of the second, and so on."""
+
+    index: RowIndex
+    stores: tuple[TokenStore, ...]
+    counts: RowCounts
+    pools: tuple[Pool, ...]
+    seq_length: int
+    pad_id: int
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id in its stores."""
+        return max(store.largest for store in self.stores)
+
+    @property
+    def epoch_rows(self) -> Fraction:
+        """Average rows per epoch: one pass over the pool with the largest weight, and the share of the others."""
+        return self._order.per_epoch
+
+    def extent(self, rows: int, steps: str) -> str:
+        times = float(rows / self.epoch_rows)
+        often = f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
+        per_epoch = "" if len(self.pools) == 1 else f", {float(self.epoch_rows):,.0f} an epoch by their weights"
+        return f"{len(self):,} rows{per_epoch}; {steps} read them {often} times"
+
+    @property
+    def sample(self) -> "PackedRows":
+        return self
+
+    def position(self, place: int) -> Mapping[str, Any]:
+        return {}  # any place is found at once
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def filling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @property
+    def mean_tokens(self) -> float:
+        """Average real input tokens per row, over the long-run output of `batch`."""
+        rows = sum(Fraction(pool.weight) * pool.rows for pool in self.pools)
+        tokens = sum(Fraction(pool.weight) * pool.tokens for pool in self.pools)
+        return float(tokens / rows)
+
     def sequential(
         self,
         *,
@@ -188,7 +285,6 @@ class PackedRows:
             yield self.rows(rows, row_multiple=row_multiple)
 
     def in_order(self, places: Iterable[int]) -> list[int]:
-        """The rows at these places (0, 1, ...) of the endless order."""
         return [self._order[place] for place in places]
 
     def rows_within(self, max_tokens: int | None) -> int:
@@ -206,13 +302,6 @@ class PackedRows:
         lengths = np.asarray(self.index.pieces.length, np.int64)
         return np.add.reduceat(lengths, self.index.offsets[:-1])
 
-    def rows(self, rows: Sequence[int | None], *, row_multiple: int) -> MicroBatch:
-        """The micro batch of these rows; None is a row of padding."""
-        length = -(-self.seq_length // row_multiple) * row_multiple
-        contents = [[] if row is None else self._pieces(row) for row in rows]
-        numbers = np.array([-1 if row is None else row for row in rows], np.int64)
-        return replace(assemble(contents, row_length=length, pad_id=self.pad_id), rows=numbers)
-
     @cached_property
     def row_targets(self) -> Int64s:
         """Trained targets of each row, int64 [rows]."""
@@ -220,7 +309,7 @@ class PackedRows:
             return np.zeros(0, np.int64)
         return np.add.reduceat(trained_targets(self.stores, self.index.pieces), self.index.offsets[:-1])
 
-    def _pieces(self, row: int) -> list[Piece]:
+    def pieces_of(self, row: int) -> list[Piece]:
         pieces = self.index.pieces
         here = slice(int(self.index.offsets[row]), int(self.index.offsets[row + 1]))
         spans = zip(

@@ -95,17 +95,17 @@ class DataReport:
 
 
 def examine(data: PreparedData, rows: int) -> DataReport:
-    """The first `rows` rows in training order, and the lengths of all."""
-    pieces, train = data.train.index.pieces, data.train
+    """The first `rows` rows in training order, and the lengths of all, or of those packed before training."""
+    train, sample = data.train, data.train.sample
     tokenizer = data.tokenizer.load()
     return DataReport(
         lines=tuple(data.counts.lines()),
         rows=tuple(
             tuple(_documents(train.rows([place], row_multiple=1), tokenizer))
-            for place in train.in_order(range(min(rows, len(train))))
+            for place in train.in_order(range(min(rows, len(sample))))
         ),
-        lengths=buckets(np.asarray(pieces.length)),
-        trained=buckets(_trained(train)) if data.counts.train.examples else (),
+        lengths=buckets(np.asarray(sample.index.pieces.length)),
+        trained=buckets(_trained(sample)) if data.counts.train.examples else (),
     )
 
 

@@ -68,10 +68,8 @@ def block_size(tokens: int, fraction: float) -> int:
 def blocks_of(stores: Sequence[TokenStore], size: int = BLOCK) -> Blocks:
     """The blocks of `size` tokens of the stores, as one sequence. A document of at most `size` tokens is one block, and
     its hash is that of the document for any size."""
-    offsets = [np.zeros(1, np.int64)]
-    for store in stores:
-        offsets.append(np.asarray(store.offsets[1:]) + offsets[-1][-1])
-    bounds = np.concatenate(offsets)
+    ends = [store.offsets[1:] + base for store, base in zip(stores, bases_of(stores).tolist(), strict=True)]
+    bounds = np.concatenate([np.zeros(1, np.int64), *ends])
     lengths = np.diff(bounds)
     sizes = np.concatenate([np.full(store.meta.documents, _size_in(store, size)) for store in stores])
     which, within = _repeat_and_count(-(-lengths // sizes))

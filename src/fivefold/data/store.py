@@ -334,6 +334,19 @@ def _after(damage: str, files: FileList) -> Iterator[None]:
         ) from error
 
 
+def unit_meta(
+    tokenizer: TokenizerInfo, columns: tuple[str, ...], ids: str, *, documents: int, examples: int, pairs: int,
+    rated: int, tokens: int, trained: int,
+) -> StoreMeta:  # fmt: skip
+    """The description of the tokens of a unit (`data.units`), which has checksums of its own."""
+    return StoreMeta(
+        kind=_KIND, version=_VERSION, content="", tokenizer=tokenizer.digest, vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id, bos=tokenizer.bos_token_ids, dtype=_dtype(tokenizer.vocab_size).str,
+        documents=documents, tokens=tokens, blocks=0, answers_alone=(), files={},
+        trained=trained if examples else None, pairs=pairs > 0, rated=rated > 0, ids=ids, numbers=columns,
+    )  # fmt: skip
+
+
 class StoreWriter:
     """Writes one store, or a part of one (`data.parts`). Memory holds a batch of documents with its tokens, the offsets
     and the block hashes."""
@@ -373,11 +386,8 @@ class StoreWriter:
         if not self.examples:
             (self.folder / TRAINED).unlink()
 
-    def finish(self, files: FileList, content: str) -> None:
-        """Write what belongs to a whole store."""
-        if self.ids.labelled == len(self.lengths) and self.trained == sum(self.lengths):
-            self.examples = self.trained = 0  # labels that leave nothing out say nothing
-        self.close()
+    def check_kinds(self, files: FileList) -> None:
+        """Raise `UserError` if the documents are of several kinds."""
         mixed = {"texts and examples": self.examples, "pairs of answers and other examples": self.pairs}
         for kinds, number in mixed.items():
             if 0 < number < len(self.lengths):
@@ -385,6 +395,13 @@ class StoreWriter:
                     f"{files.source.label}: {files.name} holds {kinds}",
                     fix="write them to files of their own, and name each as a source",
                 )
+
+    def finish(self, files: FileList, content: str) -> None:
+        """Write what belongs to a whole store."""
+        if self.ids.labelled == len(self.lengths) and self.trained == sum(self.lengths):
+            self.examples = self.trained = 0  # labels that leave nothing out say nothing
+        self.close()
+        self.check_kinds(files)
         if files.source.read:
             check_used(files.source, are_examples=self.examples > 0)
         offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]).astype(np.int64)

@@ -6,6 +6,7 @@ units/<source>/manifest.json   the files with their sizes and times, and the uni
 units/<source>/00000/          tokens.bin and trained.bin as in a token store; lengths.npy, hashes.npy and numbers.npy
                                of its documents; unit.json, their counts and checksums
 units/<source>/joined          the name of the token store that holds them now
+streams/<source>/              the same of a run that tokenises while training: these are read as they are, never joined
 
 The first process writes the manifest and all others read it, so that they divide the source in the same way. Joining
 writes the token store that one process would have written, byte for byte.
@@ -16,26 +17,30 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.core.cache import Progress, entry, key_of, locked, write_atomically
 from fivefold.core.errors import UserError
 from fivefold.core.files import expanded
 from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.examples import Document
-from fivefold.data.records import MOST_FORMS
+from fivefold.data.records import MOST_FORMS, check_used, columns_read
 from fivefold.data.source import FileList, Part, Source
-from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, made_by
+from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, unit_meta
+from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
 
 # Bytes of text: enough units for many shards, and some seconds of one core are lost with a killed process ...
 _SMALLEST, _LARGEST, _UNITS = 2**20, 2**24, 1024
 _MOST_UNITS = 4096  # ... but no more folders than this, where units of a large source are larger
 _VERSION = 1  # raise when the files of a unit change
+STREAMS, _UNITS_FOLDER = "streams", "units"  # folders of the cache
 _MANIFEST, _JOINED, _UNIT = "manifest.json", "joined", "unit.json"
 _COUNTS = ("examples", "pairs", "rated", "trained", "ended")
 _ARRAYS = {"lengths": np.int64, "hashes": np.uint64, "numbers": np.float64}
@@ -64,10 +69,12 @@ class Units:
     units: tuple[Unit, ...]
 
     @classmethod
-    def begin(cls, files: FileList, tokenizer: TokenizerInfo, root: Path, size: int | None = None) -> "Units":
-        """The units of a source, divided now if they are not yet. Raises `UserError` if the files are no longer those
-        that were divided."""
-        folder, state = _folder(files, tokenizer, root), _state(files)
+    def begin(
+        cls, files: FileList, tokenizer: TokenizerInfo, root: Path, size: int | None = None, *, streamed: bool = False
+    ) -> "Units":
+        """The units of a source, divided now if they are not yet. `streamed`: to be read as they are. Raises
+        `UserError` if the files are no longer those that were divided."""
+        folder, state = _folder(files, tokenizer, root, STREAMS if streamed else _UNITS_FOLDER), _state(files)
         if _is_of_before(folder, state, root):
             with locked(folder):
                 if _is_of_before(folder, state, root):  # another process may have begun anew while this one waited
@@ -80,7 +87,7 @@ class Units:
     @classmethod
     def find(cls, files: FileList, tokenizer: TokenizerInfo, root: Path) -> "Units | None":
         """The units of a source if it is being prepared; None if not, if it changed since, or if they are joined."""
-        folder = _folder(files, tokenizer, root)
+        folder = _folder(files, tokenizer, root, _UNITS_FOLDER)
         if files.store or not (folder / _MANIFEST).exists() or _is_joined(folder):
             return None
         try:
@@ -99,9 +106,12 @@ class Units:
         changed = next((name for name, *rest in now if before.get(name) != rest), None)
         gone = next((name for name in before if name not in names), None)
         what = f"{changed} {'changed' if changed in before else 'was added'}" if changed else f"{gone} is gone"
+        is_streamed = self.folder.parent.name == STREAMS
+        by = "data.streaming" if is_streamed else "`fivefold data --prepare`"
+        anew = "another run.name" if is_streamed else "all shards"
         raise UserError(
-            f"{self.files.source.label}: {what} since `fivefold data --prepare` began with this source",
-            fix=f"put it back as it was; or begin again, with all shards: rm -r {self.folder}",
+            f"{self.files.source.label}: {what} since {by} began with this source",
+            fix=f"put it back as it was; or begin again, with {anew}: rm -r {self.folder}",
             more="docs/howto/data.md, 'Prepare ahead'",
         )
 
@@ -150,10 +160,47 @@ class Units:
             raise
         return True
 
+    def store(self, number: int, say: Say) -> TokenStore:
+        """The tokens of a unit, made now if they are missing or damaged."""
+
+        def build(beside: Path, damage: str) -> None:
+            if damage:
+                say(f"DAMAGED: the tokens in {self.path(number)}: {damage}; they are made again from the text")
+            self._write(beside, number)
+            self._check_unit(number)
+
+        def read(folder: Path) -> TokenStore:
+            counts = self._checked(number)
+            kinds = {kind: counts[kind] for kind in ("documents", "examples", "pairs", "rated", "tokens", "trained")}
+            ids = TokenIdsReport(self.tokenizer)
+            ids.add(counts["ids"])
+            numbers, line = self.files.source.numbers, ids.line(self.files.name)
+            return _UnitStore(folder, unit_meta(self.tokenizer, numbers, line, **kinds))
+
+        return entry(self.path(number), read=read, build=build)
+
+    def described(self, numbers: Sequence[int]) -> tuple[str, str, tuple[str, ...]]:
+        """The `ids`, `columns` and `answers_alone` of `StoreMeta` for these units, which are tokenised. Raises
+        `UserError` for a setting of the records that none of them uses."""
+        source, ids = replace(self.files.source, read={}, undecided=Counter()), TokenIdsReport(self.tokenizer)
+        left_out, examples = dict[str, None](), 0
+        for number in numbers:
+            counts = read_signed(self.path(number) / _UNIT)
+            for names, keys in counts["read"]:
+                _remember(source.read, tuple(names), tuple(keys))
+            source.undecided.update(counts["undecided"])
+            left_out |= dict.fromkeys(counts["left_out"])
+            ids.add(counts["ids"])
+            examples += counts["examples"]
+        if source.read:
+            check_used(source, are_examples=examples > 0)
+        return ids.line(self.files.name), *columns_read(replace(self.files, source=source), tuple(left_out))
+
     def _write(self, folder: Path, number: int) -> None:
         source = replace(self.files.source, read={}, undecided=Counter())
         with StoreWriter(folder, self.tokenizer, source.numbers) as writer:
             self._add(writer, number, source)
+            writer.check_kinds(self.files)
             writer.close()
         for name, dtype in _ARRAYS.items():
             np.save(folder / f"{name}.npy", np.array(getattr(writer, name), dtype))
@@ -257,6 +304,26 @@ class Units:
             path.with_suffix(".lock").unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class _UnitStore(TokenStore):
+    """The folder of a unit, read as a token store."""
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        lengths = np.load(self.folder / "lengths.npy")
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+    @cached_property
+    def block_hashes(self) -> NDArray[np.uint64]:
+        hashes: NDArray[np.uint64] = np.load(self.folder / "hashes.npy")
+        return hashes
+
+    @cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        numbers: NDArray[np.float64] = np.load(self.folder / "numbers.npy")
+        return numbers.reshape(-1, len(self.meta.numbers))
+
+
 class _Joined(Exception):
     """The units were joined while this process was at work."""
 
@@ -273,14 +340,14 @@ def shares(sizes: Sequence[int], number: int) -> list[list[int]]:
     return found
 
 
-def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path) -> Path:
+def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path, kind: str) -> Path:
     """The folder of the units of a source: by its name, not by its contents, which only a whole reading would tell."""
     source = files.source
     path = expanded(source.path)
     is_path = glob.has_magic(source.path) or path.exists()
     named = [str(path.absolute()) if is_path else source.path, source.format, source.text_key, source.train_on]
     kinds = [source.pairs, source.rates, list(source.numbers), sorted(source.columns.items())]
-    return root / "units" / key_of(_VERSION, named, kinds, made_by(files, tokenizer))
+    return root / kind / key_of(_VERSION, named, kinds, made_by(files, tokenizer))
 
 
 def _state(files: FileList) -> list[list[Any]]:

@@ -103,8 +103,8 @@ def teacher_of(config: RunConfig, data: PreparedData, world: World, total_steps:
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     check_positions(positions, config.data.seq_length, teacher=given.teacher)
     check_lengths(hf_config, config.data.seq_length)
-    rows = _rows(data.train, total_steps * config.train.global_batch_size)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(data.train.row_targets[rows])])
+    rows = _rows(data.whole, total_steps * config.train.global_batch_size)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(data.whole.row_targets[rows])])
     dtype = np.dtype(np.float64 if config.precision.compute == "fp64" else np.float32)
     shape = (int(offsets[-1]), given.top_k)
     precision = [*config.precision.model_dump(exclude={"reduce"}).values()]
@@ -174,7 +174,7 @@ def _ask(
         )  # fmt: skip
     top_k, placement = found.tokens.shape[1], state_of(model).placement
     dealt = partial(
-        data.train.sequential, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
+        data.whole.sequential, data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
         row_multiple=layout.row_multiple, only=found.rows,
     )  # fmt: skip
     every_rank = [dealt(data_rank=rank) if world.local_rank == 0 else None for rank in range(layout.data_ranks)]

@@ -91,7 +91,7 @@ def goals(config: RunConfig, data: PreparedData, model: Any, compared: Reference
     objective = objective_of(config)
     if not objective.has_pairs:
         return ObjectiveSpecs()
-    sides = {"train": data.train, "validation": data.validation}
+    sides = {"train": data.whole, "validation": data.validation}
     if compared is None:
         return ObjectiveSpecs(ObjectiveSpec(objective), ObjectiveSpec(objective))
     found, computed = dict[str, ObjectiveSpec | None](), 0

@@ -74,6 +74,8 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
         log, data = RunLog(config.run_dir, events), prepare(config)  # prepared before the group: a cache hit
+        if world.local_rank == 0:
+            stack.enter_context(data.train.filling())
         with advised(config, world, data):
             job = Trainer.build(config, world, data, log, stack)
         # These objects live as long as the training. Python's collector would scan all 400,000 of them again and again:
@@ -139,6 +141,7 @@ class Trainer(Job):
         job.config = config = schedule.settled(config, total_steps, before=resumed.warmup_steps)
         for name in COUNTED if resumed.where else ():
             setattr(job, name, resumed.state[name])
+        data.train.go_on(resumed.state)
         job.best, told = Best.resumed(resumed.state, config.eval.metric, config.eval.direction)
         tight = checkpoint.on_first_rank(
             lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
@@ -246,7 +249,7 @@ class Trainer(Job):
             if self._due(self.config.sample.every):
                 self.log.sampled(list(self.samples.draw(self.step)))
             if self._due(self.config.checkpoint.every) or self._is_over or is_best or result.stop:
-                self.keeper.save(self.config, self.step, {name: getattr(self, name) for name in COUNTED}, self.best)
+                self.keeper.save(self.config, self.step, self._counted, self.best)
             if self._is_over:
                 break
             if result.stop:
@@ -267,6 +270,12 @@ class Trainer(Job):
         stop = self.config.eval.stop
         is_early = self.step < self.total_steps and self.best.is_over(stop.patience)
         return self.best.why_over(self.step, stop.min_delta) if is_early else None
+
+    @property
+    def _counted(self) -> dict[str, Any]:
+        """The state that a checkpoint keeps beside the tensors."""
+        place = self.step * self.config.train.global_batch_size
+        return {name: getattr(self, name) for name in COUNTED} | dict(self.data.train.position(place))
 
     def _compare(self, row: dict[str, Any]) -> bool:
         """Compare this validation with those before, and add the best one to `row`. True if its step is to be kept.

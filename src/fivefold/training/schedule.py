@@ -38,7 +38,7 @@ def total_steps(config: RunConfig, data: PreparedData) -> int:
     if train.max_steps:
         return train.max_steps
     if train.max_epochs:
-        rows = Fraction(str(train.max_epochs)) * data.train.epoch_rows  # str: 0.1 is a tenth
+        rows = Fraction(str(train.max_epochs)) * data.whole.epoch_rows  # str: 0.1 is a tenth
         return max(1, ceil(rows / train.global_batch_size))
     tokens_per_step = data.train.tokens_per_row * train.global_batch_size
     return max(1, ceil((train.max_tokens or 0) / tokens_per_step))
@@ -78,7 +78,4 @@ def warning(config: RunConfig, total: int) -> str | None:
 
 def epochs_text(config: RunConfig, data: PreparedData, steps: int) -> str:
     """A text such as `178 rows; 20 steps read them 1.8 times`."""
-    times = data.train.epochs(steps * config.train.global_batch_size)
-    often = f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
-    per_epoch = "" if len(data.train.pools) == 1 else f", {float(data.train.epoch_rows):,.0f} an epoch by their weights"
-    return f"{len(data.train):,} rows{per_epoch}; {steps:,} steps read them {often} times"
+    return data.train.extent(steps * config.train.global_batch_size, f"{steps:,} steps")

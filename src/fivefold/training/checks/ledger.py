@@ -10,7 +10,7 @@ from torch import nn
 from xxhash import xxh3_64
 
 from fivefold.data.batch import MicroBatch
-from fivefold.data.rows import PackedRows
+from fivefold.data.rows import RowSource
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.state import state_of
 from fivefold.training.checks.findings import Finding, gather, listed, ranks_text
@@ -18,7 +18,7 @@ from fivefold.training.checks.state import device_of
 
 
 def ledger(
-    model: nn.Module, batch: Sequence[MicroBatch], rows: PackedRows, *, step: int, global_batch_size: int
+    model: nn.Module, batch: Sequence[MicroBatch], rows: RowSource, *, step: int, global_batch_size: int
 ) -> list[Finding]:
     """Findings for rows that ranks read wrongly at `step` (from 0), by content. `batch`: the rows this rank trained on.
 

@@ -1,0 +1,147 @@
+"""Rows of a run that tokenises while training (`data.streaming`)."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.config import check_supported
+from fivefold.core.errors import UserError
+from fivefold.data import IGNORE, PreparedData, prepare, stream, units
+from fivefold.data.stream import StreamedRows
+from tests.data.helpers import config_for, random_texts, segments, write_jsonl
+
+SIZE, WINDOW = 1009, 3  # bytes of a unit, units
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "unit_bytes", lambda _: SIZE)
+    monkeypatch.setattr(stream, "WINDOW", WINDOW)
+
+
+def streamed(train: Any, cache: Path, **changes: Any) -> tuple[PreparedData, StreamedRows]:
+    data = prepare(config_for(train, streaming=True, **changes), cache=cache, say=lambda _: None)
+    assert isinstance(data.train, StreamedRows)
+    return data, data.train
+
+
+def corpus(folder: Path, seed: int = 0) -> Path:
+    return write_jsonl(folder / "a.jsonl", random_texts(seed, 97))
+
+
+def read(data: PreparedData, places: range) -> list[list[int]]:
+    """The tokens of the rows at these places."""
+    return [data.train.rows([row], row_multiple=1).input_ids[0].tolist() for row in data.train.in_order(places)]
+
+
+def trained(data: PreparedData, places: range) -> Counter[str]:
+    """The pieces with targets in the rows at these places."""
+    batches = [data.train.rows([row], row_multiple=1) for row in data.train.in_order(places)]
+    return Counter(str(one) for batch in batches for one in segments(batch) if set(one[1]) != {IGNORE})
+
+
+def rows_in(rows: StreamedRows, windows: range) -> int:
+    return sum(len(rows._window(number)) for number in windows)
+
+
+def test_an_epoch_reads_every_document_once_in_an_order_of_its_own(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    chats = [{"prompt": f"q{n}", "completion": text + "!"} for n, text in enumerate(random_texts(1, 53))]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats), encoding="utf-8")
+    both = [{"path": str(corpus(tmp_path))}, {"path": str(tmp_path / "chats.jsonl")}]
+    for name, train in {"texts": both[:1], "examples": both[1:], "two sources": both}.items():
+        with subtests.test(msg=name):
+            (_, rows), whole = streamed(train, tmp_path / name), prepare(config_for(train), cache=tmp_path / "whole")
+            data, windows = streamed(train, tmp_path / name)[0], rows.order.windows
+            assert windows > 2
+            first, both_epochs = rows_in(rows, range(windows)), rows_in(rows, range(2 * windows))
+            wanted = trained(whole, range(len(whole.whole)))
+            assert trained(data, range(first)) == wanted == trained(data, range(first, both_epochs))
+            assert read(data, range(first)) != read(data, range(first, both_epochs))
+
+
+def test_a_position_leads_to_the_same_rows_with_an_empty_cache(tmp_path: Path) -> None:
+    data, rows = streamed(corpus(tmp_path), tmp_path / "cache")
+    place = rows_in(rows, range(4)) + 2
+    before = read(data, range(place, place + 40))
+    position = json.loads(json.dumps(dict(rows.position(place))))
+    assert position == {"stream": {"window": 4, "begin": place - 2}}
+    shutil.rmtree(tmp_path / "cache")
+    again, other = streamed(tmp_path / "a.jsonl", tmp_path / "cache")
+    other.go_on(position)
+    assert again.fingerprint == data.fingerprint
+    assert read(again, range(place, place + 40)) == before
+    tokenised = {path.parent.name for path in (tmp_path / "cache/streams").rglob("unit.json")}
+    assert len(tokenised) < len(rows.order.units) - WINDOW  # windows 1 to 3 were not read again
+    assert read(again, range(3)) == read(data, range(3))
+
+
+def test_no_window_trains_on_what_is_held_out(tmp_path: Path) -> None:
+    data, rows = streamed(corpus(tmp_path), tmp_path / "cache", validation=0.3)
+    assert data.validation and data.counts.validation
+    held = {
+        str(one) for row in range(len(data.validation)) for one in segments(data.validation.rows([row], row_multiple=1))
+    }
+    count = rows_in(rows, range(rows.order.windows))
+    assert not held & set(trained(data, range(count)))
+    everything = streamed(tmp_path / "a.jsonl", tmp_path / "cache")[1]
+    assert count < rows_in(everything, range(everything.order.windows))
+
+
+def test_a_list_is_held_out_as_a_whole(tmp_path: Path) -> None:
+    held = write_jsonl(tmp_path / "held.jsonl", random_texts(5, 31))
+    data, _ = streamed(corpus(tmp_path), tmp_path / "cache", validation=[{"path": str(held)}])
+    wanted = prepare(config_for(held), cache=tmp_path / "cache")
+    assert data.validation and len(data.validation) == len(wanted.whole)
+    other, _ = streamed(tmp_path / "a.jsonl", tmp_path / "cache", validation=[{"path": str(tmp_path / "a.jsonl")}])
+    assert other.fingerprint != data.fingerprint
+
+
+def test_a_damaged_unit_is_made_again(tmp_path: Path) -> None:
+    data, rows = streamed(corpus(tmp_path), tmp_path / "cache")
+    before = read(data, range(20))
+    at, number = rows.first[0]
+    tokens = rows.order.sources[at].path(number) / "tokens.bin"
+    tokens.write_bytes(bytes(len(tokens.read_bytes())))
+    assert read(streamed(tmp_path / "a.jsonl", tmp_path / "cache")[0], range(20)) == before
+
+
+def test_files_that_changed_are_refused(tmp_path: Path) -> None:
+    streamed(corpus(tmp_path), tmp_path / "cache")
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    with pytest.raises(UserError, match=r"a\.jsonl changed since data.streaming began") as error:
+        streamed(tmp_path / "a.jsonl", tmp_path / "cache")
+    shutil.rmtree(str(error.value.fix).rpartition("rm -r ")[2])
+    streamed(tmp_path / "a.jsonl", tmp_path / "cache")
+
+
+def test_a_row_that_cannot_be_read_is_named_when_it_comes(tmp_path: Path) -> None:
+    texts = random_texts(0, 97)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:80], '{"other": 1}', *lines[81:]]) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.jsonl.*81"):
+        _, rows = streamed(path, tmp_path / "cache")
+        rows_in(rows, range(rows.order.windows))
+
+
+def test_what_needs_all_rows_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    path = str(corpus(tmp_path))
+    base = config_for(path, streaming=True)
+    check_supported(base)
+    two = [{"path": path}, {"path": path, "weight": 2.0}]
+    refused: dict[str, dict[str, Any]] = {
+        "train.max_epochs": {"train": {"max_epochs": 1}},
+        "train:300": {"tokenizer": {"name_or_path": "train:300"}},
+        "weights": {"data": {"train": two, "streaming": True}},
+        "objective.name: dpo": {"objective": {"name": "dpo"}},
+    }
+    for what, changes in refused.items():
+        with subtests.test(msg=what):
+            tree = base.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            with pytest.raises(UserError, match=f"data.streaming with .*{what}"):
+                check_supported(type(base).model_validate(tree | changes))
