@@ -3,15 +3,20 @@
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from fivefold.config import check_supported
 from fivefold.core.errors import UserError
-from fivefold.data import IGNORE, PreparedData, prepare, stream, units
+from fivefold.data import IGNORE, PreparedData, ahead, prepare, stream, units
+from fivefold.data.ahead import prepare_ahead
+from fivefold.data.fill import fill
+from fivefold.data.store import TokenStore
 from fivefold.data.stream import StreamedRows
 from tests.data.helpers import config_for, random_texts, segments, write_jsonl
 
@@ -145,3 +150,61 @@ def test_what_needs_all_rows_is_refused(subtests: pytest.Subtests, tmp_path: Pat
             tree = base.model_dump(mode="json", by_alias=True, exclude_unset=True)
             with pytest.raises(UserError, match=f"data.streaming with .*{what}"):
                 check_supported(type(base).model_validate(tree | changes))
+
+
+# ---- ahead of the trainer --------------------------------------------------------------------------------------------
+
+
+class _Opened:
+    """A trainer at window `number` that opens no other."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def wait_for(self, number: int) -> None:
+        if number > self.number + 2:
+            raise TimeoutError
+
+
+def test_two_windows_are_filled_beyond_the_one_that_is_read(tmp_path: Path) -> None:
+    _, rows = streamed(corpus(tmp_path), tmp_path / "cache")
+    with pytest.raises(TimeoutError):
+        fill(rows.order, _Opened(1))  # type: ignore[arg-type]
+    done = {(at, number) for at, number in rows.order.units if rows.order.sources[at].counts(number) is not None}
+    assert done == {unit for number in range(4) for unit in rows.order.window(number)} < set(rows.order.units)
+
+
+def test_the_units_of_a_stream_are_prepared_ahead(tmp_path: Path) -> None:
+    config, cache = config_for(corpus(tmp_path), streaming=True), tmp_path / "cache"
+    with patch.object(ahead, "_tokenise", lambda todo, *_: [source.tokenise(number) for source, number in todo]):
+        halves = [prepare_ahead(config, cache=cache, shard=(share, 2)) for share in range(2)]
+    assert halves[0].left and not halves[1].left and halves[1].data
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("unit.json")}
+    _, rows = streamed(tmp_path / "a.jsonl", cache)
+    rows_in(rows, range(rows.order.windows))
+    assert before == {path: path.stat().st_mtime_ns for path in cache.rglob("unit.json")}
+    assert len(before) == len(rows.order.units) and not list(cache.glob("stores/*"))
+
+
+def test_a_long_wait_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    config = config_for(corpus(tmp_path), streaming=True)
+    rows = prepare(config, cache=tmp_path / "cache", say=said.append).train
+    assert isinstance(rows, StreamedRows)
+    told, store = threading.Event(), rows._store
+
+    def slow(*unit: int) -> TokenStore:
+        assert told.wait(20)
+        return store(*unit)
+
+    def say(text: str) -> None:
+        said.append(text)
+        told.set()
+
+    monkeypatch.setattr(stream, "_TELL_AFTER", 0.01)
+    monkeypatch.setattr(rows, "_say", say)
+    monkeypatch.setattr(rows, "_store", slow)
+    with (tmp_path / "filler").open("wb") as rows._filler:
+        rows.in_order([rows_in(rows, range(1))])
+    assert said == ["waiting for text: window 2 of the units is being tokenised"]
+    assert (tmp_path / "filler").read_text() == "1\n"

@@ -39,8 +39,6 @@ def agreement(
     keys = {key: value for key, value in keys.items() if value is not None}  # None: a key of another optimizer
     if keys[STATES] == KEYS["state_dtype"].file_default:  # absent, as in checkpoints older than the key
         del keys[STATES]
-    if not tree["data"]["streaming"]:  # absent, likewise
-        del keys["data.streaming"]
     keys["data.bos"] = bos
     default = type(config.balance)().model_dump()
     keys |= {f"balance.{key}": value for key, value in tree["balance"].items() if value != default[key]}
@@ -61,7 +59,7 @@ def check_agreement(saved: Mapping[str, Any], current: Mapping[str, Any], *, whe
     Both are results of `agreement`. Data with the same fingerprint are the same, wherever their files are.
     """
     same_rows = saved.get(FINGERPRINT) == current.get(FINGERPRINT)
-    saved = {"data.bos": False, **saved}  # checkpoints older than the key had no BOS
+    saved = {"data.bos": False, "data.streaming": False, **saved}  # of checkpoints older than the keys
     for key in [*current, *(key for key in saved if key not in current)]:
         before, now = (values.get(key, "(not set)") for values in (saved, current))
         if before == now or key.startswith(WEIGHTS) or (same_rows and key in ("data.train", "data.validation")):

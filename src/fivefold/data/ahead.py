@@ -77,7 +77,7 @@ def prepare_ahead(
 
     `unit_bytes`: about the bytes of text of a unit, if this call is the first of a source. Once all is tokenised, by
     this call or by others, the units are joined and the rows packed. Raises `UserError` for bad input, and for input
-    that changed since another call.
+    that changed since another call. With `data.streaming` the units of `data.train` stay as they are, for the run.
     """
     began, root = time.monotonic(), cache_root(cache)
     train, validation, tokenizer = inputs(config, root, progress)

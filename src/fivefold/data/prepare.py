@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.config import DataSource, ObjectiveSection, RunConfig
+from fivefold.config import DataSource, ObjectiveSection, RunConfig, check_streaming
 from fivefold.core import history
 from fivefold.core.cache import Progress, cache_root, key_of, say_aloud
 from fivefold.core.errors import UserError
@@ -100,6 +100,7 @@ def inputs(
     config: RunConfig, root: Path, progress: Progress | None = None
 ) -> tuple[list[FileList], list[FileList], TokenizerInfo]:
     """The files of `data.train` and of a validation list, and the tokenizer. Raises `UserError`."""
+    check_streaming(config)
     train, validation = _files(config, root)
     tokenizer = find_tokenizer(
         config.tokenizer.name_or_path, model=config.model.name_or_path, corpus=train, root=root, progress=progress,
@@ -380,7 +381,7 @@ def _streamed(
             columns=tuple(columns for _, columns, _ in read if columns),
             ids=tuple(ids for ids, _, _ in read if ids),
             answers_alone=tuple(line for _, _, alone in read for line in alone),
-            streamed=f"{many(total, 'unit')} of text in {many(rows.order.windows, 'window')}; first of them:",
+            streamed=f"{many(total, 'unit')} of text in {many(rows.order.windows, 'window')}; of the first window:",
         ),
         fingerprint=key_of(rows.fingerprint, [[store.meta.content, store.meta.tokenizer] for store in stores]),
     )

@@ -220,11 +220,8 @@ class StreamedRows(RowSource):
         return self._tokenizer.vocab_size - 1  # text that is yet to come may have it
 
     def extent(self, rows: int, steps: str) -> str:
-        return f"{many(self.order.windows, 'window')} an epoch; {steps} read {rows:,} rows, {self._read()} so far"
-
-    def _read(self) -> str:
-        with self._lock:
-            return many(self._begins[-1][1] + 1, "window")
+        windows = many(self.order.windows, "window")
+        return f"{steps} read {many(rows, 'row')}; an epoch is {windows}, the first of {many(len(self.sample), 'row')}"
 
     # ---- the process that fills ----------------------------------------------------------------------------------
 

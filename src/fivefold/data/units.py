@@ -109,10 +109,11 @@ class Units:
         is_streamed = self.folder.parent.name == STREAMS
         by = "data.streaming" if is_streamed else "`fivefold data --prepare`"
         anew = "another run.name" if is_streamed else "all shards"
+        section = "Tokenise while training" if is_streamed else "Prepare ahead"
         raise UserError(
             f"{self.files.source.label}: {what} since {by} began with this source",
             fix=f"put it back as it was; or begin again, with {anew}: rm -r {self.folder}",
-            more="docs/howto/data.md, 'Prepare ahead'",
+            more=f"docs/howto/data.md, '{section}'",
         )
 
     def _check_unit(self, number: int) -> None:
