@@ -15,15 +15,10 @@ from fivefold.training import header
 
 
 class Rows:
-    """A hundred of them, in one pool."""
+    """A hundred of them."""
 
-    pools = (None,)
-
-    def __len__(self) -> int:
-        return 100
-
-    def epochs(self, rows: int) -> float:
-        return rows / 100
+    def extent(self, rows: int, steps: str) -> str:
+        return f"100 rows; {steps} read them {rows / 100:.3g} times"
 
 
 def job(config: RunConfig, *, step: int, device: str = "cpu", peak: float | None = None) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.config import RunConfig
 from fivefold.data import prepare, units
-from tests.training.bodies import Stopped, column, metrics, run_dir, run_file, same, state, train
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
 pytestmark = pytest.mark.full
 
@@ -31,24 +31,22 @@ def streaming(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-def test_layouts_and_resumed_runs_read_the_same_rows(tmp_path: Path) -> None:
+def test_a_resumed_run_and_another_layout_read_the_same_rows(tmp_path: Path) -> None:
     alone, stopped, sharded = (streaming(tmp_path, name) for name in ("alone", "stopped", "sharded"))
     ran = train(alone, world=1)
     assert ran.error is None, ran.screen
-    windows = int(re.search(r"an epoch is (\d+) windows", ran.screen)[1])  # type: ignore[index]
-    assert windows > 2
-    assert train(sharded | {"layout": {"dp_shard": 2}}, world=2).error is None  # the standing checks compare the rows
-    losses = [column(tree, "train/loss") for tree in (alone, sharded)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert column(alone, "train/tokens_seen") == column(sharded, "train/tokens_seen")
-
+    assert int(re.search(r"an epoch is (\d+) windows", ran.screen)[1]) > 2  # type: ignore[index]
     assert isinstance(train(stopped, world=1, stop_at=10).error, Stopped)
-    at = state(stopped, 7)
-    shutil.rmtree(tmp_path / "cache")  # another machine: all is tokenised again
+    shutil.copytree(run_dir(stopped), run_dir(sharded))
+    shutil.rmtree(tmp_path / "cache")  # another machine: what is missing is tokenised again
     streaming(tmp_path, "stopped")
+
     ran = train(stopped, world=1)
-    assert ran.error is None and "step 7 of 12" in ran.screen and at
+    assert ran.error is None and "step 7 of 12" in ran.screen
     for name in ("train/loss", "train/grad_norm", "train/tokens_seen"):
         assert column(stopped, name) == column(alone, name), name
     assert same(state(stopped, 12), state(alone, 12))
-    assert metrics(alone)[-1]["step"] == 12 and run_dir(alone) != run_dir(stopped)
+
+    assert train(sharded, world=2).error is None  # the standing checks compare the rows of the ranks
+    assert column(sharded, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-5)
+    assert column(sharded, "train/tokens_seen") == column(alone, "train/tokens_seen")

@@ -239,8 +239,12 @@ class PackedRows(RowSource):
         """Average rows per epoch: one pass over the pool with the largest weight, and the share of the others."""
         return self._order.per_epoch
 
+    def epochs(self, rows: int) -> float:
+        """The number of epochs in `rows` rows."""
+        return float(rows / self.epoch_rows)
+
     def extent(self, rows: int, steps: str) -> str:
-        times = float(rows / self.epoch_rows)
+        times = self.epochs(rows)
         often = f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
         per_epoch = "" if len(self.pools) == 1 else f", {float(self.epoch_rows):,.0f} an epoch by their weights"
         return f"{len(self):,} rows{per_epoch}; {steps} read them {often} times"
