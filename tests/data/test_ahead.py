@@ -242,6 +242,16 @@ def test_two_jobs_on_one_shard_do_no_harm(tmp_path: Path) -> None:
     assert_same(tmp_path / "alone", cache)
 
 
+def test_a_file_without_a_record_is_an_error_of_the_whole_file(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts/a.jsonl", random_texts(4, 23))
+    (tmp_path / "texts/b.jsonl").write_bytes(b"\xef\xbb\xbf" + b" \r\n" * UNIT)
+    config = config_for(tmp_path / "texts")
+    for refused in (prepare, prepared):
+        with pytest.raises(UserError, match=r"b\.jsonl:1: the file is empty"):
+            refused(config, cache=tmp_path / "cache")
+
+
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(8, 41))), tmp_path / "cache"
     with (
