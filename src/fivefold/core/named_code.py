@@ -62,7 +62,7 @@ class NamedCode:
             raise UserError(f"{self.path} {what} {self.name}", fix=f"define {self.name} in that file")
         return found  # type: ignore[no-any-return]
 
-    def error(self, error: Exception, more: str | None = None) -> UserError:
+    def error(self, error: BaseException, more: str | None = None) -> UserError:
         """An error of the code, with the line of the file at which it arose."""
         line = _line(error, str(self.path))
         return UserError(f"{line}: {type(error).__name__}: {first_line(error)}", more=more)
