@@ -168,6 +168,7 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
         (["train", "layout=shard3", "--nproc", "2"], "dp_shard 3 = 3, but 2 workers started", "dp_shard 2 fits"),
         (["train", "layout=tp3", "--nproc", "2"], "3 does not divide 2", ""),
         (["train", "train.global_batch_size=7", "--nproc", "2"], "is not a multiple of", "train.global_batch_size"),
+        (["data", "--prepare", "--shard", ""], "--shard : no shard i/n", "0/8"),  # a variable that is not set
         (["train", "layout=tp3"], "tp=3 does not fit num_attention_heads=4, num_key_value_heads=2", "try tp 1, 2, 4"),
         (
             ["train", "data.seq_length=2k"],

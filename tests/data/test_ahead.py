@@ -19,7 +19,7 @@ from fivefold.data import ahead, prepare, units
 from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
 from fivefold.data.units import Units, shares
 from tests.data.helpers import config_for, random_texts, write_jsonl
-from tests.data.test_token_files import ids_of, megatron
+from tests.data.test_token_files import ids_of, mds, megatron
 
 UNIT = 1009  # bytes
 
@@ -137,6 +137,26 @@ def test_what_is_done_is_kept_and_what_is_missing_is_made(tmp_path: Path) -> Non
     assert_same(tmp_path / "alone", cache)
 
 
+def test_files_beside_the_tokens_must_not_change_either(tmp_path: Path) -> None:
+    """Folders, and tokens with an index: the time of the folder, or of the tokens, does not tell."""
+    lines = write_jsonl(tmp_path / "a.jsonl", random_texts(3, 97))
+    tokens = megatron(tmp_path / "corpus", ids_of(["ab", "cd"]))
+    folder = mds(tmp_path / "shards", {"text": "str"}, [(b"ab",), (b"cd",)], 1)
+    joined = megatron(tmp_path / "joined", ids_of(["ab", "cd"]), bounds=[0, 2]).with_suffix(".idx").read_bytes()
+    shard = folder / "shard.00000.mds"
+    changes = {tokens: (tokens.with_suffix(".idx"), joined), folder: (shard, shard.read_bytes().replace(b"ab", b"ba"))}
+    for number, (path, (changed, contents)) in enumerate(changes.items()):
+        config, cache = config_for([{"path": str(path)}, {"path": str(lines)}]), tmp_path / f"cache {number}"
+        for share in range(8):  # until the tokens are a unit
+            prepared(config, cache, shard=(share, 9))
+        changed.write_bytes(contents)
+        with pytest.raises(UserError, match="changed since"):
+            prepared(config, cache, shard=(8, 9))
+        prepare(config, cache=cache)  # reads what is there now
+        prepare(config, cache=tmp_path / f"alone {number}")
+        assert_same(tmp_path / f"alone {number}", cache)
+
+
 def test_damaged_units_are_made_again(tmp_path: Path) -> None:
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(4, 97))), tmp_path / "a"
     prepared(config, cache, shard=(0, 2))
@@ -222,6 +242,16 @@ def test_two_jobs_on_one_shard_do_no_harm(tmp_path: Path) -> None:
     assert_same(tmp_path / "alone", cache)
 
 
+def test_a_file_without_a_record_is_an_error_of_the_whole_file(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts/a.jsonl", random_texts(4, 23))
+    (tmp_path / "texts/b.jsonl").write_bytes(b"\xef\xbb\xbf" + b" \r\n" * UNIT)
+    config = config_for(tmp_path / "texts")
+    for refused in (prepare, prepared):
+        with pytest.raises(UserError, match=r"b\.jsonl:1: the file is empty"):
+            refused(config, cache=tmp_path / "cache")
+
+
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", random_texts(8, 41))), tmp_path / "cache"
     with (
@@ -241,6 +271,7 @@ def test_shards() -> None:
         with pytest.raises(UserError, match="no shard i/n"):
             parse_shard(wrong)
     assert [units.unit_bytes(n) for n in (1, 2**31, 2**36, 2**42)] == [2**20, 2**21, 2**24, 2**30]
+    assert shares([5, 0, 7], 10**15) == [[2], [0], [1]]  # no list for each share
     divided = shares([5, 1, 1, 1, 1, 1, 3], 3)
     assert sorted(unit for share in divided for unit in share) == list(range(7))
     assert sorted(sum([5, 1, 1, 1, 1, 1, 3][unit] for unit in share) for share in divided) == [4, 4, 5]

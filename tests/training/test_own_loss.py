@@ -160,3 +160,11 @@ def test_a_file_runs_once_in_a_process_under_a_name_of_its_contents(tmp_path: Pa
     assert code.load()() == NamedCode.read(f"{path}:f", "objective.path").load()() == 1
     assert code.load().__module__ == f"fivefold_named.counted_{code.digest}" in sys.modules
     assert not list(tmp_path.glob("__pycache__"))
+
+
+def test_a_file_that_exits_and_a_path_with_a_nul_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(UserError, match=r"exits\.py:2: SystemExit: 0"):
+        NamedCode.read(f"{tmp_path / 'exits.py'}:f", "objective.path").load()
+    with pytest.raises(UserError, match=r"objective\.path: .* cannot be read: embedded null byte"):
+        NamedCode.read(f"{tmp_path}/a\0.py:f", "objective.path")

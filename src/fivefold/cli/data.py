@@ -53,7 +53,7 @@ def data(
     if prepare:
         write(_prepared(config, workers, shard), json=json)
         return
-    if workers or shard:
+    if workers or shard is not None:
         raise UserError(
             f"{'--workers' if workers else '--shard'} is of --prepare", fix="fivefold data RUN.yaml --prepare ..."
         )
@@ -79,7 +79,7 @@ def _prepared(config: "RunConfig", workers: int | None, shard: str | None) -> "R
     from fivefold.report.table import Report
     from fivefold.training.launch import preparing
 
-    share = parse_shard(shard) if shard else None
+    share = None if shard is None else parse_shard(shard)
     with preparing() as progress:
         ahead = prepare_ahead(config, workers=workers, shard=share, progress=progress)
     lines = tuple(

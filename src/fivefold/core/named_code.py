@@ -29,7 +29,7 @@ class NamedCode:
             )
         try:
             return NamedCode(Path(path), name, Path(path).read_bytes())
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise UserError(
                 f"{key}: {path} cannot be read: {first_line(error)}",
                 fix="the path is relative to the run file, or on the command line to the current folder",
@@ -53,7 +53,7 @@ class NamedCode:
             sys.modules[known] = module
             try:
                 exec(compile(self.source, str(self.path), "exec"), vars(module))
-            except Exception as error:  # any error of the user's code
+            except (Exception, SystemExit) as error:  # any error of the user's code; sys.exit(0) would end the run
                 del sys.modules[known]
                 raise self.error(error) from error
         found = vars(sys.modules[known]).get(self.name)
@@ -62,13 +62,13 @@ class NamedCode:
             raise UserError(f"{self.path} {what} {self.name}", fix=f"define {self.name} in that file")
         return found  # type: ignore[no-any-return]
 
-    def error(self, error: Exception, more: str | None = None) -> UserError:
+    def error(self, error: BaseException, more: str | None = None) -> UserError:
         """An error of the code, with the line of the file at which it arose."""
         line = _line(error, str(self.path))
         return UserError(f"{line}: {type(error).__name__}: {first_line(error)}", more=more)
 
 
-def _line(error: Exception, path: str) -> str:
+def _line(error: BaseException, path: str) -> str:
     """The line of the file `path` at which an error arose."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return f"{path}:{error.lineno}"

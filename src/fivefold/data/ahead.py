@@ -54,7 +54,7 @@ class Ahead:
 
 def parse_shard(text: str) -> tuple[int, int]:
     """Parse `i/n`, share i of n from 0 on. Raises `UserError`."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    match = re.fullmatch(r"(\d{1,18})/(\d{1,18})", text)
     share, number = map(int, match.groups()) if match else (0, 0)
     if not 0 <= share < number:
         counted = f"shards are counted from 0: 0/{number} to {number - 1}/{number}" if number else "such as 0/8"
@@ -93,7 +93,9 @@ def prepare_ahead(
         sources.append(Units.begin(files, tokenizer, root, unit_bytes))
     every = [(units, number) for units in sources for number in range(len(units.units))]
     sizes = [units.units[number].size for units, number in every]
-    mine = shares(sizes, shard[1])[shard[0]] if shard else sorted(range(len(every)), key=lambda at: -sizes[at])
+    mine: Sequence[int] = sorted(range(len(every)), key=lambda at: -sizes[at])
+    if shard:
+        mine = next(iter(shares(sizes, shard[1])[shard[0] :]), ())
     todo = [at for at in mine if not every[at][0].is_joined and every[at][0].counts(every[at][1]) is None]
     _tokenise([every[at] for at in todo], workers or _cores(), progress)
     seconds = time.monotonic() - began

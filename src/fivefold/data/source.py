@@ -130,6 +130,10 @@ class Format:
         """
         return None
 
+    def members(self, path: Path) -> Sequence[Path]:
+        """The files that are read for `path`: it alone, or those beside it or in it."""
+        return (path,)
+
     def digest(self, path: Path, root: Path) -> str:
         """A hash of the contents of one file."""
         return file_digest(path, root)

@@ -31,7 +31,7 @@ from fivefold.core.files import expanded
 from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
-from fivefold.data.source import FileList, Part, Source
+from fivefold.data.source import FileList, Format, Part, Source
 from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, unit_meta
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
@@ -330,9 +330,10 @@ class _Joined(Exception):
 
 
 def shares(sizes: Sequence[int], number: int) -> list[list[int]]:
-    """Divide units of these sizes: the largest first, each to the share that has least. The same on every machine."""
-    found: list[list[int]] = [[] for _ in range(number)]
-    loads = [(0, share) for share in range(number)]
+    """Divide units of these sizes: the largest first, each to the share that has least. The same on every machine.
+    Shares beyond the number of units have none, and are left out."""
+    found: list[list[int]] = [[] for _ in range(min(number, len(sizes)))]
+    loads = [(0, share) for share in range(len(found))]
     heapify(loads)
     for unit in sorted(range(len(sizes)), key=lambda unit: -sizes[unit]):
         load, share = loads[0]
@@ -353,7 +354,12 @@ def _folder(files: FileList, tokenizer: TokenizerInfo, root: Path, kind: str) ->
 
 def _state(files: FileList) -> list[list[Any]]:
     """What a change of the files would change: their names, sizes and times."""
-    return [[*_stamp(path), form.name] for path, form in files.files]
+    return [[*_stamp(path), form.name, *_beside(path, form)] for path, form in files.files]
+
+
+def _beside(path: Path, form: Format) -> list[list[Any]]:
+    """The stamps of the other files that are read for `path`; a folder's own does not tell of a change within them."""
+    return [list(_stamp(member)) for member in form.members(path) if member != path]
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

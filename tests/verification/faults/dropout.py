@@ -25,8 +25,8 @@ BACKWARD = [("gradient of output", r"")]
 def dropped_by_local_position() -> Any:
     plain = Dropout.begin_micro_batch
 
-    def begin(dropout: Dropout, shape: Sequence[int], first_row: int) -> None:
-        plain(dropout, shape, first_row)
+    def begin(dropout: Dropout, shape: Sequence[int], *rows: Any) -> None:
+        plain(dropout, shape, *rows)
         assert dropout._whole is not None
         dropout._entered = dropout._own = dropout._whole[:, : dropout.context.share(shape[1])]
 
@@ -98,7 +98,7 @@ def not_dropped_in_backward() -> Any:
 )  # fmt: skip
 def same_draw_in_two_micro_batches() -> Any:
     plain = Dropout.begin_micro_batch
-    return patch.object(Dropout, "begin_micro_batch", lambda dropout, shape, _: plain(dropout, shape, 0))
+    return patch.object(Dropout, "begin_micro_batch", lambda dropout, shape, _, *cut: plain(dropout, shape, 0, *cut))
 
 
 @fault(

@@ -24,8 +24,11 @@ class ArrowFolder(Records):
         folder = _split(path, source)
         return (folder,) if (folder / _STATE).is_file() and (folder / "dataset_info.json").is_file() else None
 
+    def members(self, path: Path) -> Sequence[Path]:
+        return _files(path, str(path))
+
     def digest(self, path: Path, root: Path) -> str:
-        return key_of(*(file_digest(file, root) if file.is_file() else "" for file in _files(path, str(path))))
+        return key_of(*(file_digest(file, root) for file in self.members(path)))
 
     def size(self, path: Path) -> int:
         return sum(file.stat().st_size for file in path.glob("*.arrow"))

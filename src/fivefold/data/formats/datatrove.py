@@ -30,9 +30,11 @@ class Datatrove(Format):
         tokens = path.with_suffix("")
         return (tokens,) if path.suffix == ".index" and self.matches(tokens) and tokens.is_file() else None
 
+    def members(self, path: Path) -> Sequence[Path]:
+        return (path, *(_part(path, part) for part in _PARTS))
+
     def digest(self, path: Path, root: Path) -> str:
-        parts = [path, *(_part(path, part) for part in _PARTS)]
-        return key_of(*(file_digest(part, root) if part.is_file() else "" for part in parts))
+        return key_of(*(file_digest(part, root) if part.is_file() else "" for part in self.members(path)))
 
     def documents(self, path: Path, source: Source) -> Iterator[TokenIds]:
         where = source.at(path)

@@ -14,6 +14,7 @@ from fivefold.data.records import Records
 from fivefold.data.source import Part, Source, no_documents, not_utf8
 
 _CHUNK = 2**20  # bytes
+_MARK = b"\xef\xbb\xbf"  # byte order mark
 _LONG = re.compile(rb"(?<=[\s:,\[])-?\d{4301}")
 
 
@@ -68,8 +69,9 @@ def _read(path: Path, source: Source) -> list[object]:
 class JsonLines(Records):
     """Read line by line, with one record in memory. Blank lines are skipped.
 
-    A part of a file has the lines that begin in it. Two kinds of files are not divided: compressed ones, and those of
-    rated answers, each of which is paired with another prompt of its file.
+    A part of a file has the lines that begin in it. Three kinds of files are not divided: compressed ones, those of
+    rated answers, each of which is paired with another prompt of its file, and those without a record, which are an
+    error of the whole file.
     """
 
     def records(self, path: Path, source: Source) -> Generator[tuple[str, Mapping[str, object]]]:
@@ -83,7 +85,7 @@ class JsonLines(Records):
 
     def parts(self, path: Path, source: Source, size: int) -> Sequence[tuple[Part, int]]:
         end = path.stat().st_size
-        if self.is_packed(path) or source.rates:
+        if self.is_packed(path) or source.rates or not _has_record(path, source.at(path)):
             return ()
         stops = [(start, min(start + size, end)) for start in range(0, end, size)]
         # A byte order mark stands in the first row alone.
@@ -105,6 +107,12 @@ class JsonLines(Records):
             yield from _objects(_until(part.stop, file, where, part.rows_before), where)
 
 
+def _has_record(path: Path, where: str) -> bool:
+    """True if a line is not blank."""
+    with path.open("rb") as file:
+        return any(line.removeprefix(_MARK).strip() for _, line in lines_of(file, where))
+
+
 def _until(stop: int, file: IO[bytes], where: str, rows_before: int) -> Iterator[tuple[int, bytes]]:
     """The lines that begin before the byte `stop`, with their numbers."""
     begin = file.tell()
@@ -117,7 +125,7 @@ def _until(stop: int, file: IO[bytes], where: str, rows_before: int) -> Iterator
 
 def _objects(lines: Iterable[tuple[int, bytes]], where: str) -> Generator[tuple[str, Mapping[str, object]]]:
     for row, line in lines:
-        if line := line.removeprefix(b"\xef\xbb\xbf" if row == 1 else b"").strip():
+        if line := line.removeprefix(_MARK if row == 1 else b"").strip():
             at = f"{where}:{row}"
             yield at, _object(_parsed(line, at), at, fix='one {"text": "..."} per line')
 

@@ -43,9 +43,11 @@ class Shards(Records):
         folder = path.parent if path.name == _INDEX else path
         return (folder,) if (folder / _INDEX).is_file() and _shards(folder) is not None else None
 
+    def members(self, path: Path) -> Sequence[Path]:
+        return (path / _INDEX, *(_file(path, shard, str(path))[0] for shard in _shards(path) or []))
+
     def digest(self, path: Path, root: Path) -> str:
-        files = [_file(path, shard, str(path))[0] for shard in _shards(path) or []]
-        return key_of(*(file_digest(file, root) for file in (path / _INDEX, *files)))
+        return key_of(*(file_digest(file, root) for file in self.members(path)))
 
     def size(self, path: Path) -> int:
         return sum(int(shard["raw_data"]["bytes"]) for shard in _shards(path) or [])

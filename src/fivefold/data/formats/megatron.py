@@ -41,8 +41,11 @@ class Megatron(Format):
             return None
         return (tokens,)
 
+    def members(self, path: Path) -> Sequence[Path]:
+        return (path, path.with_suffix(".idx"))
+
     def digest(self, path: Path, root: Path) -> str:
-        return key_of(file_digest(path, root), file_digest(path.with_suffix(".idx"), root))
+        return key_of(*(file_digest(file, root) for file in self.members(path)))
 
     def documents(self, path: Path, source: Source) -> Iterator[TokenIds]:
         where = source.at(path)
