@@ -280,7 +280,7 @@ def test_shards() -> None:
 @pytest.mark.full
 def test_a_killed_process_costs_a_unit(tmp_path: Path) -> None:
     """Two processes, one of which is killed; then the same command again."""
-    texts = random_texts(9, 997)
+    texts = random_texts(9, 4999)
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache"
     knobs: dict[str, Any] = {"workers": 2, "cache": cache, "unit_bytes": 3001}
     killed: list[int] = []
