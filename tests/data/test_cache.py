@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 from itertools import product
 from pathlib import Path
@@ -149,6 +150,25 @@ def test_a_cache_under_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to the cache folder"):
         cache.entry(tmp_path / "file" / "entry", read=Path.exists, build=lambda folder, damage: None)
+
+
+def test_a_long_wait_for_another_process_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "_TELL_AFTER", 0.05)
+    folder, waited = tmp_path / "entry", []
+
+    def wait() -> None:
+        with cache.locked(folder):
+            waited.append(folder)
+
+    with cache.locked(folder):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.5)
+        assert not waited
+    thread.join()
+    assert waited and f"waiting for another process, which is at work on {folder}" in capfd.readouterr().err
 
 
 def test_the_digest_of_a_big_file_is_remembered_until_it_changes(

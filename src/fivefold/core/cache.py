@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from threading import Timer
+from typing import IO, TypeVar
 
 from fivefold.core.errors import UserError
 from fivefold.core.files import cannot_write, expanded, replace, writing
@@ -29,6 +30,7 @@ Found = TypeVar("Found")
 
 _REMEMBER_DIGEST_FROM = 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
 INSTEAD = "point FIVEFOLD_CACHE to a folder you can write to"
+_TELL_AFTER = 10.0  # seconds of waiting for another process
 _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its time stamp
 
 
@@ -127,10 +129,25 @@ def locked(folder: Path) -> Iterator[None]:
         raise cannot_write(f"to the cache folder {folder.parent}", error, instead=INSTEAD) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _take(lock, folder)
         except OSError as error:  # a filesystem without locks
             raise cannot_write(f"to the cache folder {folder.parent}", error, instead=INSTEAD) from error
         yield
+
+
+def _take(lock: IO[str], folder: Path) -> None:
+    """Wait for a lock. A long wait is told: its holder may be stopped."""
+    with suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    text = f"waiting for another process, which is at work on {folder}; fuser {lock.name} shows its number"
+    telling = Timer(_TELL_AFTER, say_aloud, [text])
+    telling.daemon = True
+    telling.start()
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    finally:
+        telling.cancel()
 
 
 def _build_beside(folder: Path, build: Callable[[Path], object]) -> None:
