@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.config import check_supported
+from fivefold.core import cache
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, ahead, prepare, stream, units
 from fivefold.data.ahead import prepare_ahead
@@ -201,7 +202,7 @@ def test_a_long_wait_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         said.append(text)
         told.set()
 
-    monkeypatch.setattr(stream, "_TELL_AFTER", 0.01)
+    monkeypatch.setattr(cache, "_TELL_AFTER", 0.01)
     monkeypatch.setattr(rows, "_say", say)
     monkeypatch.setattr(rows, "_store", slow)
     with (tmp_path / "filler").open("wb") as rows._filler:

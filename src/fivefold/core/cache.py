@@ -30,7 +30,7 @@ Found = TypeVar("Found")
 
 _REMEMBER_DIGEST_FROM = 2**20  # bytes; smaller files are hashed again each time (about 1 GB/s)
 INSTEAD = "point FIVEFOLD_CACHE to a folder you can write to"
-_TELL_AFTER = 10.0  # seconds of waiting for another process
+_TELL_AFTER = 10.0  # seconds of waiting
 _SETTLED_SECONDS = 2.0  # a file changed more recently may change again within one tick of its time stamp
 
 
@@ -140,14 +140,20 @@ def _take(lock: IO[str], folder: Path) -> None:
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return
-    text = f"waiting for another process, which is at work on {folder}; fuser {lock.name} shows its number"
-    telling = Timer(_TELL_AFTER, say_aloud, [text])
-    telling.daemon = True
-    telling.start()
-    try:
+    with telling(f"waiting for another process, which is at work on {folder}; fuser {lock.name} shows its number"):
         fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+@contextmanager
+def telling(text: str, say: Callable[[str], None] = say_aloud) -> Iterator[None]:
+    """Say `text` if what is inside takes long."""
+    timer = Timer(_TELL_AFTER, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
     finally:
-        telling.cancel()
+        timer.cancel()
 
 
 def _build_beside(folder: Path, build: Callable[[Path], object]) -> None:

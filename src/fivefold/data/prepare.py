@@ -21,7 +21,7 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.counts import DataCounts, RowCounts, SourceCounts
 from fivefold.data.formats import discover
-from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts
+from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList, Source, resolve
 from fivefold.data.spans import Turn
 from fivefold.data.split import Blocks, Int64s, bases_of, block_size, blocks_of, held_out, spans_of, store_at
@@ -393,16 +393,15 @@ def _held_rows(stores: Stores, rows: StreamedRows, root: Path, say: Say) -> Pack
     spans = spans_of(blocks, np.ones(len(blocks.hash), np.bool_))
 
     def build(folder: Path) -> dict[str, Any]:
-        index, counts = build_index(stores, *spans, seq_length=rows.seq_length, packing=rows.packing)
-        index.save(folder / "validation")
-        return {"validation": asdict(counts)}
+        packed = write_rows(folder / "validation", stores, spans, seq_length=rows.seq_length, packing=rows.packing)
+        return {"validation": packed}
 
     contents = [[store.meta.content, store.meta.tokenizer] for store in stores]
     folder = root / "rows" / key_of("validation", _ROWS_VERSION, contents, rows.seq_length, rows.packing)
-    counts = RowCounts(**kept_counts(folder, root, say, build)["validation"])
-    pool = Pool(1.0, counts.rows, counts.tokens)
-    index = RowIndex.load(folder / "validation")
-    return PackedRows(index, stores, counts, (pool,), rows.seq_length, rows.pad_id, rows.order.seed)
+    counts = kept_counts(folder, root, say, build)["validation"]
+    return rows_in(
+        folder / "validation", stores, counts, seq_length=rows.seq_length, pad_id=rows.pad_id, seed=rows.order.seed
+    )
 
 
 def _is_rendered(stores: Stores) -> bool:

@@ -477,7 +477,7 @@ def given(value: Any) -> Any:
     return [given(entry) for entry in value] if isinstance(value, list) else value
 
 
-def check_numbers(files: FileList) -> None:
+def check_columns(files: FileList) -> None:
     """Raise `UserError` if a loss of the user's own reads numbers of records, and a file of the source has no records.
     A token store has those it was made with."""
     source = files.source

@@ -7,7 +7,7 @@ that a trainer asks for; rows that are packed while it trains are another kind o
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -348,3 +348,22 @@ class PackedRows(RowSource):
     @cached_property
     def _order(self) -> RowOrder:
         return RowOrder([pool.rows for pool in self.pools], [pool.weight for pool in self.pools], self.seed)
+
+
+def write_rows(
+    folder: Path, stores: tuple[TokenStore, ...], spans: tuple[NDArray[np.int64], NDArray[np.int64]], *,
+    seq_length: int, packing: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Pack spans of the stores into `folder`, and return the counts of the rows."""
+    index, counts = build_index(stores, *spans, seq_length=seq_length, packing=packing)
+    index.save(folder)
+    return asdict(counts)
+
+
+def rows_in(
+    folder: Path, stores: tuple[TokenStore, ...], counts: Mapping[str, Any], *, seq_length: int, pad_id: int, seed: int
+) -> PackedRows:
+    """The rows that `write_rows` put in `folder`, as one pool."""
+    of_rows = RowCounts(**counts)
+    pool = Pool(1.0, of_rows.rows, of_rows.tokens)
+    return PackedRows(RowIndex.load(folder), stores, of_rows, (pool,), seq_length, pad_id, seed)

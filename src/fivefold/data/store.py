@@ -40,7 +40,7 @@ from fivefold.core.integrity import (
     trust,
 )
 from fivefold.data.examples import Document, Preference, Text, TokenIds
-from fivefold.data.records import Records, check_numbers, check_plain, check_used, columns_read
+from fivefold.data.records import Records, check_columns, check_plain, check_used, columns_read
 from fivefold.data.source import FileList
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo, encoding, missing_bos
@@ -274,7 +274,7 @@ def store_for(
 
 def check_settings(files: FileList) -> None:
     """Raise `UserError` for settings of records on a source that has none."""
-    check_numbers(files)
+    check_columns(files)
     if not any(isinstance(form, Records) for _, form in files.files):
         check_plain(files)
 

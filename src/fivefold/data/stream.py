@@ -14,25 +14,23 @@ import subprocess
 import sys
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from threading import RLock, Timer
+from threading import RLock
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fivefold.config import RunConfig
-from fivefold.core.cache import Progress, key_of
+from fivefold.core.cache import Progress, key_of, telling
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.batch import Piece
-from fivefold.data.counts import RowCounts
 from fivefold.data.order import permutation
-from fivefold.data.rows import PackedRows, Pool, RowIndex, RowSource, build_index, kept_counts
+from fivefold.data.rows import PackedRows, RowSource, kept_counts, rows_in, write_rows
 from fivefold.data.source import FileList
 from fivefold.data.split import blocks_of, spans_of
 from fivefold.data.store import Say, TokenStore
@@ -44,7 +42,6 @@ _OPEN = 3  # windows: a batch may straddle two, and the next one is read ahead
 _VERSION = 1  # raise when the rows of the same units change
 _UNITS, _ROWS = 0, 1  # streams of `permutation`
 _POSITION = "stream"  # key of a checkpoint's state
-_TELL_AFTER = 10.0  # seconds of waiting
 _ROW_BITS = 32  # of the number of a row; the others are those of its window
 
 Check = Callable[[FileList, TokenStore], None]
@@ -139,48 +136,32 @@ class StreamedRows(RowSource):
     def _rows(self, number: int, side: str) -> PackedRows:
         """One side of a window."""
         units = self.order.window(number)
-        with self._telling(number):
+        waiting = f"waiting for text: window {number + 1} of the units is being tokenised"
+        with telling(waiting, self._say) if self._filler else nullcontext():  # once for each machine
             stores = tuple(self._store(*unit) for unit in units)
 
             def build(folder: Path) -> dict[str, Any]:
                 blocks = blocks_of(stores)
                 out = blocks.hash < np.uint64(min(int(self._fraction * 2**64), 2**64 - 1))
                 sides = {"train": ~out, "validation": out} if self._fraction else {"train": ~out}
-                return {name: self._build(folder / name, stores, spans_of(blocks, in_)) for name, in_ in sides.items()}
+                return {
+                    name: write_rows(
+                        folder / name, stores, spans_of(blocks, in_), seq_length=self.seq_length, packing=self.packing
+                    )
+                    for name, in_ in sides.items()
+                }
 
             folder = self._root / "rows" / key_of(self.fingerprint, units)
             found = kept_counts(folder, self._root, self._say, build)[side]
-        counts = RowCounts(**found)
-        pool = Pool(1.0, counts.rows, counts.tokens)
-        index = RowIndex.load(folder / side)
-        return PackedRows(index, stores, counts, (pool,), self.seq_length, self.pad_id, self.order.seed)
-
-    def _build(
-        self, folder: Path, stores: tuple[TokenStore, ...], spans: tuple[NDArray[np.int64], NDArray[np.int64]]
-    ) -> dict[str, Any]:
-        index, counts = build_index(stores, *spans, seq_length=self.seq_length, packing=self.packing)
-        index.save(folder)
-        return asdict(counts)
+        return rows_in(
+            folder / side, stores, found, seq_length=self.seq_length, pad_id=self.pad_id, seed=self.order.seed
+        )
 
     def _store(self, at: int, number: int) -> TokenStore:
         source = self.order.sources[at]
         store = source.store(number, self._say)
         self._check(source.files, store)
         return store
-
-    @contextmanager
-    def _telling(self, number: int) -> Iterator[None]:
-        """Inside, report a long wait, once for each machine."""
-        timer = Timer(
-            _TELL_AFTER, self._say, [f"waiting for text: window {number + 1} of the units is being tokenised"]
-        )
-        timer.daemon = True
-        if self._filler:
-            timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     # ---- places --------------------------------------------------------------------------------------------------
 
