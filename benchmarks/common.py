@@ -128,6 +128,25 @@ class Clock:
         if loss is not None:
             self.losses.append(loss)
 
+    def callback(self) -> Any:
+        """A callback of a Trainer of `transformers` that ticks at its steps, and keeps the losses that it logs."""
+        from transformers import TrainerCallback
+
+        clock = self
+
+        class Ticks(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                clock.tick()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                clock.tick()
+
+            def on_log(self, _: Any, __: Any, ___: Any, logs: dict[str, float], **____: Any) -> None:
+                if "loss" in logs:
+                    clock.losses.append(float(logs["loss"]))
+
+        return Ticks()
+
     def result(self, *, warmup: int) -> dict[str, Any]:
         """Medians over the steps after the warm-up."""
         wall, cpu = ([b[i] - a[i] for a, b in zip(self.marks, self.marks[1:], strict=False)][warmup:] for i in (0, 1))

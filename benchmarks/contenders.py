@@ -117,18 +117,7 @@ def _alone(ask: dict[str, Any], train: Callable[..., Any], of: Callable[[Any], A
 
 def trainer(ask: dict[str, Any]) -> dict[str, Any]:
     """`transformers.Trainer`; unless `fsdp` is off, asked for FSDP2 through accelerate by its own arguments."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Ticks(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.tick()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.tick()
-
-        def on_log(self, _: Any, __: Any, ___: Any, logs: dict[str, float], **____: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
+    from transformers import Trainer, TrainingArguments
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *_: Any) -> Any:
@@ -149,7 +138,7 @@ def trainer(ask: dict[str, Any]) -> dict[str, Any]:
         memory = PeakMemory(CPU)
         rows = [row for step in range(total) for row in micro_batch(shape, step, packed=False).input_ids]
         dataset = [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in rows]
-        own = InOrder(plain_model(shape.hf_config()), arguments, train_dataset=dataset, callbacks=[Ticks()])
+        own = InOrder(plain_model(shape.hf_config()), arguments, train_dataset=dataset, callbacks=[clock.callback()])
         own.train()
         wrapper = type(own.model_wrapped).__name__
     return {**clock.result(warmup=ask["warmup"]), "peak_gib": memory.gib, "wrapper": wrapper}

@@ -128,19 +128,8 @@ def trl(ask: dict[str, Any]) -> dict[str, Any]:
     """TRL's SFTTrainer with PEFT's adapter, on one rank of DistributedDataParallel or alone."""
     from datasets import Dataset
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
-
-    class Ticks(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.tick()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.tick()
-
-        def on_log(self, _: Any, __: Any, ___: Any, logs: dict[str, float], **____: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
 
     class InOrder(SFTTrainer):
         """The records of each step, of this process."""
@@ -165,7 +154,8 @@ def trl(ask: dict[str, Any]) -> dict[str, Any]:
     memory = PeakMemory(torch.device("cpu"))
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     made = InOrder(
-        model=PeftModel.from_pretrained(base, folder / "first", is_trainable=True), args=arguments, callbacks=[Ticks()],
+        model=PeftModel.from_pretrained(base, folder / "first", is_trainable=True), args=arguments,
+        callbacks=[clock.callback()],
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
         train_dataset=Dataset.from_list([record for of_step in steps for record in of_step]),
     )  # fmt: skip

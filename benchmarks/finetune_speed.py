@@ -131,19 +131,8 @@ def trl(ask: dict[str, Any]) -> dict[str, Any]:
     from datasets import Dataset, load_from_disk
     from peft import LoraConfig
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from transformers import PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-
-    class Ticks(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.tick()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.tick()
-
-        def on_log(self, _: Any, __: Any, ___: Any, logs: dict[str, float], **____: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
 
     shape, clock, task, steps = SHAPES[ask["shape"]], Clock(), ask["task"], WARMUP + ask["steps"]
     torch.set_num_threads(threads_per_worker(ask["ranks"]))
@@ -167,7 +156,8 @@ def trl(ask: dict[str, Any]) -> dict[str, Any]:
         memory = PeakMemory(CPU)
         adapter = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules="all-linear", task_type="CAUSAL_LM")
         made = kind(
-            model=plain_model(shape.hf_config()), args=arguments, callbacks=[Ticks()], processing_class=tokenizer,
+            model=plain_model(shape.hf_config()), args=arguments,
+            callbacks=[clock.callback()], processing_class=tokenizer,
             train_dataset=load_from_disk(ask["unused"]) if is_dpo else Dataset.from_list(rows),
             peft_config=adapter if "lora" in task else None,
         )  # fmt: skip
