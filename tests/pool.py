@@ -100,6 +100,11 @@ class _Pool:
         """A worker ended by a signal: nothing that a test could raise."""
         return any((process.exitcode or 0) < 0 for process in self.processes)
 
+    @property
+    def has_ended(self) -> bool:
+        """A worker is gone: killed between two calls, by another test or for want of memory."""
+        return any(process.exitcode is not None for process in self.processes)
+
     def _last_words(self, rank: int) -> str:
         """How a rank that is gone ended: its exit code (negative: a signal) and the stack that it left."""
         self.processes[rank].join(10)
@@ -206,7 +211,7 @@ class _Killed(RankError):
 
 def _run(world: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     starts.note(f"{world} ranks")
-    if world in _pools and _pools[world].threads > MOST_THREADS:
+    if world in _pools and (_pools[world].threads > MOST_THREADS or _pools[world].has_ended):
         _pools.pop(world).close()
     if world not in _pools:
         _pools[world] = _Pool(world)

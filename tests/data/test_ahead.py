@@ -2,9 +2,8 @@
 
 import filecmp
 import json
+import multiprocessing
 import os
-import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -279,25 +278,26 @@ def test_shards() -> None:
 
 @pytest.mark.full
 def test_a_killed_process_costs_a_unit(tmp_path: Path) -> None:
-    """Two processes, one of which is killed; then the same command again."""
+    """Two processes, one of which is killed; then the same command again. A process of the caller's own lives on."""
+    bystander = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), daemon=True)
+    bystander.start()
+    others = {process.pid for process in multiprocessing.active_children()}  # among them the pool of the tests
     texts = random_texts(9, 4999)
     config, cache = config_for(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache"
     knobs: dict[str, Any] = {"workers": 2, "cache": cache, "unit_bytes": 3001}
-    killed: list[int] = []
 
-    def kill() -> None:
-        import multiprocessing
+    def kill(what: str, tokenised: int, total: int) -> None:
+        """Kill one of the two after the first unit: with the four that may be on their way, a hundred are left."""
+        workers = [each for each in multiprocessing.active_children() if each.pid not in others]
+        if what.startswith("tokenising") and len(workers) == 2:
+            assert 0 < tokenised < total / 2
+            workers[0].kill()
+            workers[0].join()
 
-        while not list(cache.glob("units/*/0*/unit.json")):
-            time.sleep(0.01)
-        killed.append(multiprocessing.active_children()[0].pid or 0)
-        os.kill(killed[0], signal.SIGKILL)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
     with pytest.raises(RunFailed, match="was killed"):
-        prepare_ahead(config, **knobs)
-    thread.join()
+        prepare_ahead(config, progress=kill, **knobs)
+    assert bystander.is_alive() and others <= {process.pid for process in multiprocessing.active_children()}
+    bystander.kill()
     kept = len(list(cache.glob("units/*/0*/unit.json")))
     done = prepare_ahead(config, **knobs)
     assert kept and done.tokenised == done.sources[0].units - kept and done.data

@@ -150,13 +150,15 @@ def _tokenise(todo: Sequence[tuple[Units, int]], workers: int, progress: Progres
 def _pool(workers: int, sources: Sequence[Units]) -> Iterator[ProcessPoolExecutor]:
     """Processes that tokenise. They end with this one, however it ends."""
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
+    others = {process.pid for process in multiprocessing.active_children()}  # the caller's own
     pool = ProcessPoolExecutor(workers, spawn, _begin, (sources,))
     try:
         yield pool
         pool.shutdown()
     except BaseException as error:
         for process in multiprocessing.active_children():
-            process.terminate()
+            if process.pid not in others:
+                process.terminate()
         pool.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise RunFailed(
