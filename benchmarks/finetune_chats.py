@@ -113,6 +113,7 @@ def _records(batch: MicroBatch) -> Iterator[Record]:
 def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
     """The command's own function, which starts its workers."""
     began, name = time.perf_counter(), f"fivefold-{ask['ranks']}"
+    os.environ.pop("OMP_NUM_THREADS", None)  # it is this process's: the workers share the cores out
     layout = {"layout": "shard2" if ask["ranks"] == 2 else "single", "run.name": name}
     run = ff.train(Path(ask["folder"]) / "run.yaml", {**layout, "checkpoint.resume": "never"}, nproc=ask["ranks"])
     rows = [json.loads(line) for line in (Path(run.path) / "metrics.jsonl").read_text().splitlines()]

@@ -23,6 +23,7 @@ from fivefold.launch.world import (
     first_host,
     server_environment,
     threads_per_worker,
+    threads_warning,
     worker_environment,
 )
 from tests.pool import forks
@@ -197,6 +198,19 @@ def test_the_user_s_number_of_threads_counts(
 ) -> None:
     monkeypatch.setattr(world_module, "cores", lambda: 8)
     assert threads_per_worker(2, env) == threads
+
+
+def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(world_module, "cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_warning(World(size=4, local_size=4)) is None
+    assert threads_warning(World(size=16, local_size=16)) is None  # a thread each is the least
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert threads_warning(World(size=4, local_size=2)) is None
+    said = threads_warning(World(size=4, local_size=4))
+    assert said and said.startswith("4 workers have 4 threads each (OMP_NUM_THREADS), on 8 cores")
+    assert threads_warning(World(size=4, local_size=4, device="cuda:0")) is None
 
 
 def test_a_worker_s_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

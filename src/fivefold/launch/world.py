@@ -147,6 +147,16 @@ def threads_per_worker(local_size: int, env: Mapping[str, str] = os.environ) -> 
     return max(1, cores() // local_size)
 
 
+def threads_warning(world: World) -> str | None:
+    """A warning if the workers of this machine have more threads than it has cores: steps then take several times as
+    long; else None. A GPU's worker waits for its GPU, and is not warned of."""
+    threads, has = threads_per_worker(world.local_size), os.cpu_count() or 1
+    if world.device != "cpu" or threads == 1 or threads * world.local_size <= has:
+        return None
+    asked = f"{world.local_size} workers have {threads} threads each (OMP_NUM_THREADS), on {has} cores"
+    return f"{asked}: slow; without the variable they share the cores"
+
+
 @contextmanager
 def join(world: World, *, timeout: float = LaunchSection().timeout, store: Any = None) -> Iterator[World]:
     """Inside, `torch.distributed` is ready and the device is chosen; an existing group is left unchanged.

@@ -11,7 +11,7 @@ from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.step_folders import steps
 from fivefold.core.units import GIB, human, human_bytes, many
 from fivefold.launch.folder import next_commands
-from fivefold.launch.world import multiplies_bf16
+from fivefold.launch.world import multiplies_bf16, threads_warning
 from fivefold.models import hf_internals
 from fivefold.ops import gpu_attention
 from fivefold.parallel import shared_memory
@@ -69,7 +69,7 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
         rows.append(("", "this device has no bf16 instructions: precision.compute=fp32 is up to 100 x faster here"))
     alone = [f"{line}: docs/howto/data.md says how to train on both" for line in job.data.counts.answers_alone]
     too_long = schedule.warning(config, job.total_steps)
-    rows += [("WARNING", line) for line in (*alone, too_long) if line]
+    rows += [("WARNING", line) for line in (*alone, too_long, threads_warning(world)) if line]
     rows += [("DAMAGED", damage) for damage in resumed.damages]
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
