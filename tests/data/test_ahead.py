@@ -16,6 +16,7 @@ from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.integrity import file_checksum
 from fivefold.data import ahead, prepare, units
 from fivefold.data.ahead import Ahead, parse_shard, prepare_ahead
+from fivefold.data.tokenizer import _loaded
 from fivefold.data.units import Units, shares
 from tests.data.helpers import config_for, random_texts, write_jsonl
 from tests.data.test_token_files import ids_of, mds, megatron
@@ -274,6 +275,16 @@ def test_shards() -> None:
     divided = shares([5, 1, 1, 1, 1, 1, 3], 3)
     assert sorted(unit for share in divided for unit in share) == list(range(7))
     assert sorted(sum([5, 1, 1, 1, 1, 1, 3][unit] for unit in share) for share in divided) == [4, 4, 5]
+
+
+def test_a_process_loads_its_tokenizer_once(tmp_path: Path) -> None:
+    """Each more that has encoded would stay in memory."""
+    texts = write_jsonl(tmp_path / "a.jsonl", random_texts(3))
+    before = _loaded.cache_info().misses
+    done = prepared(config_for(texts), tmp_path / "cache")
+    assert (
+        done.sources[0].units > 4 and _loaded.cache_info().misses <= before + 2
+    )  # to ask for its facts, and for these
 
 
 @pytest.mark.full
