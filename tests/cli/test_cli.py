@@ -25,8 +25,8 @@ from fivefold.training import launch
 from fivefold.verification import before_training
 
 VERBS = (
-    "train", "data", "plan", "rehearse", "verify", "compare", "generate", "evaluate", "export", "convert", "report",
-    "calibrate", "doctor",
+    "train", "launch", "data", "plan", "rehearse", "verify", "compare", "generate", "evaluate", "export", "convert",
+    "report", "calibrate", "doctor",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from fivefold.cli import (
     evaluate,
     export,
     generate,
+    launch,
     plan,
     rehearse,
     report,
@@ -43,6 +44,7 @@ LOST_RANK = ("has left", "DistNetworkError", "Connection closed by", "Connection
 # Listed in this order, each with the first line of its docstring.
 VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
+    "launch": launch.launch,
     "data": data.data,
     "plan": plan.plan,
     "rehearse": rehearse.rehearse,

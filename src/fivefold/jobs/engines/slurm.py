@@ -1,0 +1,36 @@
+"""Slurm: a batch script for `sbatch`, whose `srun` starts one task a device."""
+
+from pathlib import Path
+from shlex import join, quote
+
+from jinja2 import Environment, StrictUndefined
+
+from fivefold.jobs.job import Engine, Job
+
+SAVES = 300  # seconds before the end of the allotment at which Slurm sends SIGTERM to the tasks
+EXAMPLE = "nvcr.io#nvidia/pytorch:25.09-py3"  # of an image, in the words of enroot
+
+
+def text(job: Job) -> str:
+    """The batch script, `slurm.sbatch.j2` filled in."""
+    template = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    template.filters["quote"] = quote
+    return template.from_string(Path(__file__).with_suffix(".sbatch.j2").read_text(encoding="utf-8")).render(
+        job=job,
+        command=job.command,
+        run=job.run.as_posix(),
+        overrides=join(job.overrides),
+        time=f"{job.minutes // 60}:{job.minutes % 60:02}:00" if job.minutes else "",
+        saves=SAVES,
+        example=EXAMPLE,
+    )
+
+
+ENGINE = Engine(
+    name="slurm",
+    title="a batch script for sbatch",
+    suffix=".sbatch",
+    text=text,
+    submit=lambda file: ("sbatch", str(file)),
+    install="run this on a login node of the cluster, or install Slurm's commands: apt install slurm-client",
+)

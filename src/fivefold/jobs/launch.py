@@ -1,0 +1,90 @@
+"""`fivefold launch`: the file of a job, and its submission."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import join
+
+from fivefold.config import check_supported, load_config
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.files import put
+from fivefold.jobs.engines import engine
+from fivefold.jobs.job import Engine, Job
+
+MORE = "docs/start/cluster.md"
+_MINUTES = {"m": 1, "h": 60, "d": 24 * 60}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Arguments of `fivefold launch`. `devices`: of a node; None for 8, or 2 on a CPU. `time`: such as 90m or 12h."""
+
+    run: Path
+    to: str
+    overrides: Sequence[str] = ()
+    nodes: int = 1
+    devices: int | None = None
+    time: str | None = None
+    image: str = ""
+
+
+def job_of(request: Request) -> Job:
+    """The job. Raises `UserError` for a run file that cannot be run, or not on as many devices."""
+    if not request.run.is_file():
+        raise UserError(f"{request.run} is no file, and a job is made of a run file", fix="name one", more=MORE)
+    config = load_config(request.run, request.overrides)
+    check_supported(config)
+    on_cpu = config.train.device == "cpu"
+    devices = request.devices or (2 if on_cpu else 8)
+    if not config.is_automatic:
+        config.layout.resolve(request.nodes * devices)
+    return Job(
+        run=request.run,
+        text=request.run.read_text(encoding="utf-8"),
+        name=config.run.name,
+        runs=config.run.dir,
+        nodes=request.nodes,
+        devices=devices,
+        on_cpu=on_cpu,
+        minutes=None if request.time is None else minutes(request.time),
+        image=request.image,
+        overrides=tuple(request.overrides),
+    )
+
+
+def minutes(time: str) -> int:
+    """Minutes of `90m`, `12h` or `2d`. Raises `UserError` for anything else."""
+    number = re.fullmatch("([1-9][0-9]{0,5})([mhd])", time.strip())
+    if number is None:
+        raise UserError(f"--time {time} is no time", fix="write 90m, 12h or 2d")
+    return int(number[1]) * _MINUTES[number[2]]
+
+
+def written(request: Request) -> tuple[Engine, str, Path]:
+    """The engine, the text of its file, and the name that the file has by default. Raises `UserError`."""
+    chosen, job = engine(request.to), job_of(request)
+    return chosen, chosen.text(job), Path(f"{job.label}{chosen.suffix}")
+
+
+def submitted(chosen: Engine, file: Path) -> str:
+    """Submit a file, and return what the engine's program said. Raises `UserError` if it is missing, `RunFailed` if it
+    refused."""
+    command = list(chosen.submit(file))
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]} is not here, so {file} is not submitted", fix=chosen.install, more=MORE)
+    if chosen.package and find_spec(chosen.package) is None:
+        raise UserError(f"{chosen.package} is not installed, so {file} is not submitted", fix=chosen.install, more=MORE)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise RunFailed(f"{join(command)}: {said}", fix=f"change {file}, and submit it: {join(command)}", more=MORE)
+    return done.stdout.strip()
+
+
+def save(file: Path, text: str) -> None:
+    """Write the file. Raises `UserError` if it cannot be written."""
+    put(file, text.encode(), instead="--output FILE")

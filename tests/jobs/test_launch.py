@@ -1,0 +1,129 @@
+"""`fivefold launch`: one description of a job, and the files that engines make of it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fivefold import cli
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.jobs.engines import engine, names
+from fivefold.jobs.job import Job
+from fivefold.jobs.launch import Request, job_of, minutes, submitted, written
+
+RUN = "train: {max_steps: 20, device: cpu}\nrun: {name: Notes 1}\n"
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.yaml").write_text(RUN)
+    return Path("notes.yaml")
+
+
+def command(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(("launch", *arguments))
+    return ended.value.code
+
+
+def test_every_engine_has_the_name_of_its_module() -> None:
+    assert {"slurm"} <= {*names()}
+    for name in names():
+        found = engine(name)
+        assert found.name == name and found.suffix.startswith(".") and found.title and found.install
+
+
+def test_every_engine_writes_the_whole_job(run_yaml: Path, subtests: pytest.Subtests) -> None:
+    for name in names():
+        with subtests.test(msg=name):
+            request = Request(run=run_yaml, to=name, nodes=3, devices=2, overrides=["train.seed=7"], image="an/image:1")
+            chosen, text, file = written(request)
+            assert chosen.name == name and file == Path(f"notes-1{chosen.suffix}")
+            assert "train.seed=7" in text and "an/image:1" in text and "#" in text
+
+
+def test_a_job_is_described_in_no_engine_s_words(run_yaml: Path) -> None:
+    job = job_of(Request(run=run_yaml, to="slurm", nodes=3, overrides=["layout=dp2.shard3"], time="90m"))
+    assert job == Job(
+        run=run_yaml, text=RUN, name="Notes 1", runs="runs", nodes=3, devices=2, on_cpu=True, minutes=90,
+        overrides=("layout=dp2.shard3",),
+    )  # fmt: skip
+    assert (job.ranks, job.label, job.described) == (6, "notes-1", "3 nodes, 2 ranks each")
+    assert job_of(Request(run=run_yaml, to="slurm", overrides=["train.device=cuda"])).described == "1 node, 8 GPUs"
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_submitted(run_yaml: Path) -> None:
+    with pytest.raises(UserError, match="6"):
+        job_of(Request(run=run_yaml, to="slurm", nodes=3, overrides=["layout=tp4"]))
+
+
+def test_times() -> None:
+    assert [minutes(text) for text in ("90m", "12h", "2d")] == [90, 720, 2880]
+    for wrong in ("0m", "12", "1:30:00", "h"):
+        with pytest.raises(UserError, match="--time"):
+            minutes(wrong)
+
+
+def test_the_file_is_printed_or_written(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("notes.yaml", "--to", "slurm") == 0
+    text = capsys.readouterr().out
+    assert command("notes.yaml", "--to", "slurm", "--output", "a/job.sbatch") == 0
+    assert Path("a/job.sbatch").read_text() == text
+    assert "sbatch a/job.sbatch" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert command("notes.yaml", "--to", "slurm", "--submit") == 2
+    assert "sbatch is not here, so notes-1.sbatch is not submitted" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_file_is_submitted(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Path("bin/sbatch")
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\necho "Submitted $1"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent.resolve()}{os.pathsep}{os.environ['PATH']}")
+    assert command("notes.yaml", "--to", "slurm", "--submit") == 0
+    assert "Submitted notes-1.sbatch" in capsys.readouterr().out
+    assert Path("notes-1.sbatch").read_text() == engine("slurm").text(job_of(Request(run=run_yaml, to="slurm")))
+    fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    with pytest.raises(RunFailed, match="invalid partition"):
+        submitted(engine("slurm"), Path("notes-1.sbatch"))
+
+
+def test_what_is_wrong_is_said(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in {
+        ("notes.yaml", "--to", "slurmm"): "did you mean --to slurm?",
+        ("missing.yaml", "--to", "slurm"): "missing.yaml is no file",
+        ("train.seed=1", "--to", "slurm"): "is no run file",
+        ("notes.yaml", "train.sed=1", "--to", "slurm"): "train.seed",
+    }.items():
+        assert command(*arguments) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_batch_script_is_what_bash_reads(run_yaml: Path) -> None:
+    """With a name, a path and values that a shell would take apart; `srun` and `scontrol` are stand-ins."""
+    text = engine("slurm").text(
+        Job(run=Path("my runs/a.yaml"), text="", name="it's", runs="r", overrides=("x=a b", "y=$(false)\n#"))
+    )
+    for name, line in {"srun": 'printf "<%s>" "$@"; exit ${CODE:-0}', "scontrol": 'echo "$@" >>said; echo n1'}.items():
+        Path(name).write_text(f"#!/bin/sh\n{line}\n")
+        Path(name).chmod(0o755)
+    env = {"PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "9"}
+
+    def run(**more: str) -> tuple[int, str]:
+        done = subprocess.run(["bash"], input=text, env=env | more, capture_output=True, text=True, check=False)
+        assert done.stderr == ""
+        return done.returncode, done.stdout
+
+    assert run() == (0, "<--kill-on-bad-exit=1><fivefold><train><my runs/a.yaml><x=a b><y=$(false)\n#>")
+    assert run(SLURM_ARRAY_TASK_ID="2")[1].endswith("<run.name=it's-2><train.seed=2>")
+    assert run(CODE="2")[0] == 2 and "requeue" not in Path("said").read_text()
+    assert run(CODE="143")[0] == 143 and "requeue 9" in Path("said").read_text()
