@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 
+from fivefold.core.errors import UserError
 from fivefold.core.units import many
 
 PORT = 29500  # where the ranks meet on the first node, under engines that give no port of their own
+WRONG, SAVED = 2, 143  # exit codes: a request that would fail again, and a run that was saved because of SIGTERM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,8 @@ class Job:
 
     `run`: the run file, as it was given; `text`: its content. `name`: `run.name`; `runs`: `run.dir`, a folder that all
     nodes must see. `devices`: ranks of each node, GPUs unless `on_cpu`. `minutes`: the time it may take; None leaves it
-    to the engine. `image`: the container's; empty for none, or for the engine's own. `overrides`: `key=value`.
+    to the engine. `image`: the container's; empty for none, or for the engine's own. `overrides`: `key=value`. `code`:
+    the keys of the run file that name code of the user's own.
     """
 
     run: Path
@@ -30,6 +33,7 @@ class Job:
     minutes: int | None = None
     image: str = ""
     overrides: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -41,6 +45,20 @@ class Job:
         """The size of the job in words: `2 nodes, 8 GPUs each`."""
         on = many(self.devices, "rank" if self.on_cpu else "GPU") + (" each" if self.nodes > 1 else "")
         return f"{many(self.nodes, 'node')}, {on}"
+
+    @property
+    def head(self) -> str:
+        """The first lines of a file, for a comment."""
+        return f"{self.command}\n{self.described}. Written by fivefold launch; every line is yours to change."
+
+    def check_image(self, engine: str) -> None:
+        """Raise `UserError` for a job without an image."""
+        if not self.image:
+            raise UserError(
+                f"--to {engine} needs an image that has fivefold in it, and none is published",
+                fix="build one from the Dockerfile of fivefold, push it, and name it: --image REGISTRY/fivefold:TAG",
+                more="docs/start/cluster.md",
+            )
 
     @property
     def label(self) -> str:

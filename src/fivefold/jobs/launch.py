@@ -53,6 +53,7 @@ def job_of(request: Request) -> Job:
         minutes=None if request.time is None else minutes(request.time),
         image=request.image,
         overrides=tuple(request.overrides),
+        code=tuple(config.code),
     )
 
 

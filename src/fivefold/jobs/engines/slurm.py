@@ -17,7 +17,6 @@ def text(job: Job) -> str:
     template.filters["quote"] = quote
     return template.from_string(Path(__file__).with_suffix(".sbatch.j2").read_text(encoding="utf-8")).render(
         job=job,
-        command=job.command,
         run=job.run.as_posix(),
         overrides=join(job.overrides),
         time=f"{job.minutes // 60}:{job.minutes % 60:02}:00" if job.minutes else "",

@@ -1,0 +1,75 @@
+"""Kubernetes: an indexed Job of `batch/v1`, a headless Service for the names of its pods, and the run file."""
+
+from typing import Any
+
+from fivefold.jobs import commented, pods
+from fivefold.jobs.commented import Note
+from fivefold.jobs.job import PORT, SAVED, Engine, Job
+
+
+def text(job: Job) -> str:
+    """The three objects."""
+    pods.check(job, "kubernetes")
+    return commented.written(job.head, [pods.run_file(job), _service(job), _job(job)])
+
+
+def _service(job: Job) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": pods.metadata(job),
+        "spec": {
+            "clusterIP": Note("None", "A name for each pod, by which the ranks meet; nothing is balanced."),
+            "publishNotReadyAddresses": Note(True, "Pods meet before they are READY."),
+            "selector": pods.metadata(job)["labels"],
+            "ports": [{"port": PORT}],
+        },
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    meets = [f"--nnodes={job.nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)"]
+    meets += [f"--master-addr={job.label}-0.{job.label}", f"--master-port={PORT}"]
+    saved = {"containerName": pods.CONTAINER, "operator": "In", "values": [SAVED]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": Note(
+            pods.metadata(job),
+            "Under Kueue, the label kueue.x-k8s.io/queue-name lets it wait for room for all of its pods.",
+        ),
+        "spec": {
+            "completions": Note(job.nodes, "A pod a node, all at once; each knows its index."),
+            "parallelism": job.nodes,
+            "completionMode": "Indexed",
+            **pods.deadline(job),
+            "backoffLimit": Note(
+                pods.RESTARTS * job.nodes,
+                f"Pods that may fail: {pods.RESTARTS} times all of them. When one is lost the others fail too, and "
+                "each begins anew. The run goes on from its newest checkpoint.",
+            ),
+            "podFailurePolicy": {
+                "rules": [
+                    Note(pods.wrong_request(), "2: the request is wrong, and would fail again."),
+                    Note(
+                        {"action": "Ignore", "onExitCodes": saved}, "143: saved on SIGTERM. It begins anew, uncounted."
+                    ),
+                    Note(
+                        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                        "Drained, preempted or evicted: the same.",
+                    ),
+                ]
+            },
+            "template": pods.template(job, meets=meets, subdomain=job.label),
+        },
+    }
+
+
+ENGINE = Engine(
+    name="kubernetes",
+    title="an indexed Job of Kubernetes with its Service and run file",
+    suffix=".job.yaml",
+    text=text,
+    submit=lambda file: ("kubectl", "apply", "-f", str(file)),
+    install=pods.KUBECTL,
+)

@@ -1,0 +1,61 @@
+"""Kubeflow Trainer v2 (`trainer.kubeflow.org`): a TrainJob, and the TrainingRuntime that says how its pods run."""
+
+from typing import Any
+
+from fivefold.jobs import commented, pods
+from fivefold.jobs.commented import Note
+from fivefold.jobs.engines import jobset
+from fivefold.jobs.job import Engine, Job
+
+VERSION = "trainer.kubeflow.org/v1alpha1"
+TRAINS = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}  # the job of a runtime whose size a TrainJob sets
+
+
+def text(job: Job) -> str:
+    """The run file, the runtime and the TrainJob."""
+    pods.check(job, "trainjob")
+    head = (
+        f"{job.head}\nThe cluster needs Kubeflow Trainer 2.2 or newer: https://www.kubeflow.org/docs/components/trainer"
+    )
+    return commented.written(head, [pods.run_file(job), _runtime(job), _trainjob(job)])
+
+
+def _runtime(job: Job) -> dict[str, Any]:
+    return {
+        "apiVersion": VERSION,
+        "kind": "TrainingRuntime",
+        "metadata": pods.metadata(job),
+        "spec": {
+            "mlPolicy": Note(
+                {"numNodes": job.nodes, "torch": {}},
+                "Trainer tells torchrun in each pod, by PET_ variables, how many there are, which it is and where they "
+                "meet.",
+            ),
+            "template": {"spec": jobset.spec(job, [], labels=TRAINS)},
+        },
+    }
+
+
+def _trainjob(job: Job) -> dict[str, Any]:
+    return {
+        "apiVersion": VERSION,
+        "kind": "TrainJob",
+        "metadata": Note(
+            pods.metadata(job),
+            "Under Kueue, the label kueue.x-k8s.io/queue-name lets it wait for room for all of its pods.",
+        ),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.label},
+            "trainer": {"numNodes": job.nodes, "numProcPerNode": job.devices},
+        },
+    }
+
+
+ENGINE = Engine(
+    name="trainjob",
+    title="a TrainJob of Kubeflow Trainer with its runtime and run file",
+    suffix=".trainjob.yaml",
+    text=text,
+    submit=lambda file: ("kubectl", "apply", "-f", str(file)),
+    install=pods.KUBECTL,
+)

@@ -1,0 +1,140 @@
+"""The pods of Kubernetes, the same under each of its kinds of job: what runs, with what, and how it is watched."""
+
+from typing import Any
+
+from fivefold.core.errors import UserError
+from fivefold.jobs.commented import Note
+from fivefold.jobs.job import PORT, WRONG, Job
+
+CONTAINER = "node"  # the name that Kubeflow Trainer asks for
+FOLDER = "/work"  # where the volume is: relative paths of a run file begin there
+RUN = "/job/run.yaml"
+GRACE = 300  # seconds from SIGTERM to SIGKILL
+RESTARTS = 10
+KUBECTL = "install kubectl: https://kubernetes.io/docs/tasks/tools"
+GPUS = "nvidia.com/gpu"
+
+
+def check(job: Job, engine: str) -> None:
+    """Raise `UserError` for a job without an image, or with code beside its run file."""
+    job.check_image(engine)
+    if job.code:
+        raise UserError(
+            f"{job.code[0]} names code beside the run file, and a pod has the run file alone",
+            fix=f"put the code on the volume, and write its whole path there: {FOLDER}/my_loss.py:loss",
+            more="docs/start/cluster.md",
+        )
+
+
+def metadata(job: Job) -> dict[str, Any]:
+    """Name and labels of an object."""
+    return {
+        "name": job.label,
+        "labels": {"app.kubernetes.io/name": "fivefold", "app.kubernetes.io/instance": job.label},
+    }
+
+
+def run_file(job: Job) -> dict[str, Any]:
+    """The run file, as an object that pods see as a file."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job),
+        "data": {"run.yaml": Note(job.text, "The run file. Paths in it are those inside of the pods.")},
+    }
+
+
+def deadline(job: Job) -> dict[str, Any]:
+    """The time that a job may take, of its specification."""
+    if job.minutes is None:
+        return {}
+    said = "Seconds that it may take. Then its pods get SIGTERM, and the run saves."
+    return {"activeDeadlineSeconds": Note(60 * job.minutes, said)}
+
+
+def template(job: Job, *, meets: list[str], subdomain: str = "") -> dict[str, Any]:
+    """The template of a pod. `meets`: options of torchrun that say where pods meet, and which of them this one is."""
+    return {
+        "metadata": {"labels": metadata(job)["labels"]},
+        "spec": {
+            **(
+                {"subdomain": Note(subdomain, "With the Service above, it gives each pod a name.")} if subdomain else {}
+            ),
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": Note(
+                GRACE,
+                "Seconds from SIGTERM to SIGKILL, when a pod is drained or preempted. The run saves the step that it "
+                "is in: they have to hold a step and a save.",
+            ),
+            "securityContext": Note(
+                {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
+                "The user of the image, who has to be able to write to the volume.",
+            ),
+            "containers": [_container(job, meets)],
+            "volumes": [
+                {
+                    "name": "work",
+                    "persistentVolumeClaim": Note(
+                        {"claimName": "fivefold"},
+                        "A claim that all pods can write to (ReadWriteMany). It holds data, models and runs.",
+                    ),
+                },
+                {"name": "run-file", "configMap": {"name": job.label}},
+                {
+                    "name": "shared-memory",
+                    "emptyDir": Note(
+                        {"medium": "Memory"},
+                        "Shared memory of the ranks of a pod, and of NCCL. A container has 64 MiB without it.",
+                    ),
+                },
+            ],
+        },
+    }
+
+
+def _container(job: Job, meets: list[str]) -> dict[str, Any]:
+    metrics = f"{job.runs}/{job.name}/metrics.jsonl"
+    overrides = [override.replace("$(", "$$(") for override in job.overrides]  # Kubernetes reads $(NAME)
+    torchrun = ["python", "-m", "fivefold.launch.torchrun", *meets, f"--nproc-per-node={job.devices}"]
+    return {
+        "name": CONTAINER,
+        "image": job.image,
+        "workingDir": Note(FOLDER, "Relative paths in the run file, such as run.dir, begin here."),
+        "command": Note(
+            [*torchrun, f"--shutdown-timeout={GRACE}", "-m", "fivefold.cli", "train", RUN, *overrides],
+            "torchrun, which starts a rank a device, with the exit code of the rank that failed first.",
+        ),
+        "ports": [{"containerPort": PORT}],
+        "resources": {"limits": {GPUS: job.devices}}
+        if not job.on_cpu
+        else {"requests": {"cpu": job.devices, "memory": f"{2 * job.devices}Gi"}},
+        "startupProbe": Note(
+            {
+                "exec": {"command": ["sh", "-c", f'test "$1" -nt {RUN}', "sh", metrics]},
+                "periodSeconds": 10,
+                "failureThreshold": 8640,
+            },
+            "A pod is READY once the run has written its first step since the pod began. That may take a day: data and "
+            "models are prepared before.",
+        ),
+        "livenessProbe": Note(
+            {
+                "exec": {"command": ["sh", "-c", 'find "$1" -mmin -60 | grep -q .', "sh", metrics]},
+                "periodSeconds": 60,
+                "failureThreshold": 3,
+            },
+            "Then a pod is ended when the run writes no step for an hour. (Ranks that stand still end themselves "
+            "earlier, after train.collective_timeout.)",
+        ),
+        "volumeMounts": [
+            {"name": "work", "mountPath": FOLDER},
+            {"name": "run-file", "mountPath": "/job"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+
+
+def wrong_request() -> dict[str, Any]:
+    """The rule of a pod failure policy for a request that would fail again."""
+    exits = {"containerName": CONTAINER, "operator": "In", "values": [WRONG]}
+    return {"action": "FailJob", "onExitCodes": exits}

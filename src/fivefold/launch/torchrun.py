@@ -1,0 +1,30 @@
+"""torchrun, with the exit code of the worker that failed first.
+
+    python -m fivefold.launch.torchrun OPTIONS OF TORCHRUN -m fivefold.cli train RUN.yaml
+
+torchrun itself ends with 1 whatever happened, and a scheduler cannot tell a wrong request, which would fail again, from
+a rank that was lost, nor from a run that was asked to stop and is saved.
+"""
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run torchrun, and return the exit code: 128 and its number for a signal, as shells have it."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(list(sys.argv[1:] if arguments is None else arguments)))
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
