@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -91,7 +92,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     conf = folder / "slurm.conf"
     conf.write_text(CONF.format(folder=folder, nodes=NODES, ports=_free_ports(3)))
     environment = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}{os.pathsep}{SEARCHED}"}
+    beside = os.path.dirname(sys.executable)  # where the command fivefold is
+    environment |= {"SLURM_CONF": str(conf), "PATH": os.pathsep.join([beside, os.environ["PATH"], SEARCHED])}
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
