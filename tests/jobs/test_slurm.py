@@ -97,3 +97,35 @@ def test_a_preempted_job_goes_on_bit_for_bit(slurm: Cluster) -> None:
     assert 0 < again["step"] < STEPS and begun["world"] == again["world"] == 2 and again["devices_per_node"] == 1
     assert column(tree, "train/loss") == column(alone, "train/loss")
     assert same(state(tree, STEPS), state(alone, STEPS))
+
+
+def test_a_job_whose_time_is_nearly_over_saves_and_goes_on(slurm: Cluster) -> None:
+    tree, file = runs_of(slurm, "late", train__max_steps=100_000)
+    text = script(file, time="1m")
+    assert "#SBATCH --signal=TERM@300" in text
+    job = submit(slurm, text, "late")  # 300 s before the end of a minute is at once
+    slurm.wait(lambda: len(starts(tree)) == 2 if run_dir(tree).exists() else False)
+    begun, again = starts(tree)
+    assert 0 == begun["step"] < again["step"]
+    said = log(slurm, "late", job)
+    assert f"stopped by SIGTERM after step {again['step']} of 100000, which is saved" in said
+    slurm.do("scancel", job)  # SIGTERM to the script too: it is not queued again
+    assert finish(slurm, job) == "CANCELLED"
+    assert len(starts(tree)) == 2
+
+
+def test_an_array_trains_runs_with_seeds_of_their_own(slurm: Cluster) -> None:
+    tree, file = runs_of(slurm, "many", train__max_steps=2)
+    job = submit(slurm, script(file), "many", "--array=3-4")
+    trees = [tree | {"run": tree["run"] | {"name": f"many-{number}"}} for number in (3, 4)]
+    slurm.wait(lambda: all(steps(run_dir(each) / "checkpoints") == [2] for each in trees if run_dir(each).exists()))
+    assert [finish(slurm, f"{job}_{number}") for number in (3, 4)] == ["COMPLETED", "COMPLETED"]
+    seeds = [yaml.safe_load((run_dir(each) / "run.yaml").read_text())["train"]["seed"] for each in trees]
+    assert seeds == [3, 4] and column(trees[0], "train/loss") != column(trees[1], "train/loss")
+
+
+def test_a_wrong_request_ends_the_job(slurm: Cluster) -> None:
+    _, file = runs_of(slurm, "wrong", train__max_steps=2)
+    job = submit(slurm, script(file).replace("overrides=()", "overrides=(layout=tp3)"), "wrong")
+    assert finish(slurm, job) == "FAILED"
+    assert "ExitCode=2:0" in slurm.do("scontrol", "show", "job", job)
