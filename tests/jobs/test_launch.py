@@ -64,6 +64,8 @@ def test_times() -> None:
     for wrong in ("0m", "12", "1:30:00", "h"):
         with pytest.raises(UserError, match="--time"):
             minutes(wrong)
+    with pytest.raises(UserError, match="nothing would be trained"):
+        engine("slurm").text(Job(run=Path("a.yaml"), text="", name="a", runs="r", minutes=9))
 
 
 def test_the_file_is_printed_or_written(
@@ -113,7 +115,8 @@ def test_the_batch_script_is_what_bash_reads(run_yaml: Path) -> None:
     text = engine("slurm").text(
         Job(run=Path("my runs/a.yaml"), text="", name="it's", runs="r", overrides=("x=a b", "y=$(false)\n#"))
     )
-    for name, line in {"srun": 'printf "<%s>" "$@"; exit ${CODE:-0}', "scontrol": 'echo "$@" >>said; echo n1'}.items():
+    srun = 'printf "<%s>" "$@"; if [ "$LATE" ]; then kill -USR1 $PPID; sleep 0.3; fi; exit ${CODE:-0}'
+    for name, line in {"srun": srun, "scontrol": 'echo "$@" >>said; echo n1', "scancel": 'echo "$@" >>said'}.items():
         Path(name).write_text(f"#!/bin/sh\n{line}\n")
         Path(name).chmod(0o755)
     env = {"PATH": f"{Path.cwd()}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "9"}
@@ -125,5 +128,9 @@ def test_the_batch_script_is_what_bash_reads(run_yaml: Path) -> None:
 
     assert run() == (0, "<--kill-on-bad-exit=1><fivefold><train><my runs/a.yaml><x=a b><y=$(false)\n#>")
     assert run(SLURM_ARRAY_TASK_ID="2")[1].endswith("<run.name=it's-2><train.seed=2>")
-    assert run(CODE="2")[0] == 2 and "requeue" not in Path("said").read_text()
-    assert run(CODE="143")[0] == 143 and "requeue 9" in Path("said").read_text()
+    assert [run(CODE=code)[0] for code in ("2", "143")] == [2, 143] and "requeue" not in Path("said").read_text()
+    assert run(CODE="0", LATE="1")[0] == 0 and "requeue" not in Path("said").read_text()
+    assert run(CODE="143", LATE="1")[0] == 143
+    assert Path("said").read_text().splitlines()[-2:] == ["--signal=TERM 9", "requeue 9"]
+    assert run(CODE="143", LATE="1", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="2")[0] == 143
+    assert Path("said").read_text().splitlines()[-2:] == ["--signal=TERM 9_2", "requeue 9_2"]

@@ -64,7 +64,7 @@ def finish(slurm: Cluster, job: str, seconds: float = 120) -> str:
 
 def begin_again(slurm: Cluster, job: str) -> None:
     """Wait until a job is queued again, and spare the two minutes for which Slurm keeps it."""
-    slurm.wait(lambda: slurm.state(job) == "PENDING")
+    slurm.wait(lambda: "Restarts=1 " in slurm.do("scontrol", "show", "job", job) and slurm.state(job) == "PENDING")
     slurm.do("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
@@ -108,9 +108,9 @@ def test_a_preempted_job_goes_on_bit_for_bit(slurm: Cluster) -> None:
 
 def test_a_job_whose_time_is_nearly_over_saves_and_goes_on(slurm: Cluster) -> None:
     tree, file = runs_of(slurm, "late", train__max_steps=100_000)
-    text = script(file, time="1m")
-    assert "#SBATCH --signal=TERM@300" in text
-    job = submit(slurm, text, "late")  # 300 s before the end of a minute is at once
+    job = submit(slurm, script(file, time="1h"), "late")
+    slurm.wait(lambda: _last(run_dir(tree)) >= 3)
+    slurm.do("scontrol", "update", f"JobId={job}", "TimeLimit=4")  # less than 300 s: the signal comes at once
     begin_again(slurm, job)
     slurm.wait(lambda: len(starts(tree)) == 2)
     begun, again = starts(tree)

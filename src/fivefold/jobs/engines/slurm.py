@@ -5,6 +5,7 @@ from shlex import join, quote
 
 from jinja2 import Environment, StrictUndefined
 
+from fivefold.core.errors import UserError
 from fivefold.jobs.job import Engine, Job
 
 SAVES = 300  # seconds before the end of the allotment at which Slurm sends SIGTERM to the tasks
@@ -13,6 +14,11 @@ EXAMPLE = "nvcr.io#nvidia/pytorch:25.09-py3"  # of an image, in the words of enr
 
 def text(job: Job) -> str:
     """The batch script, `slurm.sbatch.j2` filled in."""
+    if job.minutes is not None and job.minutes * 60 < 2 * SAVES:
+        raise UserError(
+            f"--time of {job.minutes} minutes: the last {SAVES} s are for a save, and nothing would be trained before",
+            fix=f"--time {2 * SAVES // 60}m or more",
+        )
     template = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
     template.filters["quote"] = quote
     return template.from_string(Path(__file__).with_suffix(".sbatch.j2").read_text(encoding="utf-8")).render(
