@@ -115,8 +115,11 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         here.wait(lambda: _idle(here) == len(NODES), 30)
         yield here
     finally:
-        with suppress(subprocess.CalledProcessError):
-            here.do("scancel", "--user=root", "--signal=KILL")
+        # Jobs outlive their daemons: they end first. A second scancel kills the script, which the first asks.
+        with suppress(subprocess.CalledProcessError, TimeoutError):
+            here.do("scancel", "--user=root", "--signal=KILL", "--full")
+            here.do("scancel", "--user=root")
+            here.wait(lambda: not here.do("squeue", "-h"), 60)
         for process in reversed(started):
             process.terminate()
         for process in started:
@@ -124,6 +127,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
 
 def _idle(here: Cluster) -> int:
