@@ -76,7 +76,7 @@ class Cluster:
         said = self.do("scontrol", "show", "job", "--oneliner", job)
         return dict(word.split("=", 1) for word in said.splitlines()[0].split() if "=" in word)["JobState"]
 
-    def wait(self, is_so: Callable[[], bool], seconds: float = 120) -> None:
+    def wait(self, is_so: Callable[[], bool], seconds: float = 300) -> None:
         """Wait until something is so. Raises `TimeoutError` with the queue."""
         end = time.monotonic() + seconds
         while not is_so():

@@ -97,10 +97,10 @@ def test_pods_meet_where_their_kind_names_the_first() -> None:
 
 def test_the_run_file_travels_whole() -> None:
     text = "# my run\nrun: {name: Notes}\ndata:\n  train: 'a: b'\n\n# an end without a newline"
-    found = of("kubernetes", replace(ONE, text=text))["ConfigMap"]
+    config = of("kubernetes", replace(ONE, text=text))["ConfigMap"]
     volumes = of("kubernetes")["Job"]["spec"]["template"]["spec"]["volumes"]
-    assert found["data"] == {"run.yaml": text}
-    assert {"name": "run-file", "configMap": {"name": found["metadata"]["name"]}} in volumes
+    assert config["data"] == {"run.yaml": text}
+    assert {"name": "run-file", "configMap": {"name": config["metadata"]["name"]}} in volumes
 
 
 def test_what_kubernetes_would_expand_is_kept() -> None:

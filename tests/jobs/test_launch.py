@@ -31,8 +31,8 @@ def command(*arguments: str) -> object:
 def test_every_engine_has_the_name_of_its_module() -> None:
     assert {"slurm"} <= {*names()}
     for name in names():
-        found = engine(name)
-        assert found.name == name and found.suffix.startswith(".") and found.title and found.install
+        known = engine(name)
+        assert known.name == name and known.suffix.startswith(".") and known.title and known.install
 
 
 def test_every_engine_writes_the_whole_job(run_yaml: Path, subtests: pytest.Subtests) -> None:

@@ -56,7 +56,7 @@ def log(slurm: Cluster, name: str, job: str) -> str:
     return (slurm.folder / f"{name}-{job}.out").read_text()
 
 
-def finish(slurm: Cluster, job: str, seconds: float = 120) -> str:
+def finish(slurm: Cluster, job: str, seconds: float = 300) -> str:
     """Wait until a job has ended, and return its state."""
     slurm.wait(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"), seconds)
     return slurm.state(job)

@@ -18,7 +18,9 @@ def launch(
         list[str],
         typer.Argument(metavar="RUN.yaml key=value", help="A run file, and keys to set on top of it."),
     ],
-    to: Annotated[str, typer.Option("--to", metavar="ENGINE", help=f"What starts it: {', '.join(names())}.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="ENGINE", help=f"The engine that starts it: {', '.join(names())}.")
+    ],
     nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     devices: Annotated[
         int | None, typer.Option(min=1, help="GPUs of each, or ranks on a CPU.", show_default="8; on a CPU 2")

@@ -78,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What starts a job on many machines.
+    """A program that starts jobs on many machines.
 
     `name`: of `--to`, and of its module. `suffix`: of the file that it reads. `text(job)`: that file, with a comment
     for every decision that an administrator may want to change. Raises `UserError` for a job that it cannot run.

@@ -22,7 +22,7 @@ def check(job: Job, engine: str) -> None:
         raise UserError(
             f"{job.code[0]} names code beside the run file, and a pod has the run file alone",
             fix=f"put the code on the volume, and write its whole path there: {FOLDER}/my_loss.py:loss",
-            more="docs/start/cluster.md",
+            more="docs/start/kubernetes.md",
         )
 
 

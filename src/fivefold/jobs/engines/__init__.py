@@ -25,5 +25,5 @@ def engine(name: str) -> Engine:
             fix=f"did you mean --to {near[0]}?" if near else f"--to {', '.join(names())}",
             more="docs/start/cluster.md",
         )
-    found: Engine = importlib.import_module(f"{__name__}.{name}").ENGINE
-    return found
+    chosen: Engine = importlib.import_module(f"{__name__}.{name}").ENGINE
+    return chosen
