@@ -5,6 +5,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def finish(slurm: Cluster, job: str, seconds: float = 300) -> str:
 def begin_again(slurm: Cluster, job: str) -> None:
     """Wait until a job is queued again, and spare the two minutes for which Slurm keeps it."""
     slurm.wait(lambda: "Restarts=1 " in slurm.do("scontrol", "show", "job", job) and slurm.state(job) == "PENDING")
+    time.sleep(2)  # slurmd refuses a job in the second in which it has ended: its credential is revoked
     slurm.do("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
