@@ -76,6 +76,10 @@ def test_the_file_is_printed_or_written(
     assert command("notes.yaml", "--to", "slurm", "--output", "a/job.sbatch") == 0
     assert Path("a/job.sbatch").read_text() == text
     assert "sbatch a/job.sbatch" in capsys.readouterr().out
+    Path("a/job.sbatch").write_text("mine")
+    assert command("notes.yaml", "--to", "slurm", "--output", "a/job.sbatch") == 2
+    assert "submit it as it is: sbatch a/job.sbatch" in capsys.readouterr().err
+    assert Path("a/job.sbatch").read_text() == "mine"
     monkeypatch.setenv("PATH", "/nowhere")
     assert command("notes.yaml", "--to", "slurm", "--submit") == 2
     assert "sbatch is not here, so notes-1.sbatch is not submitted" in capsys.readouterr().err

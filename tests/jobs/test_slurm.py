@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from fivefold.checkpoint import steps
-from fivefold.jobs.launch import Request, save, written
+from fivefold.jobs.launch import Request, written
 from tests.jobs.slurm import NODES, Cluster, cluster, missing
 from tests.launch.test_restart import _last
 from tests.training.bodies import column, run_dir, run_file, same, state
@@ -49,7 +49,7 @@ def script(file: Path, **more: Any) -> str:
 def submit(slurm: Cluster, text: str, name: str, *options: str) -> str:
     """Submit a batch script and return the number of its job."""
     file = slurm.folder / f"{name}.sbatch"
-    save(file, text)
+    file.write_text(text)
     return slurm.do("sbatch", "--parsable", *options, str(file))
 
 

@@ -55,7 +55,7 @@ def launch(
         print(text, end="")
         return
     file = Path(output) if output else usual
-    save(file, text)
+    save(engine, file, text)
     command = join(engine.submit(file))
     say(f"wrote {file}, {engine.title}" + ("" if submit else f"; submit it with: {command}"))
     if submit:

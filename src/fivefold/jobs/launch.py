@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
 
-from fivefold.config import check_supported, load_config
+from fivefold.config import load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.files import put
+from fivefold.core.violation import refuse
 from fivefold.jobs.engines import engine
 from fivefold.jobs.job import Engine, Job
 
@@ -37,10 +38,10 @@ def job_of(request: Request) -> Job:
     if not request.run.is_file():
         raise UserError(f"{request.run} is no file, and a job is made of a run file", fix="name one", more=MORE)
     config = load_config(request.run, request.overrides)
-    check_supported(config)
     on_cpu = config.train.device == "cpu"
     devices = request.devices or (2 if on_cpu else 8)
-    if not config.is_automatic:
+    if not config.is_automatic:  # packages that are not here may be there
+        refuse(config.layout.violations())
         config.layout.resolve(request.nodes * devices)
     return Job(
         run=request.run,
@@ -86,6 +87,12 @@ def submitted(chosen: Engine, file: Path) -> str:
     return done.stdout.strip()
 
 
-def save(file: Path, text: str) -> None:
-    """Write the file. Raises `UserError` if it cannot be written."""
+def save(chosen: Engine, file: Path, text: str) -> None:
+    """Write the file. Raises `UserError` if it cannot be written, or if it is there and was changed."""
+    if file.is_file() and file.read_bytes() != text.encode():
+        raise UserError(
+            f"{file} is there, with another content than would be written now",
+            fix=f"submit it as it is: {join(chosen.submit(file))}; or name another: --output FILE",
+            more=MORE,
+        )
     put(file, text.encode(), instead="--output FILE")
