@@ -245,6 +245,11 @@ class DataSection(Section):
     streaming: bool = Field(
         default=False, description="tokenise while training; rows are shuffled within windows of the text"
     )
+    balance_rows: bool = Field(
+        default=False,
+        description="share the rows of a global batch out over data ranks by what their documents cost, in place of "
+        "by order; the batch and its loss stay the same",
+    )
 
 
 class TrainSection(Section):

@@ -377,7 +377,10 @@ class Trainer(Job):
         """Run the standing checks of the step just done. Raises `RunFailed`, on every rank, for any finding."""
         model, optimizer, size = self.model, self.optimizer, self.config.train.global_batch_size
         findings = checks.replicas(model, optimizer) + checks.finite(model, optimizer)
-        findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
+        findings += checks.ledger(
+            model, batch, self.data.train, step=self.step - 1, global_batch_size=size,
+            balance=self.config.data.balance_rows,
+        )  # fmt: skip
         if not result.skipped:
             options, rate = self.config.optimizer, self._learning_rate(self.step - 1)
             updates = None if options.is_own else self.step - self.skipped  # what it counts is its own affair
