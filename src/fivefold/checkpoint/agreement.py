@@ -48,6 +48,9 @@ def agreement(
     keys |= {f"adapter.{key}": value for key, value in tree["adapter"].items() if value != whole[key]}
     plain = type(config.objective)().model_dump(mode="json")  # lists, as in `tree`
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
+    if config.outer.every:  # replicas have weights and optimizer state of their own
+        keys |= {f"outer.{key}": value for key, value in tree["outer"].items()}
+        keys["layout.dp_replicate"] = config.written_layout.dp_replicate
     # A run may go on where the file lies elsewhere, or was changed; its history says the change.
     keys |= {key: f"{Path(keys[key]).name}" for key in config.code}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
+from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
 from fivefold.models.build import meta_of_folder
@@ -58,6 +59,12 @@ class Proof:
         """Parallelize the model of `case` by `layout`. Raises `UserError` if the layout does not fit it."""
         self.case, self.reference = case, reference
         self.layout = layout.resolve(dist.get_world_size())
+        if layout.outer_every:
+            raise UserError(
+                f"outer.every {layout.outer_every}: replicas that train apart compute what no one process does",
+                fix="prove the layout without outer steps",
+                more="docs/explain/outer.md",
+            )
         model = meta_of_folder(case.folder)
         source: TensorSource = open_weights(case.folder, model)
         if case.adapter is not None:
