@@ -49,7 +49,7 @@ def agreement(
     plain = type(config.objective)().model_dump(mode="json")  # lists, as in `tree`
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
     if config.outer.every:  # replicas have weights and optimizer state of their own
-        keys |= {f"outer.{key}": value for key, value in tree["outer"].items()}
+        keys |= {f"outer.{key}": tree["outer"][key] for key in ("every", *tree["outer"])}
         keys["layout.dp_replicate"] = config.written_layout.dp_replicate
     # A run may go on where the file lies elsewhere, or was changed; its history says the change.
     keys |= {key: f"{Path(keys[key]).name}" for key in config.code}
