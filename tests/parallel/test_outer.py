@@ -23,6 +23,7 @@ from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, pi
 from tests.pool import run_ranks
 
 RATE, MOMENTUM, STEPS = 0.7, 0.9, 5
+RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2")
 NESTEROV = {"learning_rate": RATE, "momentum": MOMENTUM, "nesterov": True}
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 Inner = Callable[[Any], torch.optim.Optimizer]
@@ -112,7 +113,7 @@ def assert_declared(per_rank: list[dict[str, Any]], what: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["dp2+mb2", pytest.param("dp2.shard2+mb1+zero1", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("layout", ["dp2+mb2", *(pytest.param(text, marks=pytest.mark.campaign) for text in RARE)])
 def test_replicas_train_apart_and_meet_as_by_hand(layout: str) -> None:
     """The fifth step is in the middle of a period: replicas differ."""
     case = Case(f"{layout}+fp64+outer2")
