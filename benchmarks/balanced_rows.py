@@ -10,7 +10,7 @@ and all are packed into rows as in a run.
 First by arithmetic, for Llama 3.1 8B on many ranks: a micro batch takes the FLOPs of its matmuls and its attention, and
 begins when the slowest one before it has ended. Then with times in place of FLOPs: forward and backward of each row are
 timed, as processor time of one thread, on a Llama with 3 layers of width 128, rows of 4,096 tokens, fp32. How long
-ranks wait follows from the times of their rows. Nothing is sent, and other processes change no processor time but by caches.
+ranks wait follows from the times of their rows. Nothing is sent.
 """
 
 import argparse
