@@ -49,6 +49,8 @@ from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fp8.keys import Fp8Keys
 from fivefold.parallel.layout import DEGREES, KEYS, OF_PARTS, PARTS, Layout
 from fivefold.parallel.legality import violations
+from fivefold.parallel.outer import spec as outer
+from fivefold.parallel.outer.keys import OuterKeys
 from fivefold.parallel.pipeline.keys import PipelineKeys
 from fivefold.parallel.tensor.keys import TensorKeys
 
@@ -613,6 +615,8 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
         Case("tp2+etp", ModelLimits(experts=8, refusals={"expert_tp": REFUSALS["expert_tp"]})),
         Case("tp16+etp", ModelLimits(experts=8, expert_features=8)),
     )),
+    ("Outer steps", OuterKeys.violations, (Case("shard2+outer50"), Case("dp2+outer50+offload_optimizer"))),
+    ("Outer steps and a model", outer.violations, (Case("dp2+outer50", "mixtral-8x7b"),)),
     ("fp8", Fp8Keys.violations, (Case("shard2+hp1"),)),
     ("fp8 and a model", fp8.violations, (
         Case("shard2+fp8+hp8", "llama-3.2-1b"), Case("tp2+etp+fp8", "mixtral-8x7b"),
@@ -659,7 +663,15 @@ def _without_parameters(text: str) -> str:
 
 def untouched() -> list[str]:
     """Places that yield a `Violation` and that no case of `RULES` reaches."""
-    modules = (layout_module, lower_module, adapters, chunks, fp8, *(sys.modules[part.__module__] for part in PARTS))
+    modules = (
+        layout_module,
+        lower_module,
+        adapters,
+        chunks,
+        fp8,
+        outer,
+        *(sys.modules[part.__module__] for part in PARTS),
+    )
     files = {str(module.__file__): module.__name__ for module in modules}
     reached: set[tuple[str, int]] = set()
 

@@ -61,7 +61,7 @@ def test_each_block_drops_what_the_whole_drops(window: int | None, monkeypatch: 
     q, k, v = (
         torch.randn(rows, n, length, 8, dtype=torch.float64, requires_grad=True) for n in (heads, shared, shared)
     )
-    hashes = token_hashes(1, 0, 0, rows, length, torch.device("cpu"))
+    hashes = token_hashes(1, 0, range(rows), length, torch.device("cpu"))
     numbers = torch.arange(heads, dtype=torch.int32)
     drops = attention_drops(hashes, torch.tensor(7, dtype=torch.int32), feature_hashes(1, "a", numbers), p)
     is_kept = kept(drops.queries[:, :, None, None] * drops.keys[:, None], p).permute(0, 3, 1, 2) != 0  # [B, H, T, S]

@@ -82,7 +82,7 @@ def test_values_and_gradients(subtests):
 
 def drops_of(rows, heads, queries, keys, p):
     """Drops of the last queries of rows and of their keys, as views of those of longer rows."""
-    tokens = dropout.token_hashes(0, 3, 5, rows, keys + 7, torch.device("cpu"))
+    tokens = dropout.token_hashes(0, 3, range(5, 5 + rows), keys + 7, torch.device("cpu"))
     heads_H = dropout.feature_hashes(0, "site", torch.arange(heads, dtype=torch.int32))
     whole = dropout.attention_drops(tokens, torch.tensor(9, dtype=torch.int32), heads_H, p)
     return dropout.AttentionDrops(whole.queries[:, keys - queries : keys], whole.keys[:, :keys], p)

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def mask(*, site: str = "layers.0/module0", step: int = 0, seed: int = 1, first_row: int = 0) -> Tensor:
     """1 where an element is dropped, fp64 [B, T, D], less its mean."""
-    tokens = of_site(token_hashes(seed, step, first_row, ROWS, LENGTH, CPU), key(seed, site))
+    tokens = of_site(token_hashes(seed, step, range(first_row, first_row + ROWS), LENGTH, CPU), key(seed, site))
     hashes = feature_hashes(seed, site, torch.arange(FEATURES, dtype=torch.int32))
     return 1 - P + kept(tokens.unsqueeze(-1) * hashes, P).double()
 
@@ -28,7 +28,7 @@ def z(products: Tensor) -> float:
 
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.1, 0.5, 0.9])
 def test_the_share_of_dropped_elements(p: float) -> None:
-    tokens = of_site(token_hashes(3, 7, 0, ROWS, LENGTH, CPU), key(3, "a"))
+    tokens = of_site(token_hashes(3, 7, range(ROWS), LENGTH, CPU), key(3, "a"))
     out = Drop.apply(
         torch.ones(ROWS, LENGTH, FEATURES), tokens, feature_hashes(3, "a", torch.arange(FEATURES, dtype=torch.int32)), p
     )
@@ -66,7 +66,7 @@ def test_four_corners_of_a_rectangle_are_independent() -> None:
 
 def test_heads_and_keys_of_attention_are_independent() -> None:
     heads = feature_hashes(1, "attention", torch.arange(4, dtype=torch.int32))
-    drops = attention_drops(token_hashes(1, 0, 0, 2, LENGTH, CPU), key(1, "attention"), heads, P)
+    drops = attention_drops(token_hashes(1, 0, range(2), LENGTH, CPU), key(1, "attention"), heads, P)
     found = 1 - P + kept(drops.queries[:, :, None, None] * drops.keys[:, None], P).double()  # [B, T, S, H]
     assert abs(float(found.mean())) <= 4 * (P * (1 - P) / found.numel()) ** 0.5
     assert z(found[..., 0] * found[..., 1]) <= 4
@@ -76,7 +76,7 @@ def test_heads_and_keys_of_attention_are_independent() -> None:
 
 
 def test_noise_is_uniform_and_independent() -> None:
-    tokens = of_site(token_hashes(1, 0, 0, ROWS, LENGTH, CPU), key(1, "a")).flatten()
+    tokens = of_site(token_hashes(1, 0, range(ROWS), LENGTH, CPU), key(1, "a")).flatten()
     bits = tokens.unsqueeze(-1) * feature_hashes(1, "a", torch.arange(FEATURES, dtype=torch.int32))
     found = uniform(bits, -1.0, 1.0, torch.float64)
     assert found.abs().max() <= 1 and uniform(bits, 2.0, 3.0, torch.float32).min() >= 2
@@ -91,7 +91,7 @@ def test_noise_is_uniform_and_independent() -> None:
 
 def test_backward_drops_what_forward_drops() -> None:
     x = torch.randn(ROWS, LENGTH, 7, dtype=torch.float64, requires_grad=True)
-    tokens = of_site(token_hashes(1, 0, 0, ROWS, LENGTH, CPU), key(1, "a"))
+    tokens = of_site(token_hashes(1, 0, range(ROWS), LENGTH, CPU), key(1, "a"))
     out = Drop.apply(x, tokens, feature_hashes(1, "a", torch.arange(7, dtype=torch.int32)), P)
     out.sum().backward()
     assert torch.equal(x.grad * x.detach(), out.detach())

@@ -269,7 +269,7 @@ def plain_forwards(folder: Path) -> Plain:
     rows = list[int]()
     begin = parallel.fivefold.dropout.begin_micro_batch
     with patch.object(
-        Dropout, "begin_micro_batch", lambda _, shape, row, *cut: (rows.append(row), begin(shape, row, *cut))
+        Dropout, "begin_micro_batch", lambda _, shape, at, *cut: (rows.append(at[0]), begin(shape, at, *cut))
     ):
         three = {"input_ids": torch.arange(18).view(3, 6), "labels": torch.arange(18).view(3, 6)}
         batch = [three, {"input_ids": ids, "labels": ids}]

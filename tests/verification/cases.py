@@ -24,6 +24,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "drops": {"dropout": 0.05}, "pdrop": {"changes": PUBLISHED}, "experts": {"of_experts": True},
     "nf4": {"quantize": "nf4", "changes": IN_FOUR_BITS}, "inner56": {"changes": (("intermediate_size", 56),)},
     "unchunked": {"is_chunked": False}, "neftune": {"neftune": 5.0},
+    "balanced": {"balanced": True},
 }  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def name_of(model: Model) -> str:
         "drops": model.dropout > 0, "pdrop": "attn_pdrop" in changes, "experts": model.of_experts,
         "nf4": model.quantize == "nf4", "inner56": changes.get("intermediate_size") == 56,
         "unchunked": not model.is_chunked, "neftune": model.neftune is not None,
+        "balanced": model.balanced,
     }  # fmt: skip
     family = f"{model.family}/{changes[LAYERS]}" if LAYERS in changes else model.family
     return "-".join([family, *(mark for mark, is_on in marks.items() if is_on)])

@@ -50,6 +50,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
     place = place if model.objective == "sft" else place.with_name(f"{place.name}-{model.objective}")
     place = place.with_name(f"{place.name}-lora-{model.quantize}-{model.dropout}") if model.adapter else place
     place = place.with_name(f"{place.name}-neftune") if model.neftune else place
+    place = place.with_name(f"{place.name}-balanced") if model.balanced else place
     if (place / "subject.json").exists():
         return place
     (place / "model").mkdir(parents=True)
@@ -65,7 +66,7 @@ def make_subject(model: Model, folder: Path, *, steps: int, like: Layout = DEFAU
         loss=OWN_LOSS if model.objective == "python" else "",
         columns=("weight",) if model.objective == "python" else (),
         adapter=_lora(model) if model.adapter else None, loss_chunks=CHUNKS if model.is_chunked else None,
-        neftune_noise_alpha=model.neftune,
+        neftune_noise_alpha=model.neftune, balance_rows=model.balanced,
         prompts=int(not like.has_tensor_scales), whole_rows=bool(like.matmul_words), capacity_factor=model.capacity,
         optimizer=OptimizerSection(
             name=model.optimizer, learning_rate=LEARNING_RATE / 3, weight_decay=WEIGHT_DECAY,

@@ -20,6 +20,7 @@ STATES = "optimizer.state_dtype"
 WEIGHTS = "weights of "  # prefix; the key of their path follows
 _SECTIONS = ("model", "tokenizer", "data", "optimizer", "scheduler")
 _VOLATILE = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_name_or_path")
+_COMPUTED = ("data.balance_rows",)  # keys of these sections that change who computes what
 _TRAIN_KEYS = ("global_batch_size", "seed")
 _MORE = "a run goes on under any layout, but only with the same model, tokenizer, data, seed, batch and optimizer"
 
@@ -37,6 +38,7 @@ def agreement(
     tree = config.model_dump(mode="json", by_alias=True)
     keys = {f"{section}.{key}": value for section in _SECTIONS for key, value in tree[section].items()}
     keys = {key: value for key, value in keys.items() if value is not None}  # None: a key of another optimizer
+    keys = {key: value for key, value in keys.items() if key not in _COMPUTED}
     if keys[STATES] == KEYS["state_dtype"].file_default:  # absent, as in checkpoints older than the key
         del keys[STATES]
     keys["data.bos"] = bos
@@ -46,6 +48,9 @@ def agreement(
     keys |= {f"adapter.{key}": value for key, value in tree["adapter"].items() if value != whole[key]}
     plain = type(config.objective)().model_dump(mode="json")  # lists, as in `tree`
     keys |= {f"objective.{key}": value for key, value in tree["objective"].items() if value != plain[key]}
+    if config.outer.every:  # replicas have weights and optimizer state of their own
+        keys |= {f"outer.{key}": tree["outer"][key] for key in ("every", *tree["outer"])}
+        keys["layout.dp_replicate"] = config.written_layout.dp_replicate
     # A run may go on where the file lies elsewhere, or was changed; its history says the change.
     keys |= {key: f"{Path(keys[key]).name}" for key in config.code}
     resolved = {f"model.config.{key}": value for key, value in (model_config or {}).items() if key not in _VOLATILE}

@@ -23,6 +23,7 @@ from fivefold.models.sources import TensorSource
 from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local, zeros_by_block
 from fivefold.parallel.fsdp.runtime import reshard
+from fivefold.parallel.outer.runtime import MOMENTUM
 from fivefold.parallel.sharding import numbers_each, regions_by_block
 from fivefold.parallel.state import fill, state_of
 
@@ -194,6 +195,7 @@ def restore(
     """
     weights = checkpoint.source()
     check_fits(model, weights, where=str(checkpoint.path))
+    kinds = _own_kinds(model, checkpoint) if optimizer else {}
     checkpoint.verify(together=True)
     reshard(model)
     fill(model, weights, state_of(model).placement.stored_shapes)
@@ -201,7 +203,8 @@ def restore(
     state_of(model).dropout.load(checkpoint.state)
     if optimizer is None:
         return
-    sources = [(kind, checkpoint.source(kind)) for kind in checkpoint.kinds if kind != WEIGHT]
+    _load_apart(model, checkpoint, kinds)
+    sources = [(kind, checkpoint.source(there)) for kind, there in kinds.items() if kind != WEIGHT]
     devices, types = _scalar_devices(optimizer), checkpoint.state.get(SCALARS) or types or {}
     for name, parameter in model.named_parameters():
         if parameter not in devices:
@@ -215,6 +218,32 @@ def restore(
                 state[kind] = _moment(model, name, parameter, source, is_scale=kind.endswith(SCALE))
         optimizer.state[parameter] = state
         state_of(model).offload.states.keep(optimizer, parameter)
+
+
+def _own_kinds(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """Kinds of tensors -> those in the checkpoint: of replicas that train apart, this one's. Raises `UserError` if it
+    has none."""
+    outer = state_of(model).outer
+    kinds = {kind.removeprefix(outer.prefix): kind for kind in checkpoint.kinds if kind.startswith(outer.prefix)}
+    if any(map(outer.is_of_replica, checkpoint.kinds)) != outer.is_on or WEIGHT not in kinds:
+        raise UserError(
+            f"{checkpoint.path} and this model are not of the same replicas that train apart between outer steps",
+            fix="keep outer.every and layout.dp_replicate, or load the model alone",
+            more="docs/explain/outer.md",
+        )
+    return kinds
+
+
+def _load_apart(model: nn.Module, checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
+    """Load the weights of this replica, and what replicas that train apart have in common."""
+    outer = state_of(model).outer
+    for kind in {WEIGHT, MOMENTUM}.intersection(checkpoint.kinds) if outer.is_on else ():
+        source = checkpoint.source(kind)
+        for name in outer.weights:
+            for region, here in outer.plan.placement.regions(name):
+                outer.load(name, kind, here, source.read(name, region))
+    if outer.is_on:
+        fill(model, checkpoint.source(kinds[WEIGHT]), state_of(model).placement.stored_shapes)
 
 
 def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -48,6 +48,7 @@ from fivefold.core.terminal import say
 from fivefold.parallel import plain
 from fivefold.parallel.dtensor import local
 from fivefold.parallel.fsdp.runtime import reshard
+from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.sharding import by_block, numbers_each, regions_by_block
 from fivefold.parallel.state import state_of
 
@@ -264,11 +265,13 @@ def collect(
     shape is the same on all ranks (only layouts of whole tensors have it). Raises `UserError` for state that
     checkpoints do not support.
     """
-    placement = state_of(model).placement
+    placement, outer = state_of(model).placement, state_of(model).outer
     stored = placement.stored_shapes
     for name, parameter in model.named_parameters():
         weight = parameter.grad if gradients else parameter
-        if weight is None or name not in stored or not placement.is_owner(name):
+        if placement.is_owner(name) and name in stored and not gradients:
+            yield from _in_common(outer, name)
+        if weight is None or name not in stored or not placement.is_owner(name, within_copy=outer.is_on):
             continue
         for kind, tensor in {WEIGHT: weight, **_per_element(_state(optimizer, parameter))}.items():
             _check_type(kind, name, tensor)
@@ -276,12 +279,21 @@ def collect(
                 shape = by_block(placement.shards[name].shape, length)
                 for whole, here in regions_by_block(placement.regions(name), length):
                     offset = tuple(one.start for one in whole)
-                    yield OwnedSlice(kind, name, shape, offset, local(tensor)[here])
+                    yield OwnedSlice(outer.prefix + kind, name, shape, offset, local(tensor)[here])
             elif placement.shard_index(name).part == placement.shard_index(name).fsdp_rank == 0:
-                yield _whole(kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+                yield _whole(outer.prefix + kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     if placement.is_first_of_stage and not gradients:
         kept = placement.buffers.keys() & stored.keys()
         yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _in_common(outer: OuterSteps, name: str) -> Iterator[OwnedSlice]:
+    """This rank's slices of what replicas that train apart have in common of a parameter."""
+    placement = outer.plan.placement
+    for kind, tensor in outer.kept(name).items():
+        for whole, here in placement.regions(name):
+            offset = tuple(one.start for one in whole)
+            yield OwnedSlice(kind, name, placement.shards[name].shape, offset, tensor[here])
 
 
 def _whole(kind: str, name: str, tensor: Tensor) -> OwnedSlice:

@@ -245,6 +245,11 @@ class DataSection(Section):
     streaming: bool = Field(
         default=False, description="tokenise while training; rows are shuffled within windows of the text"
     )
+    balance_rows: bool = Field(
+        default=False,
+        description="share the rows of a global batch out over data ranks by what their documents cost, in place of "
+        "by order; the batch and its loss stay the same",
+    )
 
 
 class TrainSection(Section):
@@ -598,6 +603,16 @@ class CheckpointSection(Section):
         return value
 
 
+class _OuterKeys(Section):
+    learning_rate: Number = Field(default=0.7, gt=0, description="of SGD on the outer weights, per outer step")
+    momentum: Decay = Field(default=0.9, description="decay rate of its momentum, per outer step")
+    nesterov: bool = Field(default=True, description="Nesterov momentum")
+
+
+class OuterSection(with_layout_keys("outer", _OuterKeys)):  # type: ignore[misc]
+    """Outer steps of replicas that train apart (DiLoCo); `parallel/outer/runtime.py` explains them."""
+
+
 class StopSection(Section):
     patience: Whole = Field(
         default=0, ge=0, description="validations in a row without an improvement that end the run; 0 = never"
@@ -690,6 +705,7 @@ class RunConfig(Section):
     precision: PrecisionSection = Field(default=PrecisionSection())
     memory: MemorySection = Field(default=MemorySection())
     balance: BalanceSection = Field(default=BalanceSection())
+    outer: OuterSection = Field(default=OuterSection())
     checkpoint: CheckpointSection = Field(default=CheckpointSection())
     eval: EvalSection = Field(default=EvalSection())
     sample: SampleSection = Field(default=SampleSection())
@@ -857,6 +873,7 @@ def check_supported(config: RunConfig) -> None:
     check_best(config)
     check_code(config)
     check_streaming(config)
+    _check_outer(config)
     if config.objective.compares and config.balance.capacity_factor is not None:
         raise UserError(
             f"objective.name {config.objective.name} with balance.capacity_factor: the reference drops no tokens, and "
@@ -908,6 +925,33 @@ def check_streaming(config: RunConfig) -> None:
                 f"data.streaming with {what}: {why}", fix=f"{fix}, or set data.streaming: false",
                 more="docs/howto/data.md, 'Tokenise while training'",
             )  # fmt: skip
+
+
+def _check_outer(config: RunConfig) -> None:
+    """Raise `UserError` for outer steps with what needs replicas that are the same at every step."""
+    every, more = config.outer.every, "docs/explain/outer.md"
+    if not every:
+        if config.outer != OuterSection():
+            raise UserError(
+                "outer is set, and outer.every is 0", fix="set outer.every: 50, or leave outer out", more=more
+            )
+        return
+    if config.optimizer.name == "muon":
+        raise UserError(
+            f"outer.every {every} with optimizer.name: muon: replicas share the work on its matrices, and these differ",
+            fix="set optimizer.name: adamw, or leave outer.every out", more=more,
+        )  # fmt: skip
+    looks = {
+        "eval.every": config.eval.every if config.data.validation else 0,
+        "sample.every": config.sample.every if config.sample.is_on else 0,
+    }
+    for key, steps in looks.items():
+        if steps % every:
+            raise UserError(
+                f"{key} {steps} is no multiple of outer.every {every}: in between, replicas have weights of their own",
+                fix=f"set {key}: {max(steps // every, 1) * every}, or 0",
+                more=more,
+            )
 
 
 def check_best(config: RunConfig, *, has_validation: bool = True) -> None:

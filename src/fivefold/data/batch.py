@@ -55,8 +55,9 @@ class MicroBatch:
     each row. `weights`: fp64 [B, T], of each target; None: 1. For preference data: `pairs` int64 [P], the numbers of
     the pairs in its rows, and `answers` int64 [B, T]: 2 p at the targets of the chosen answer of the p-th of these
     pairs, 2 p + 1 at those of the rejected one, else -1. `desirable` bool [P]: the rating of the first answer of each
-    pair, if answers are rated. `rows` int64 [B]: the numbers of the rows, -1 for padding. `teacher`: soft targets in
-    addition to the labels. `columns`: numbers of the data at each target, fp64 [B, T], for a loss of the user's own.
+    pair, if answers are rated. `rows` int64 [B]: the numbers of the rows, -1 for padding; `places` int64 [B]:
+    their places in the global batch. `teacher`: soft targets in addition to the labels. `columns`: numbers of the data
+    at each target, fp64 [B, T], for a loss of the user's own.
     """
 
     input_ids: NDArray[np.int64]
@@ -71,6 +72,7 @@ class MicroBatch:
     pairs: NDArray[np.int64] | None = None
     desirable: NDArray[np.bool_] | None = None
     rows: NDArray[np.int64] | None = None
+    places: NDArray[np.int64] | None = None
     teacher: TeacherTargets | None = None
     columns: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 

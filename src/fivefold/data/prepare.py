@@ -65,8 +65,7 @@ class PreparedData:
             asked, answering = (self.tokenizer.template.render(turns, answer=answer) for answer in (False, True))
         except UserError:  # a template of other turns
             return True
-        one = {"data_rank": 0, "data_ranks": 1, "micro_batch_size": 1, "row_multiple": 1}
-        (row,) = self.train.batch(0, global_batch_size=1, **one)
+        (row,) = self.train.batch(0, global_batch_size=1, data_rank=0, data_ranks=1, micro_batch_size=1, row_multiple=1)
         text = self.tokenizer.load().decode(row.input_ids[0].tolist(), skip_special_tokens=False)
         return answering.removeprefix(asked).strip() in text
 

@@ -22,6 +22,7 @@ from fivefold.data.batch import MicroBatch, Piece, assemble
 from fivefold.data.counts import RowCounts
 from fivefold.data.order import RowOrder
 from fivefold.data.pack import one_per_row, pack
+from fivefold.data.shares import row_cost, shares
 from fivefold.data.split import (
     Int64s,
     Pieces,
@@ -148,24 +149,34 @@ class RowSource(ABC):
         data_ranks: int,
         micro_batch_size: int,
         row_multiple: int,
+        balance: bool = False,
     ) -> list[MicroBatch]:
         """The micro batches of `data_rank` for step `step` (from 0), in order of accumulation.
 
-        The batch is rows `[step * G, (step + 1) * G)` of the endless order of the seed; micro batch a of rank d of R is
-        its rows `[(a * R + d) * M, (a * R + d + 1) * M)`: the rows of a step are the same for every layout.
+        The batch is rows `[step * G, (step + 1) * G)` of the endless order of the seed, whatever the layout; `shares`
+        says which of them a rank has. `balance`: shared out by what they cost.
         """
-        accumulation, rest = divmod(global_batch_size, data_ranks * micro_batch_size)
-        if rest or not accumulation:
-            raise ValueError(
-                f"global_batch_size {global_batch_size} is no multiple of "
-                f"{data_ranks} data ranks x micro_batch_size {micro_batch_size}"
-            )
-        firsts = [
-            step * global_batch_size + (micro * data_ranks + data_rank) * micro_batch_size
-            for micro in range(accumulation)
+        shared = self.shares(
+            step, global_batch_size=global_batch_size, data_ranks=data_ranks, micro_batch_size=micro_batch_size,
+            balance=balance,
+        )  # fmt: skip
+        first = step * global_batch_size
+        return [
+            replace(self.rows(self.in_order((first + places).tolist()), row_multiple=row_multiple), places=places)
+            for places in shared[:, data_rank]
         ]
-        mine = [self.in_order(range(first, first + micro_batch_size)) for first in firsts]
-        return [self.rows(rows, row_multiple=row_multiple) for rows in mine]
+
+    def shares(
+        self, step: int, *, global_batch_size: int, data_ranks: int, micro_batch_size: int, balance: bool
+    ) -> Int64s:
+        """The places in the batch of `step` of the rows of all ranks: see `data.shares.shares`."""
+        rows = self.in_order(range(step * global_batch_size, (step + 1) * global_batch_size)) if balance else []
+        costs = np.array([self.cost(row) for row in rows], np.int64) if balance else None
+        return shares(global_batch_size, data_ranks=data_ranks, micro_batch_size=micro_batch_size, costs=costs)
+
+    def cost(self, row: int) -> int:
+        """The cost of the row of this number: see `row_cost`."""
+        return row_cost((len(piece.tokens) for piece in self.pieces_of(row)), self.seq_length)
 
     @abstractmethod
     def in_order(self, places: Iterable[int]) -> list[int]:
@@ -340,6 +351,12 @@ class PackedRows(RowSource):
         targets = slice(at + 1, at + length + has_next)
         trained = None if store.trained is None else store.trained[targets] > 0
         return [Piece(store.tokens[at : at + length], store.tokens[targets], trained, columns=store.columns(at))]
+
+    def cost(self, row: int) -> int:
+        if self.counts.pairs:  # a piece of two sequences
+            return super().cost(row)
+        here = slice(int(self.index.offsets[row]), int(self.index.offsets[row + 1]))
+        return row_cost(self.index.pieces.length[here].tolist(), self.seq_length)
 
     @cached_property
     def _bases(self) -> Int64s:

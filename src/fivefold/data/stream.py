@@ -173,6 +173,10 @@ class StreamedRows(RowSource):
         with self._lock:
             return self._window(row >> _ROW_BITS).pieces_of(row % 2**_ROW_BITS)
 
+    def cost(self, row: int) -> int:
+        with self._lock:
+            return self._window(row >> _ROW_BITS).cost(row % 2**_ROW_BITS)
+
     def _at(self, place: int) -> int:
         """The number of the row at `place`: walks on from the last window before it whose begin is known."""
         begin, number = self._begins[bisect_right(self._begins, (place, inf)) - 1]

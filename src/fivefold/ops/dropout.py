@@ -15,7 +15,7 @@ uniform noise.
 Legend: B rows, T positions, D features, H query heads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -34,9 +34,9 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=4).digest(), "big", signed=True)
 
 
-def token_hashes(seed: int, step: int, first_row: int, rows: int, length: int, device: torch.device) -> Tensor:
-    """Hashes of the tokens of consecutive rows of a global batch: int32 [rows, length]."""
-    row_B = torch.arange(first_row, first_row + rows, dtype=torch.int32, device=device)
+def token_hashes(seed: int, step: int, rows: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """Hashes of the tokens of the `rows` of a global batch, which are numbered in it: int32 [rows, length]."""
+    row_B = torch.tensor(rows, dtype=torch.int32).to(device, non_blocking=True)
     position_T = torch.arange(length, dtype=torch.int32, device=device)
     of_rows = mixed(row_B * _signed(_GOLDEN) ^ key_of(seed, step))
     return mixed(of_rows.unsqueeze(-1) + position_T * _signed(_GOLDEN))

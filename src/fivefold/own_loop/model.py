@@ -221,6 +221,11 @@ def parallelize(
             f"{layout} keeps an optimizer's state in {layout.state_dtype}, and an optimizer of torch keeps its own",
             fix="leave it out of the layout; fivefold train and ff.train take optimizer.state_dtype",
         )
+    if layout.outer_every:
+        raise refusal(
+            f"{layout} has outer steps, which a loop of your own does not take",
+            fix="leave them out of the layout; fivefold train and ff.train take outer.every",
+        )
     layout = _with_precision(layout, precision, given)
     settings: Any = model.config
     load = own_coefficient(settings.get_text_config())

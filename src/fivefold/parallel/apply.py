@@ -48,6 +48,7 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.mesh import Mesh, build_mesh
 from fivefold.parallel.offload import runtime as offloading
 from fivefold.parallel.offload.host_memory import HOST
+from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.pipeline import stages
 from fivefold.parallel.plan import ParallelPlan
@@ -214,6 +215,7 @@ class LiveParts:
             self.scales,
             self.compiled,
             CompiledKernels(self.compiled.block) if self.compiled else EAGER,
+            outer=OuterSteps(self._plan, self._mesh.groups.get("dp_replicate")),
             copies=self.copies,
         )
 

@@ -44,9 +44,10 @@ def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[[Step], Iterat
 
 def _of_world(step: Step) -> Iterator[Call]:
     """All-reduces over the world. Before the passes: token counts. After them: the loss and the gradient norm. Pairs of
-    answers add their counts before, and the means of each metric after; `fp8.scale_bytes` adds scales."""
+    answers add their counts before, and the means of each metric after; `fp8.scale_bytes` adds scales. Replicas that
+    train apart have a norm each."""
     pairs = (8, 8 + 16 * step.shape.metrics) if step.shape.answers else ()
-    for size in (40, *pairs, *fp8.scale_bytes(step), 16):
+    for size in (40, *pairs, *fp8.scale_bytes(step), 8 + 8 * step.plan.layout.copies_apart):
         yield Call(axis="world", kind="all_reduce", bytes=size, phase="step")
 
 

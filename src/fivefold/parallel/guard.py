@@ -156,8 +156,9 @@ def _begin_rows(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     tokens = next((value for value in given if value is not None), None)
     if model.training and tokens is not None:
-        first_row = model.fivefold.placement.data_rank * len(tokens)
-        model.fivefold.dropout.begin_micro_batch(tokens.shape, first_row, kwargs.get("cu_seqlens"))
+        first = model.fivefold.placement.data_rank * len(tokens)
+        places = range(first, first + len(tokens))
+        model.fivefold.dropout.begin_micro_batch(tokens.shape, places, kwargs.get("cu_seqlens"))
         model.fivefold.dropout.step += torch.is_grad_enabled()
 
 

@@ -30,6 +30,7 @@ from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8.keys import Fp8Keys
 from fivefold.parallel.fsdp.keys import FsdpKeys
 from fivefold.parallel.offload.keys import OffloadKeys
+from fivefold.parallel.outer.keys import OuterKeys
 from fivefold.parallel.pipeline.keys import PipelineKeys
 from fivefold.parallel.recompute.keys import RecomputeKeys
 from fivefold.parallel.tensor.keys import TensorKeys
@@ -54,7 +55,16 @@ COMPUTE = get_args(Compute)
 # From the last feature to the first: fields and rules come in the order from the last base to the first.
 @dataclass(frozen=True, kw_only=True)
 class Layout(
-    ChunkKeys, Fp8Keys, OffloadKeys, RecomputeKeys, ExpertKeys, PipelineKeys, ContextKeys, TensorKeys, FsdpKeys
+    OuterKeys,
+    ChunkKeys,
+    Fp8Keys,
+    OffloadKeys,
+    RecomputeKeys,
+    ExpertKeys,
+    PipelineKeys,
+    ContextKeys,
+    TensorKeys,
+    FsdpKeys,
 ):
     """Degrees and execution options of a parallel run.
 

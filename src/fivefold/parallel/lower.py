@@ -15,6 +15,7 @@ from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
+from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan, on_tp_rank
 from fivefold.parallel.ranks import RankGrid
@@ -50,7 +51,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     )
     refuse([
         *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan),
-        *dropout.violations(plan),
+        *dropout.violations(plan), *outer.violations(plan),
     ])  # fmt: skip
     return plan
 

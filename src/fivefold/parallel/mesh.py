@@ -64,8 +64,8 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
 
 
 def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, device_type: str) -> DeviceMesh:
-    """Device mesh (axis,), or (dp_replicate, axis)."""
-    if grid.layout.dp_replicate == 1:
+    """Device mesh (axis,), or (dp_replicate, axis) of replicas that sum every gradient."""
+    if grid.layout.dp_replicate == grid.layout.copies_apart:
         return DeviceMesh.from_group(groups[axis], device_type, mesh_dim_names=(axis,))
     copies = grid.members("dp_replicate", dist.get_rank())
     ranks = torch.tensor([grid.members(axis, rank) for rank in copies], device="cpu")

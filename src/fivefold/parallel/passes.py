@@ -25,10 +25,10 @@ class Inputs:
 
     `input_ids`, `position_ids`: int64 [B, T]. `cu_seqlens`: int32 on the CPU, cumulative document bounds over B*T
     tokens, or None when every row is one document. `row_tokens`: int64 [B], tokens of each row without padding (None:
-    all). `first_row`: the number of the first row in the global batch.
+    all). `places`: of the rows in the global batch (None: the first ones).
     """
 
-    __slots__ = "cu_seqlens", "first_row", "input_ids", "position_ids", "row_tokens", "task"
+    __slots__ = "cu_seqlens", "input_ids", "places", "position_ids", "row_tokens", "task"
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Inputs:
         *,
         cu_seqlens: Tensor | None = None,
         row_tokens: Tensor | None = None,
-        first_row: int = 0,
+        places: Sequence[int] | None = None,
     ) -> None:
-        self.first_row = first_row
+        self.places = range(len(input_ids)) if places is None else places
         self.input_ids, self.position_ids, self.task, self.cu_seqlens = input_ids, position_ids, task, cu_seqlens
         if row_tokens is None:
             row_tokens = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
@@ -128,7 +128,7 @@ def run_stage(model: Any, inputs: Inputs, stage: int, hidden: Tensor | None, *, 
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
         state.balance.begin_micro_batch(inputs.row_tokens)
-        state.dropout.begin_micro_batch(inputs.input_ids.shape, inputs.first_row, inputs.cu_seqlens)
+        state.dropout.begin_micro_batch(inputs.input_ids.shape, inputs.places, inputs.cu_seqlens)
         base = model.get_submodule(anatomy.base)
         out = base(
             input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, cu_seqlens=inputs.cu_seqlens
@@ -150,7 +150,8 @@ def stage_logits(model: Any, stage: int, hidden: Tensor | None, *, logits_to_kee
     state = state_of(model)
     staged, anatomy = state.pipeline.staged, state.plan.anatomy
     with staged.running(stage, hidden) as given_out:
-        state.dropout.begin_micro_batch(inputs["input_ids"].shape, 0, inputs.get("cu_seqlens"))
+        shape = inputs["input_ids"].shape
+        state.dropout.begin_micro_batch(shape, range(shape[0]), inputs.get("cu_seqlens"))
         out = model.get_submodule(anatomy.base)(**inputs)  # not by the whole model's forward, which may drop cu_seqlens
         if not staged.is_last(stage):
             return given_out()

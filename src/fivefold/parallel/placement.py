@@ -118,13 +118,14 @@ class Placement:
         index = self.shard_index(name, rank)
         return local_regions(self.shards[name], index.part, index.fsdp_rank, index.fsdp_size)
 
-    def is_owner(self, name: str) -> bool:
+    def is_owner(self, name: str, *, within_copy: bool = False) -> bool:
         """True on one of the ranks that hold the same values of `name`: it alone counts them in the gradient norm and
-        saves them."""
+        saves them. `within_copy`: on one rank of each copy over `dp_replicate`."""
         if name in self.buffers:
             return self.holds(name) and self.is_first_of_stage
         is_first_end = self.pp_ranks[name][0] == self.coords.pp
-        return is_first_end and self.is_first_copy and self.shards[name].is_owner(self.shard_index(name).part)
+        is_counted = within_copy or self.is_first_copy
+        return is_first_end and is_counted and self.shards[name].is_owner(self.shard_index(name).part)
 
     def holds(self, name: str, rank: int | None = None) -> bool:
         """True if parameter or router's buffer `name` is on the pipeline rank of `rank`; None: this rank."""

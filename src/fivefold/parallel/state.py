@@ -24,6 +24,7 @@ from fivefold.parallel.guard import Guard
 from fivefold.parallel.loss.runtime import EAGER, Kernels
 from fivefold.parallel.mesh import Mesh
 from fivefold.parallel.offload.runtime import Offload
+from fivefold.parallel.outer.runtime import OuterSteps
 from fivefold.parallel.pipeline import runtime as pipeline
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.plan import ParallelPlan
@@ -52,6 +53,7 @@ class ParallelState:
     compiled: Compiled | None = None  # None if blocks are not compiled
     loss_kernels: Kernels = EAGER
     guard: Guard = field(default_factory=Guard)
+    outer: OuterSteps = field(kw_only=True)  # of replicas that train apart
     copies: Copies | None = None  # None if FSDP makes them, or if parameters are stored in the compute dtype
 
     @property

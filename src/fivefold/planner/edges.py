@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from fivefold.hardware.cluster import Span
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.ranks import Axis
@@ -15,6 +16,7 @@ from fivefold.planner.parts import Content, Numbers, Prices, Shard, Shards
 from fivefold.planner.price import PriceList
 from fivefold.planner.sums import Places
 
+OUTER_TRAFFIC = 20  # numbers that the operators of an outer step read and write for each one
 UPDATE_BYTES = 34  # memory traffic of AdamW and the gradient norm per parameter, all in fp32
 
 
@@ -22,7 +24,8 @@ UPDATE_BYTES = 34  # memory traffic of AdamW and the gradient norm per parameter
 class Edges:
     """Seconds that a pipeline rank spends once a step. `update`: the optimizer. `ends`: first gather and last
     reduction, of the slowest unit. `replicas`, `last`: all-reduces over replicas, of all units and of the slowest.
-    `reductions`: one of each unit. `sums`: all-reduces of gradients that are partial on each rank."""
+    `reductions`: one of each unit. `sums`: all-reduces of gradients that are partial on each rank. `outer`: the part of
+    an outer step."""
 
     update: Numbers | float
     ends: Numbers | float
@@ -30,6 +33,7 @@ class Edges:
     last: Numbers | float
     reductions: Numbers | float
     sums: Numbers | float
+    outer: Numbers | float = 0.0
 
     def at(self, places: Places) -> "Edges":
         """The entries at `places`."""
@@ -38,7 +42,7 @@ class Edges:
     def seconds(self, backward: Numbers | float) -> Numbers:
         """Seconds that no compute hides, without the update. `backward`: seconds that hide sums over replicas."""
         hidden = np.maximum(0.0, backward - self.reductions)
-        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums
+        found: Numbers = self.ends + np.maximum(self.last, self.replicas - hidden) + self.sums + self.outer
         return found
 
 
@@ -47,8 +51,12 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
     cluster, of_rank = price_list.cluster, shards.of(content)
     units = [(unit, count) for shard, count in of_rank for unit in shard.units]
     replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
+    is_summed = layout.copies_apart == 1
     over = [
-        (seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls else 0.0, count)
+        (
+            seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls and is_summed else 0.0,
+            count,
+        )
         for unit, count in units
     ]
     sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))
@@ -62,7 +70,16 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         last=max((took for took, _ in over), default=0.0),
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
+        outer=0.0 if is_summed else _outer_seconds(price_list, shards, held, replicas) / layout.outer_every,
     )
+
+
+def _outer_seconds(price_list: PriceList, shards: Shards, held: float, replicas: Span) -> float:
+    """Seconds of an outer step: the mean over replicas, and SGD with momentum on the outer weights."""
+    size = int(held) * shards.shape.master_bytes
+    mean = Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="step")
+    update = traffic_seconds(price_list.cluster.chip, OUTER_TRAFFIC * size)
+    return seconds(price_list.cluster, replicas, mean) + float(update)
 
 
 def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:

@@ -406,7 +406,7 @@ class Step:
         """Collectives of `count` identical units in a step."""
         of_kind = {
             "all_gather": times.forward + times.backward, "reduce_scatter": times.reductions,
-            "all_reduce": int(self.layout.dp_replicate > 1),
+            "all_reduce": int(self.layout.dp_replicate > self.layout.copies_apart),
         }  # fmt: skip
         yield from (replace(call, times=of_kind[kind] * count) for kind, call in unit.calls.items())
 
@@ -428,6 +428,7 @@ class Step:
         resting = resting_bytes(
             self.price_list, self.shards, content, self.layout.zero, waits=waits,
             away=self.layout.rests_in_host, state_dtype=self.layout.state_dtype,
+            apart=bool(self.layout.outer_every),
         )  # fmt: skip
         in_flight = in_flight_bytes(
             self.engine, self.work, self.stages, self.in_flight, self.prices.logits,

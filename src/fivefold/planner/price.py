@@ -341,6 +341,7 @@ _BESIDE = {
     for name in (
         "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "micro_batch_size", "recompute",
         "offload_activations", "offload_parameters", "offload_optimizer", "state_dtype",
+        "outer_every",
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from fivefold.parallel.fsdp import memory as fsdp
 from fivefold.parallel.fsdp.memory import Units
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.spec import in_update
+from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.engines import Engine
@@ -100,16 +101,16 @@ def moving_bytes(engine: Engine, chip: Chip, of: InFlightBytes) -> dict[str, dic
 
 def resting_bytes(
     price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
-    away: frozenset[str] = frozenset(), state_dtype: str = "fp32",
+    away: frozenset[str] = frozenset(), state_dtype: str = "fp32", apart: bool = False,
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `away`: items that rest in host memory. `state_dtype`: of the optimizer's state."""
+    `away`: items that rest in host memory. `state_dtype`: of the optimizer's state. `apart`: replicas train apart."""
     shape, of_rank, zero = shards.shape, shards.of(content), shards.stage(zero)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
     kinds = len(shape.optimizer.state)
     state = {
-        "parameters": held * shape.master_bytes,
+        "parameters": (held + outer.KEPT * trained * apart) * shape.master_bytes,
         "gradients": trained * shape.master_bytes,
         "optimizer state": sum(unit.state for unit in units) * kinds,
         "router buffers": buffer_bytes(price_list.facts.router_buffers),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fivefold.config import RunConfig
 from fivefold.core.history import History, changes
 from fivefold.core.optimizers import OPTIMIZERS
 from fivefold.core.step_folders import steps
@@ -49,7 +50,8 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
         *_tokenizer_lines(job),
         *([("loss", f"{config.objective.path}   {job.loss.digest}")] if job.loss else []),
         ("layout", f"{layout}   {on}   {world.size} worker{'s' if world.size > 1 else ''} on {device}"),
-        ("batch", f"{batch} x data ranks {layout.data_ranks}   rows of {config.data.seq_length} tokens"),
+        ("batch", f"{batch} x data ranks {layout.data_ranks}   {_rows(config)}"),
+        *_outer_lines(config),
         (
             "length",
             f"{schedule.epochs_text(config, job.data, job.total_steps)}   warm-up {warmup}, then {scheduler.name}",
@@ -74,6 +76,20 @@ def lines(job: Job, *, compiled: bool, resumed: "Resumed") -> list[tuple[str, st
     if resumed.where:
         rows.append(("resume", f"from {resumed.where}, step {job.step} of {job.total_steps}"))
     return rows
+
+
+def _rows(config: RunConfig) -> str:
+    """The rows of a batch."""
+    by_cost = ", shared out by cost" if config.data.balance_rows else ""
+    return f"rows of {config.data.seq_length} tokens{by_cost}"
+
+
+def _outer_lines(config: RunConfig) -> list[tuple[str, str]]:
+    """How replicas meet that train apart."""
+    outer = config.outer
+    meet = f"replicas train apart and meet every {many(outer.every, 'step')}"
+    how = f"SGD of rate {outer.learning_rate:g} and {'Nesterov ' * outer.nesterov}momentum {outer.momentum:g}"
+    return [("outer", f"{meet}: {how}")] if outer.every else []
 
 
 def _attention(job: Job) -> str:

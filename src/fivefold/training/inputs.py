@@ -25,7 +25,7 @@ def to_device(
     first_row: int = 0,
 ) -> Inputs:  # fmt: skip
     """Convert a micro batch of numpy arrays to tensors. `cu_seqlens` stays on the CPU; it is omitted when every row is
-    one document. `first_row`: see `Inputs`.
+    one document. `first_row`: the place of the first row in the global batch, where the batch does not say its places.
 
     `task` is the task of the head. Without one it is `OwnLoss` with a `loss` of the user's own, `PreferenceLoss` if
     `weigh` weighs answers, `AnswerLogProbs` with `by_answer` (at least one answer is counted, an empty one if there are
@@ -43,9 +43,10 @@ def to_device(
         task = _answers(batch, there) if by_answer or weigh is not None else _cross_entropy(batch, there, scale)
         if weigh is not None and isinstance(task, AnswerLogProbs):
             task = PreferenceLoss(task, weigh, scale)
+    places = range(first_row, first_row + rows) if batch.places is None else batch.places.tolist()
     return Inputs(
         there(batch.input_ids), there(batch.position_ids), task, cu_seqlens=cu_seqlens,
-        row_tokens=there(batch.row_tokens) if has_rows else None, first_row=first_row,
+        row_tokens=there(batch.row_tokens) if has_rows else None, places=places,
     )  # fmt: skip
 
 

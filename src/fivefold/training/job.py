@@ -62,7 +62,8 @@ class Job:
 
     def batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step, counted from 0."""
-        rows = self.data.train.batch(step, global_batch_size=self.config.train.global_batch_size, **self._share)
+        size, balance = self.config.train.global_batch_size, self.config.data.balance_rows
+        rows = self.data.train.batch(step, global_batch_size=size, balance=balance, **self._share)
         return rows if self.teacher is None else [self.teacher.beside(row) for row in rows]
 
     @property

@@ -29,6 +29,7 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.offload.host_memory import HOST
+from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
@@ -200,7 +201,9 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     itemsize = master_dtype(plan.layout.precision).itemsize
     kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
     weights = sum(map(prod, plan.placement.stored_shapes.values())) * itemsize
-    return weights + sum(plan.placement.whole_state_bytes(name, itemsize) for name in kept)
+    in_all = weights + sum(plan.placement.whole_state_bytes(name, itemsize) for name in kept)
+    copies = plan.layout.copies_apart
+    return in_all if copies == 1 else outer.KEPT * weights + copies * in_all
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:

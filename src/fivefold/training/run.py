@@ -128,6 +128,7 @@ class Trainer(Job):
         configure(model, state.balance, balance_options(config, model.config), state.placement.buffers)
         goals = reference.goals(config, data, model, compared)
         optimizer = build_optimizer(model, config.optimizer)
+        state.outer.begin(model, **config.outer.model_dump(exclude={"every"}))
         stack.callback(log.folder.release)
         checkpoint.on_first_rank(log.folder.take)
         keeper = CheckpointManager(config, model, optimizer, data, log, write=environment.write)
@@ -226,8 +227,10 @@ class Trainer(Job):
                     self.model, self.optimizer, batch, learning_rate=rate, max_grad_norm=options.max_grad_norm,
                     stop=self._is_to_stop, spec=self.goals.train, loss=self.loss, read=self.environment.read,
                 )  # fmt: skip
-            seconds = time.perf_counter() - started
             self.step += 1
+            if self._is_met:
+                state_of(self.model).outer.step()
+            seconds = time.perf_counter() - started
             self.tokens_seen += result.tokens
             self._count_skipped(result)
             self._report_uncompiled()
@@ -258,6 +261,12 @@ class Trainer(Job):
             self.log.happened("stopped early", self.step, self._why_stopped)
         self.keeper.finish()
         self._close(self._why_stopped)
+
+    @property
+    def _is_met(self) -> bool:
+        """True if an outer step follows the step just done, as after the last one."""
+        outer = state_of(self.model).outer
+        return outer.is_due(self.step) or (outer.is_on and self.step == self.total_steps)
 
     @property
     def _is_over(self) -> bool:
@@ -376,8 +385,11 @@ class Trainer(Job):
     def _check(self, update: checks.Update, batch: list[MicroBatch], result: StepResult) -> None:
         """Run the standing checks of the step just done. Raises `RunFailed`, on every rank, for any finding."""
         model, optimizer, size = self.model, self.optimizer, self.config.train.global_batch_size
-        findings = checks.replicas(model, optimizer) + checks.finite(model, optimizer)
-        findings += checks.ledger(model, batch, self.data.train, step=self.step - 1, global_batch_size=size)
+        findings = checks.replicas(model, optimizer, have_met=self._is_met) + checks.finite(model, optimizer)
+        findings += checks.ledger(
+            model, batch, self.data.train, step=self.step - 1, global_batch_size=size,
+            balance=self.config.data.balance_rows,
+        )  # fmt: skip
         if not result.skipped:
             options, rate = self.config.optimizer, self._learning_rate(self.step - 1)
             updates = None if options.is_own else self.step - self.skipped  # what it counts is its own affair

@@ -32,7 +32,8 @@ _PIECE = 2**14  # values of a gradient whose squares a CPU sums at once
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step. `loss`: nats per target token over the global batch; `grad_norm`: before clipping."""
+    """The result of a step. `loss`: nats per target token over the global batch; `grad_norm`: before clipping, the root
+    mean square over replicas that train apart."""
 
     loss: float
     grad_norm: float
@@ -69,11 +70,12 @@ def train_step(
     if loss:
         loss.not_finite = None  # of this step alone
     done = _forward_backward(model, batch, stop, spec, loss)
-    summed, squares = read(all_reduce_sum(torch.stack([done.loss, squared_norm(model)])))
-    norm = sqrt(squares) if squares >= 0 else float("nan")
+    summed, *squares = read(all_reduce_sum(torch.cat([done.loss.reshape(1), _squared_norms(model)])))
+    norms = [_root(square) for square in squares]
+    norm = _root(sum(squares) / len(squares))
     skipped = not (isfinite(summed) and isfinite(norm))
     if not skipped:
-        clip_(model, norm, max_grad_norm)
+        clip_(model, norms[_own_copy(state)], max_grad_norm)
         for group in optimizer.param_groups if learning_rate is not None else ():
             group["lr"] = learning_rate
         state.offload.states.update(optimizer)
@@ -128,7 +130,9 @@ def _forward_backward(
     total = targets if spec is None else divisor(model, batch, spec)
     # Before `balance.begin_step`: routers must count the trained passes only.
     pairs_by_batch = [] if spec is None else pairs_of_step(model, batch, spec)
-    scale = torch.tensor(1.0 / total if total else 1.0, dtype=torch.float64, device=device)
+    # The mean of the gradients of replicas that train apart is the gradient of the global batch.
+    copies = state.plan.layout.copies_apart
+    scale = torch.tensor(copies / total if total else 1.0, dtype=torch.float64, device=device)
     state.balance.begin_step(rows)
     found = gradients(model, batch, scale, pairs_by_batch, loss)
     balance = state.balance.end_step()
@@ -139,6 +143,7 @@ def _forward_backward(
         # The weighted cross entropy has the objective's gradient, but not its value.
         own, metrics = outcome(model, pairs_by_batch, spec.objective)
         found = own * scale
+    found = found if copies == 1 else found / copies
     if not total:
         found.fill_(float("nan"))  # like cross entropy over no targets
     return _Done(found, targets, tokens, squared, stops, balance, metrics)
@@ -186,15 +191,37 @@ def local_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, local(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
 
 
+def _root(square: float) -> float:
+    return sqrt(square) if square >= 0 else nan
+
+
+def _own_copy(state: ParallelState) -> int:
+    """Number of this rank's copy among replicas that train apart."""
+    return state.placement.coords.dp_replicate if state.outer.is_on else 0
+
+
+def _squared_norms(model: nn.Module) -> Tensor:
+    """This rank's share of the squared gradient norm of each replica that trains apart, fp64 [replicas]."""
+    state, own = state_of(model), squared_norm(model).reshape(1)
+    if not state.outer.is_on:
+        return own
+    found = own.new_zeros(state.plan.layout.copies_apart)
+    found[_own_copy(state)] = own
+    return found
+
+
 def squared_norm(model: nn.Module) -> Tensor:
-    """This rank's share of the squared gradient norm, an fp64 scalar. Each element of the model counts on one rank.
+    """This rank's share of the squared gradient norm, an fp64 scalar. Each element of the model counts on one rank; of
+    replicas that train apart, on one of each.
 
     The sum over the world is the squared norm of the whole gradient, replicated parameters counted once
     (Megatron-LM once counted them per rank; the stock `clip_grad_norm_` fails on mixed meshes).
     """
     state = state_of(model)
     owned = [
-        gradient for name, gradient in local_gradients(model) if state.placement.is_owner(name) and gradient.numel()
+        gradient
+        for name, gradient in local_gradients(model)
+        if state.placement.is_owner(name, within_copy=state.outer.is_on) and gradient.numel()
     ]
     device = next(model.parameters()).device
     if not owned:

@@ -22,7 +22,7 @@ from fivefold.parallel.pipeline.stages import StageStub
 from fivefold.parallel.plain import everywhere
 from fivefold.parallel.sharding import Block, Region, ShardSpec, local_regions
 from fivefold.parallel.state import state_of
-from fivefold.verification.proof_case import Documents, row_numbers, tokens_of
+from fivefold.verification.proof_case import Documents, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors
 from fivefold.verification.results import Distance
 
@@ -66,14 +66,15 @@ def _accumulation(parameter: Tensor) -> Any:
 
 class Observer:
     """Compares every forward and backward pass of `model` inside a `with` block with `reference`, micro batch by micro
-    batch of `documents`. `distances`: the results. `types`: modules that compute in another type. `not_shown`: modules
-    whose values on this rank cannot be located."""
+    batch. `rows`: the numbers of the rows of each, in the global batch of `documents`. `distances`: the results.
+    `types`: modules that compute in another type. `not_shown`: modules whose values on this rank cannot be located."""
 
-    def __init__(self, model: Any, reference: ReferenceTensors, documents: Documents) -> None:
+    def __init__(
+        self, model: Any, reference: ReferenceTensors, documents: Documents, rows: Sequence[Sequence[int]]
+    ) -> None:
         self._model, self._reference, self._documents = model, reference, documents
         self._state = state_of(model)
-        layout = self._state.plan.layout
-        self._rows = row_numbers(layout, len(documents), self._state.plan.placement.data_rank)
+        self._rows = rows
         self._token_dims: Mapping[str, int] = reference.about["token_dims"]
         self._handles: list[Any] = []
         self._micro_batch, self._passes, self._inside = -1, 0, False

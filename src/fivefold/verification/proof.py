@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint import Checkpoint, Metadata, restore, save
+from fivefold.core.errors import UserError
 from fivefold.data.batch import MicroBatch
 from fivefold.generation.decode import decode, ready
 from fivefold.models.build import meta_of_folder
@@ -44,7 +45,7 @@ from fivefold.verification import teacher_by_hand
 from fivefold.verification.comparison import Comparison
 from fivefold.verification.exact import exactly
 from fivefold.verification.observer import Observer
-from fivefold.verification.proof_case import LEARNING_RATE, ProofCase, micro_batches, row_numbers, tokens_of
+from fivefold.verification.proof_case import LEARNING_RATE, Documents, ProofCase, micro_batches, row_numbers, tokens_of
 from fivefold.verification.reference_tensors import ReferenceTensors, logit_distances
 from fivefold.verification.results import CONTROL, Distance, LayoutResult, Row, relative_number
 
@@ -58,6 +59,12 @@ class Proof:
         """Parallelize the model of `case` by `layout`. Raises `UserError` if the layout does not fit it."""
         self.case, self.reference = case, reference
         self.layout = layout.resolve(dist.get_world_size())
+        if layout.outer_every:
+            raise UserError(
+                f"outer.every {layout.outer_every}: replicas that train apart compute what no one process does",
+                fix="prove the layout without outer steps",
+                more="docs/explain/outer.md",
+            )
         model = meta_of_folder(case.folder)
         source: TensorSource = open_weights(case.folder, model)
         if case.adapter is not None:
@@ -125,7 +132,7 @@ class Proof:
 
     def first_pass(self) -> None:
         """Compare all modules forward and backward, then raw and reduced gradients. A rerun must be bit-identical."""
-        with Observer(self.model, self.reference, self.case.documents(0)) as observer:
+        with Observer(self.model, self.reference, self.case.documents(0), self._row_numbers()) as observer:
             loss = self._gradients()
         observer.shared_gradients()
         self._not_shown = observer.not_shown
@@ -153,9 +160,7 @@ class Proof:
         """Compare the logits of every real token."""
         found, expected = [], []
         layout, documents = self.layout, self.case.documents(0)
-        batches = self._batch(0)
-        rows = row_numbers(layout, self.case.rows, self.state.placement.data_rank)
-        for batch, numbers in zip(batches, rows, strict=True):
+        for batch, numbers in zip(self._batch(0), self._row_numbers(), strict=True):
             inputs = training.to_device(batch, self._device)
             with exactly(layout.precision), training.evaluating(self.model):
                 logits = passes.logits(
@@ -209,8 +214,7 @@ class Proof:
     def _distillation(self) -> None:
         """Compare the top-k queries with the model as its own teacher, then the loss against another teacher."""
         asked, followed = Distance(), []
-        numbers = row_numbers(self.layout, self.case.rows, self.state.placement.data_rank)
-        for batch, rows in zip(self._batch(0), numbers, strict=True):
+        for batch, rows in zip(self._batch(0), self._row_numbers(), strict=True):
             task = TopLogProbs(self.case.followed, self.case.vocabulary)
             inputs = training.to_device(batch, self._device, task=task)
             tokens, log_probs = passes.top_log_probs(self.model, inputs)
@@ -228,8 +232,7 @@ class Proof:
 
     def _preference(self) -> None:
         """Compare log-probabilities, loss and metrics on pairs of answers."""
-        rows = self.case.pairs()
-        batch = micro_batches(rows, self.layout, self.state.placement.data_rank, self.case.row_length)
+        batch = self._micro_batches(self.case.pairs())
         objective = Objective(
             self.case.objective, self.case.beta, self.case.gamma,
             self.case.desirable_weight, self.case.undesirable_weight,
@@ -317,7 +320,7 @@ class Proof:
         before = [part.clone() for part in planted]
         for part in planted:
             part.add_(added)
-        with Observer(self.model, self.reference, self.case.documents(0)) as observer:
+        with Observer(self.model, self.reference, self.case.documents(0), self._row_numbers()) as observer:
             self._outputs()
         for part, values in zip(planted, before, strict=True):
             part.copy_(values)
@@ -374,8 +377,18 @@ class Proof:
 
     def _batch(self, step: int) -> list[MicroBatch]:
         """This rank's micro batches of a step."""
-        documents, rank = self.case.documents(step), self.state.placement.data_rank
-        return micro_batches(documents, self.layout, rank, self.case.row_length)
+        return self._micro_batches(self.case.documents(step))
+
+    def _micro_batches(self, documents: Documents) -> list[MicroBatch]:
+        return micro_batches(documents, *self._share, balance=self.case.balance_rows)
+
+    def _row_numbers(self) -> list[list[int]]:
+        """The numbers of the rows in this rank's micro batches of the first step."""
+        return row_numbers(self.case.documents(0), *self._share, balance=self.case.balance_rows)
+
+    @property
+    def _share(self) -> tuple[Layout, int, int]:
+        return self.layout, self.state.placement.data_rank, self.case.row_length
 
     def _gradients(self) -> Tensor:
         """Run one pass over the first batch, with gradients reduced. Returns the loss over all ranks."""

@@ -9,7 +9,7 @@ biases, uniform lengths, power-of-two sizes, or clipping never or always would e
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from fivefold.config import OptimizerSection
 from fivefold.data.batch import MicroBatch, Piece, assemble
+from fivefold.data.shares import row_cost, shares
 from fivefold.parallel.adapters.settings import Lora
 from fivefold.parallel.layout import Layout
 
@@ -79,6 +80,7 @@ class ProofCase:
     neftune_noise_alpha: float | None = None
     loss: str = ""  # a function of the user's own in place of cross entropy, PATH.py:NAME
     columns: tuple[str, ...] = ()  # of the data, for that function
+    balance_rows: bool = False  # from the run file
 
     def describe(self) -> str:
         """Describe the case in one line, for people."""
@@ -203,19 +205,29 @@ def row_length_for(layouts: Sequence[Layout], length: int) -> int:
     return length
 
 
-def row_numbers(layout: Layout, rows: int, data_rank: int) -> list[list[int]]:
-    """The rows of the global batch in each micro batch of this data rank."""
-    size = layout.micro_batch_size
-    firsts = [(step * layout.data_ranks + data_rank) * size for step in range(layout.accumulation(rows))]
-    return [list(range(first, first + size)) for first in firsts]
+def row_numbers(
+    documents: Documents, layout: Layout, data_rank: int, row_length: int, *, balance: bool = False
+) -> list[list[int]]:
+    """The rows of the global batch in each micro batch of this data rank. `balance`: shared out by their cost."""
+    costs = [row_cost((len(document.tokens) for document in row), row_length) for row in documents]
+    shared = shares(
+        len(documents), data_ranks=layout.data_ranks, micro_batch_size=layout.micro_batch_size,
+        costs=np.array(costs, np.int64) if balance else None,
+    )  # fmt: skip
+    numbers: list[list[int]] = shared[:, data_rank].tolist()
+    return numbers
 
 
-def micro_batches(documents: Documents, layout: Layout, data_rank: int, row_length: int) -> list[MicroBatch]:
+def micro_batches(
+    documents: Documents, layout: Layout, data_rank: int, row_length: int, *, balance: bool = False
+) -> list[MicroBatch]:
     """This data rank's micro batches, packed and padded as in training."""
     length = layout.padded(row_length)
     return [
-        assemble([documents[row] for row in rows], row_length=length, pad_id=0)
-        for rows in row_numbers(layout, len(documents), data_rank)
+        replace(
+            assemble([documents[row] for row in rows], row_length=length, pad_id=0), places=np.array(rows, np.int64)
+        )
+        for rows in row_numbers(documents, layout, data_rank, row_length, balance=balance)
     ]
 
 

@@ -176,7 +176,7 @@ def make_subject(asked: VerifyRequest, layouts: Sequence[Layout]) -> ProofCase:
         undesirable_weight=config.objective.undesirable_weight, top_k=config.objective.top_k,
         temperature=config.objective.temperature, alpha=config.objective.alpha, adapter=config.adapter.lora,
         neftune_noise_alpha=config.train.neftune_noise_alpha, loss=config.objective.path,
-        columns=config.objective.columns,
+        columns=config.objective.columns, balance_rows=config.data.balance_rows,
         prompts=0 if any(layout.has_tensor_scales for layout in layouts) else ProofCase.prompts,
     )  # fmt: skip
 

@@ -98,7 +98,9 @@ def not_dropped_in_backward() -> Any:
 )  # fmt: skip
 def same_draw_in_two_micro_batches() -> Any:
     plain = Dropout.begin_micro_batch
-    return patch.object(Dropout, "begin_micro_batch", lambda dropout, shape, _, *cut: plain(dropout, shape, 0, *cut))
+    return patch.object(
+        Dropout, "begin_micro_batch", lambda dropout, shape, _, *cut: plain(dropout, shape, range(shape[0]), *cut)
+    )
 
 
 @fault(

@@ -32,13 +32,14 @@ class Model:
     dropout: float = 0.0  # of the adapter
     neftune: float | None = None
     is_chunked: bool = True  # the loss, in three chunks of the tokens
+    balanced: bool = False  # rows are shared out by their cost
 
     def __str__(self) -> str:
         marks = {"tied": self.tied, "muon": self.optimizer == "muon", "class": self.optimizer == "python"}
         marks |= {"capacity": self.capacity is not None}
         marks |= {self.objective: self.objective != "sft", "lora": self.adapter, self.quantize: self.quantize != "none"}
         marks |= {"experts": self.of_experts, "drops": self.dropout > 0, "unchunked": not self.is_chunked}
-        marks |= {"neftune": self.neftune is not None}
+        marks |= {"neftune": self.neftune is not None, "balanced": self.balanced}
         return "-".join([self.family, *(mark for mark, is_on in marks.items() if is_on)])
 
 

@@ -63,13 +63,13 @@ class Dropout:
         """True if anything is dropped, or noise is drawn."""
         return bool(self.sites)
 
-    def begin_micro_batch(self, shape: Sequence[int], first_row: int, cu_seqlens: Tensor | None = None) -> None:
-        """Begin a micro batch of whole rows, of `shape` [B, T, ..], from `first_row` of the global batch on. Without
+    def begin_micro_batch(self, shape: Sequence[int], places: Sequence[int], cu_seqlens: Tensor | None = None) -> None:
+        """Begin a micro batch of whole rows, of `shape` [B, T, ..], at these `places` of the global batch. Without
         `cu_seqlens` each row is a document."""
         if not self.has_sites:
             return
         rows, length = shape[:2]
-        self._whole = token_hashes(self.seed, self.step, first_row, rows, length, self.device)
+        self._whole = token_hashes(self.seed, self.step, places, length, self.device)
         self._own, self._entered = self._parts(self._whole)
         if any(site.kind == "embedding" for site in self.sites):
             lengths = _document_lengths(cu_seqlens, rows, length)

@@ -179,7 +179,10 @@ def calls(step: Step) -> Iterator[Call]:
                 overlaps=True,
             )  # fmt: skip
             size = reduced // shards * shape.reduce_bytes
-            yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True)
+            if step.plan.layout.copies_apart == 1:
+                yield Call(
+                    axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True
+                )
 
 
 # ---- edits of modules ----------------------------------------------------------------------------------------------

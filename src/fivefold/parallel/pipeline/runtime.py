@@ -142,7 +142,7 @@ class _Step:
         self._fsdp.before_backward(slot)
         self.pipeline.balance.begin_micro_batch(self.inputs[at].row_tokens, again=True)
         batch = self.inputs[at]
-        self.pipeline.dropout.begin_micro_batch(batch.input_ids.shape, batch.first_row, batch.cu_seqlens)
+        self.pipeline.dropout.begin_micro_batch(batch.input_ids.shape, batch.places, batch.cu_seqlens)
         with self._collecting(stage, at):
             if out.requires_grad:  # not if all that ran is frozen
                 torch.autograd.backward(out, gradient)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 from xxhash import xxh3_64
 
@@ -18,12 +19,13 @@ from fivefold.training.checks.state import device_of
 
 
 def ledger(
-    model: nn.Module, batch: Sequence[MicroBatch], rows: RowSource, *, step: int, global_batch_size: int
-) -> list[Finding]:
+    model: nn.Module, batch: Sequence[MicroBatch], rows: RowSource, *, step: int, global_batch_size: int,
+    balance: bool = False,
+) -> list[Finding]:  # fmt: skip
     """Findings for rows that ranks read wrongly at `step` (from 0), by content. `batch`: the rows this rank trained on.
+    `balance`: they are shared out by cost.
 
-    The first rank reads the global batch itself, in order. Place `(a * R + d) * M + b` of a batch belongs to all ranks
-    of data rank d of R: row b of M of its micro batch a.
+    The first rank reads the global batch itself, in order. All ranks of a data rank have its places of the batch.
     """
     layout, device = state_of(model).plan.layout, device_of(model)
     places = range(step * global_batch_size, (step + 1) * global_batch_size)
@@ -35,15 +37,21 @@ def ledger(
     share = global_batch_size // layout.data_ranks
     read = [row_hash(rows, b) for rows in batch for b in range(len(rows.input_ids))]
     mine = torch.tensor([len(read), *(read + [0] * share)[:share]], device=device)  # the count shows excess rows
-    return _misread(gather(mine).tolist(), wanted.tolist(), layout, first=places.start)
+    shared = rows.shares(
+        step, global_batch_size=global_batch_size, data_ranks=layout.data_ranks,
+        micro_batch_size=layout.micro_batch_size, balance=balance,
+    )  # fmt: skip
+    return _misread(gather(mine).tolist(), wanted.tolist(), shared, layout, first=places.start)
 
 
-def _misread(gathered: Sequence[Sequence[int]], wanted: Sequence[int], layout: Layout, *, first: int) -> list[Finding]:
-    """Findings from `gathered`, each rank's row count and row hashes, against `wanted`, the hashes of the batch."""
+def _misread(
+    gathered: Sequence[Sequence[int]], wanted: Sequence[int], shared: NDArray[np.int64], layout: Layout, *, first: int
+) -> list[Finding]:
+    """Findings from `gathered`, each rank's row count and row hashes, against `wanted`, the hashes of the batch, and
+    `shared`, which says who has which."""
     place_of = {hash_: first + at for at, hash_ in reversed(list(enumerate(wanted)))}  # equal rows: the first one
     inner = layout.tp * layout.cp  # consecutive ranks that read the same rows
-    dealt = np.arange(len(wanted)).reshape(-1, layout.data_ranks, layout.micro_batch_size)
-    own = [dealt[:, data_rank].flatten().tolist() for data_rank in range(layout.data_ranks)]
+    own = [shared[:, data_rank].flatten().tolist() for data_rank in range(layout.data_ranks)]
     found: dict[str, list[int]] = {}
     for rank, (count, *read) in enumerate(gathered):
         mine = own[rank // inner % layout.data_ranks]

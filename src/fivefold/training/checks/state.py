@@ -19,8 +19,9 @@ PIECE, PIECE_OF_CPU = 2**20, 2**15
 GOLDEN, MIX, MIX_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, all odd
 
 
-def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
-    """Findings for weights and optimizer state whose replicas differ in any bit.
+def replicas(model: nn.Module, optimizer: torch.optim.Optimizer, *, have_met: bool = False) -> list[Finding]:
+    """Findings for weights and optimizer state whose replicas differ in any bit. `have_met`: an outer step has just
+    made the weights of replicas equal that train apart; their optimizer state is their own.
 
     Replicas exist over dp_replicate, over tp for unsharded parameters and shared key/value heads, and over the two
     pipeline ranks that hold a tied embedding.
@@ -38,7 +39,8 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
     tensors = _tensors(model, optimizer, names)
     own = hashes([tensor for *_, tensor in tensors], device)
     mine: dict[tuple[int, str], tuple[list[int], int]] = {}
-    for axis, group, alike in _copies(state, [name for _, name, _ in tensors]):
+    met = [not state.outer.is_on or (have_met and kind == "weight") for kind, *_ in tensors]
+    for axis, group, alike in _copies(state, [name for _, name, _ in tensors], met):
         apart = ((gather(own, group) != own) & alike.to(device)).any(0)
         ranks = torch.tensor(dist.get_process_group_ranks(group))
         for at in apart.nonzero().flatten().tolist():
@@ -50,15 +52,18 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding
     ]
 
 
-def _copies(state: ParallelState, names: Sequence[str]) -> Iterator[tuple[str, dist.ProcessGroup, Tensor]]:
+def _copies(
+    state: ParallelState, names: Sequence[str], met: list[bool]
+) -> Iterator[tuple[str, dist.ProcessGroup, Tensor]]:
     """Yield an axis, this rank's group over it, and bool [ranks of the group, names]: who replicates this rank's part.
+    `met`: which are equal on all of dp_replicate.
 
     Ranks that differ in two axes are compared through a third rank.
     """
     specs, own = [state.placement.shards[name] for name in names], state.placement.coords.tp
     alike: dict[str, Callable[[int], list[bool]]] = {
         "tp": lambda rank: [rank == own if s.over != "tp" else s.held[rank] == s.held[own] for s in specs],
-        "dp_replicate": lambda _: [True] * len(names),
+        "dp_replicate": lambda _: met,
         "pp_ends": lambda _: [len(state.placement.pp_ranks[name]) > 1 for name in names],
     }
     for axis, of_rank in alike.items():

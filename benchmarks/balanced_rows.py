@@ -1,0 +1,184 @@
+"""Rows shared out over data ranks by their cost (`data.balance_rows`) and by order: how long the ranks wait.
+
+    python benchmarks/balanced_rows.py             writes results/balanced_rows.json and the tables of
+                                                   docs/evidence/balanced_rows.md; some minutes on one core
+    python benchmarks/balanced_rows.py --rows 0    the arithmetic, on the screen alone
+
+Lengths of documents are lognormal with a long tail (median 1,000 tokens, sigma 1.5). Longer ones than a row are cut,
+and all are packed into rows as in a run.
+
+First by arithmetic, for Llama 3.1 8B on many ranks: a micro batch takes the FLOPs of its matmuls and its attention, and
+begins when the slowest one before it has ended. Then with times in place of FLOPs: forward and backward of each row are
+timed, as processor time of one thread, on a Llama with 3 layers of width 128, rows of 4,096 tokens, fp32. How long
+ranks wait follows from the times of their rows. Nothing is sent.
+"""
+
+import argparse
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig
+
+from common import RESULTS, SEED, machine
+from fivefold.data.batch import Piece, assemble
+from fivefold.data.pack import pack
+from fivefold.data.shares import row_cost, shares, waiting
+from fivefold.launch.world import alone, join
+from fivefold.models.build import build_meta
+from fivefold.models.config_facts import facts_of_config
+from fivefold.models.flops import Costs
+from fivefold.parallel.apply import parallelize
+from fivefold.parallel.layout import Layout
+from fivefold.training.step import accumulate
+from pages import put_between
+
+RESULT, DOCS = RESULTS / "balanced_rows.json", Path(__file__).parents[1] / "docs" / "evidence" / "balanced_rows.md"
+BEGIN, END = "<!-- table of {}: python benchmarks/balanced_rows.py -->", "<!-- end of {} -->"
+MEDIAN, SIGMA = 1000, 1.5  # tokens of a document
+MODEL, PLANNED_BATCHES = "llama-3.1-8b", 20
+LENGTHS, PLANNED = (8192, 32768, 131072), ((8, 8), (64, 8), (64, 1))  # data ranks, micro batches of a rank
+ROWS, BATCH, LENGTH, VOCABULARY, RANKS = 96, 16, 4096, 2048, (2, 4, 8)
+KINDS = {"by order": False, "by cost": True}
+
+
+def packed_rows(count: int, length: int) -> list[list[int]]:
+    """The lengths of the documents in each of `count` rows."""
+    rng = np.random.default_rng(SEED)
+    drawn = MEDIAN * np.exp(SIGMA * rng.normal(size=max(64, 2 * count * length // MEDIAN)))
+    full, rest = np.divmod(drawn.astype(np.int64) + 2, length)
+    pieces = rng.permutation(np.concatenate([np.full(full.sum(), length), rest[rest > 0]])).astype(np.int32)
+    offsets, order = pack(pieces, length)
+    rows = [pieces[order[start:end]].tolist() for start, end in pairwise(offsets)]
+    return [rows[at] for at in rng.permutation(len(rows))[:count]]
+
+
+def costs_of(rows: list[list[int]], length: int) -> NDArray[np.int64]:
+    """The cost of the attention of each row."""
+    return np.array([row_cost(row, length) for row in rows], np.int64)
+
+
+# ---- by arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def planned() -> list[dict[str, Any]]:
+    """The part of their time that ranks wait: mean over batches."""
+    costs, found = Costs.of(facts_of_config(MODEL)), []
+    for length in LENGTHS:
+        for ranks, times in PLANNED:
+            size = ranks * times
+            attention = costs_of(packed_rows(size * PLANNED_BATCHES, length), length).reshape(-1, size)
+            flops = costs.per_token * length + costs.per_squared_length * attention
+            waited = {
+                kind: mean(
+                    waiting(one, shares(size, data_ranks=ranks, micro_batch_size=1, costs=known if balance else None))
+                    for one, known in zip(flops, attention, strict=True)
+                )
+                for kind, balance in KINDS.items()
+            }
+            found.append({"length": length, "ranks": ranks, "micro_batches": times, **waited})
+    return found
+
+
+# ---- with times ------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(rows: list[list[int]]) -> list[float]:
+    """Processor seconds of forward and backward of each row, on one thread."""
+    config = AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=344, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, use_cache=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    rng, found = np.random.default_rng(SEED), []
+    with join(alone("cpu")):
+        torch.set_num_threads(1)
+        model = parallelize(build_meta(config), Layout.parse("single+fp32"), device="cpu", seed=SEED)
+        for row in [rows[0], *rows]:  # the first one warms up
+            documents = [rng.integers(0, VOCABULARY, length) for length in row]
+            batch = assemble([[Piece(ids, ids[1:]) for ids in documents]], row_length=LENGTH, pad_id=0)
+            began = time.process_time()
+            accumulate(model, [batch])
+            found.append(time.process_time() - began)
+            model.zero_grad()
+    return found[1:]
+
+
+def timed(rows: int) -> dict[str, Any]:
+    """Times of rows beside their costs, and the part of their time that ranks wait: means over batches."""
+    lengths = packed_rows(rows, LENGTH)
+    costs, seconds = costs_of(lengths, LENGTH), np.array(seconds_of(lengths))
+    found = []
+    for ranks in RANKS:
+        waited = {
+            kind: mean(
+                waiting(seconds[at], shares(BATCH, data_ranks=ranks, micro_batch_size=1, costs=own))
+                for at in np.arange(rows).reshape(-1, BATCH)
+                for own in [costs[at] if balance else None]
+            )
+            for kind, balance in KINDS.items()
+        }
+        found.append({"ranks": ranks, "micro_batches": BATCH // ranks, **waited})
+    slope, base = np.polyfit(costs, seconds, 1)
+    return {
+        "rows": rows, "costs": costs.tolist(), "seconds": seconds.tolist(), "base": base, "slope": slope,
+        "correlation": float(np.corrcoef(costs, seconds)[0, 1]), "waiting": found,
+    }  # fmt: skip
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def planned_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| tokens of a row | data ranks | micro batches | waiting, by order | by cost |"]
+    lines += ["| ---: | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        waited = " | ".join(f"{100 * row[kind]:.1f} %" for kind in KINDS)
+        lines.append(f"| {row['length']:,} | {row['ranks']} | {row['micro_batches']} | {waited} |")
+    return "\n".join(lines)
+
+
+def timed_table(found: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = ["| data ranks | micro batches | waiting, by order | by cost |", "| ---: | ---: | ---: | ---: |"]
+    for row in found["waiting"]:
+        waited = " | ".join(f"{100 * row[kind]:.1f} %" for kind in KINDS)
+        lines.append(f"| {row['ranks']} | {row['micro_batches']} | {waited} |")
+    low, high = min(found["seconds"]), max(found["seconds"])
+    text = (
+        f"{found['rows']} rows in batches of {BATCH}. A row took {low:.2f} to {high:.2f} s. The correlation of time "
+        f"and cost was {found['correlation']:.3f}."
+    )
+    return "\n".join(lines) + f"\n\n{text}"
+
+
+def main() -> None:
+    """Measure, and write the results of a full measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    rows = parser.parse_args().rows
+    tables = {"arithmetic": planned_table(arithmetic := planned())}
+    print(tables["arithmetic"], flush=True)
+    if not rows:
+        return
+    tables["times"] = timed_table(times := timed(rows))
+    print(tables["times"])
+    if rows < ROWS:
+        return
+    about = machine()
+    result = {"machine": about, "arithmetic": arithmetic, "times": times}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables["times"] += f"\n\n`python benchmarks/balanced_rows.py`: {about['cpu']}, torch {about['torch']}."
+    for name, text in tables.items():
+        put_between(BEGIN.format(name), END.format(name), text, DOCS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Key of outer steps, and the layouts that they do not go with. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fivefold.core.keys import key
+from fivefold.core.violation import Violation
+from fivefold.parallel.fsdp.keys import FsdpKeys
+from fivefold.parallel.offload.keys import OffloadKeys
+
+MORE = "docs/explain/outer.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterKeys(OffloadKeys, FsdpKeys):
+    """How often replicas meet that train apart."""
+
+    outer_every: int = key(
+        0, "outer.every", "optimizer steps that each of dp_replicate trains on its own between two outer steps "
+        "(DiLoCo); 0 = every gradient is summed over all",
+        least=0, most=2**31, prefix="outer",
+    )  # fmt: skip
+
+    @property
+    def copies_apart(self) -> int:
+        """Replicas that train apart: `dp_replicate` with outer steps, else 1."""
+        return self.dp_replicate if self.outer_every else 1
+
+    def violations(self) -> Iterator[Violation]:
+        """Outer steps need replicas, whose parameters and optimizer state stay on the device."""
+        if not self.outer_every:
+            return
+        if self.dp_replicate == 1:
+            what = f"outer.every {self.outer_every}: replicas meet in outer steps, and dp_replicate is 1"
+            yield Violation("dp_replicate", what, "set layout.dp_replicate, or leave outer.every out", more=MORE)
+        if self.rests_in_host:
+            what = f"outer.every {self.outer_every} with {' and '.join(sorted(self.rests_in_host))} in host memory"
+            yield Violation("outer_every", what, "keep them on the device, or leave outer.every out", more=MORE)

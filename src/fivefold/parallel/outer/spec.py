@@ -1,0 +1,55 @@
+"""What outer steps send and keep, and models that they do not go with. No torch."""
+
+from collections.abc import Iterator, Mapping
+
+from fivefold.core.violation import Violation
+from fivefold.parallel.collectives import Call
+from fivefold.parallel.outer.keys import MORE
+from fivefold.parallel.plan import ParallelPlan
+
+BUCKET = 2**24  # numbers that are averaged at once, or one parameter
+KEPT = 2  # numbers that are kept for each trained one: the outer weight and its momentum
+
+
+def violations(plan: ParallelPlan) -> Iterator[Violation]:
+    """The loads of experts are balanced over the rows of all replicas, which then are no longer those of a gradient."""
+    if plan.layout.outer_every and plan.facts.experts:
+        what = f"outer.every {plan.layout.outer_every}: {plan.anatomy.model_class} has experts"
+        yield Violation("outer_every", what, "leave outer.every out", more=MORE)
+
+
+def averaged(plan: ParallelPlan) -> Mapping[str, int]:
+    """The trained parameters of this rank, in order, and how many numbers of each it holds."""
+    placement = plan.placement
+    return {
+        name: placement.held_bytes(name, 1)
+        for name in placement.shards
+        if placement.holds(name) and plan.facts.parameters[name].is_trained
+    }
+
+
+def buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Parameters, in order, that are averaged at once: at most `BUCKET` numbers, or one parameter."""
+    bucket: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if bucket and held + size > BUCKET:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(name)
+        held += size
+    if bucket:
+        yield bucket
+
+
+def calls(plan: ParallelPlan, master_bytes: int) -> Iterator[Call]:
+    """Collectives of an outer step, which are not among those of a step."""
+    sizes = averaged(plan)
+    for bucket in buckets(sizes) if plan.layout.outer_every else ():
+        size = sum(sizes[name] for name in bucket) * master_bytes
+        yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="step")
+
+
+def kept_bytes(plan: ParallelPlan, master_bytes: int) -> int:
+    """Bytes of this rank's outer weights and their momentum."""
+    return KEPT * sum(averaged(plan).values()) * master_bytes if plan.layout.outer_every else 0

@@ -1,0 +1,169 @@
+"""Outer steps: what replicas that train apart compute, beside the formulas of the paper (arXiv:2311.08105) by hand."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fivefold.core.errors import UserError
+from fivefold.parallel import legality
+from fivefold.parallel.collectives import by_group, differing, summed, total
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.outer import spec
+from fivefold.parallel.recorder import record
+from fivefold.parallel.state import state_of
+from fivefold.training import step as training_step
+from fivefold.training.optimizers import build_optimizer
+from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, pieces, proof, reference_model
+from tests.pool import run_ranks
+
+RATE, MOMENTUM, STEPS = 0.7, 0.9, 5
+RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2")
+NESTEROV = {"learning_rate": RATE, "momentum": MOMENTUM, "nesterov": True}
+PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
+Inner = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return build_optimizer(model, OPTIONS)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+
+
+def train(case: Case, inner: Inner, outer: dict[str, Any]) -> dict[str, Any]:
+    """Some steps on this rank, and what they sent."""
+    model = build(case)
+    state, optimizer, done = state_of(model), inner(model), []
+    state.outer.begin(model, **outer)
+    for step in range(STEPS):
+        batch = batch_of(documents(case, step), case.parsed, state.placement.data_rank)
+        with record(state.mesh) as sent, proof(case):
+            done.append(
+                training_step.train_step(
+                    model, optimizer, batch, learning_rate=OPTIONS.learning_rate, max_grad_norm=case.max_grad_norm
+                )
+            )
+        if state.outer.is_due(step + 1):
+            with record(state.mesh) as sent_to_meet:
+                state.outer.step()
+    shape = training_step.step_shape(model, *batch[0].input_ids.shape, len(batch), case.loss_chunks)
+    found = {
+        "losses": [result.loss for result in done], "norms": [result.grad_norm for result in done],
+        "weights": pieces(model, dict(model.named_parameters())), "copy": state.placement.coords.dp_replicate,
+        "sent": (total(sent), by_group(training_step.declare(model, shape), state.mesh.grid)),
+    }  # fmt: skip
+    if state.outer.is_on:
+        declared = by_group(total(summed(list(spec.calls(state.plan, 8)))), state.mesh.grid)
+        found["met"] = total(sent_to_meet), declared
+    return found
+
+
+def by_hand(case: Case, start: nn.Module) -> tuple[list[float], list[float], list[nn.Module]]:
+    """Losses, norms and replicas after some steps from a whole model on, in one process."""
+    layout = case.parsed
+    outer = {name: parameter.detach().clone() for name, parameter in start.named_parameters()}
+    speed = {name: torch.zeros_like(weight) for name, weight in outer.items()}
+    replicas = [deepcopy(start) for _ in range(layout.dp_replicate)]
+    optimizers = [_adamw(model) for model in replicas]
+    losses, norms = [], []
+    for step in range(STEPS):
+        rows = documents(case, step)
+        targets = sum(len(document) - 1 for row in rows for document in row)
+        shares = np.array_split(np.arange(len(rows)).reshape(-1, layout.dp_replicate, len(rows) // 4), 2, axis=1)
+        summed_up, squares = 0.0, []
+        for model, optimizer, own in zip(replicas, optimizers, shares, strict=True):
+            loss = sum(_cross_entropies(model, document) for row in own.flatten() for document in rows[row])
+            optimizer.zero_grad()
+            (len(replicas) * loss / targets).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
+            optimizer.step()
+            summed_up, squares = summed_up + loss.item(), [*squares, norm.item() ** 2]
+        losses.append(summed_up / targets)
+        norms.append(float(np.mean(squares)) ** 0.5)
+        for name, weight in outer.items() if (step + 1) % layout.outer_every == 0 else ():
+            copies = [model.get_parameter(name) for model in replicas]
+            come = sum(weight - copy.detach() for copy in copies) / len(copies)
+            speed[name] = MOMENTUM * speed[name] + come
+            weight -= RATE * (come + MOMENTUM * speed[name])
+            for copy in copies:
+                copy.data.copy_(weight)
+    return losses, norms, replicas
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": OPTIONS.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=OPTIONS.learning_rate, betas=OPTIONS.betas, eps=OPTIONS.eps)
+
+
+def _cross_entropies(model: nn.Module, document: np.ndarray) -> torch.Tensor:
+    ids = torch.from_numpy(document)[None]
+    return nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+
+
+def assert_declared(per_rank: list[dict[str, Any]], what: str) -> None:
+    assert not differing([each[what][0] for each in per_rank], [each[what][1] for each in per_rank])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp2+mb2", *(pytest.param(text, marks=pytest.mark.campaign) for text in RARE)])
+def test_replicas_train_apart_and_meet_as_by_hand(layout: str) -> None:
+    """The fifth step is in the middle of a period: replicas differ."""
+    case = Case(f"{layout}+fp64+outer2")
+    per_rank = run_ranks(case.parsed.world, partial(train, case, adamw, NESTEROV))
+    start = reference_model(case)  # outside of `proof`, which would compute rotary frequencies otherwise
+    with proof(case):
+        losses, norms, replicas = by_hand(case, start)
+    for ran in per_rank:
+        np.testing.assert_allclose(ran["losses"], losses, rtol=1e-10)
+        np.testing.assert_allclose(ran["norms"], norms, rtol=1e-10)
+    for copy, model in enumerate(replicas):
+        expected = dict(model.named_parameters())
+        own = [each["weights"] for each in per_rank if each["copy"] == copy]
+        found = gathered(own, {name: tuple(parameter.shape) for name, parameter in expected.items()})
+        for name, weight in expected.items():
+            np.testing.assert_allclose(found[name], weight.detach().numpy(), rtol=0, atol=1e-10, err_msg=name)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(*(model.get_parameter(name) for model in replicas))
+    assert_declared(per_rank, "sent")
+    assert_declared(per_rank, "met")
+
+
+@pytest.mark.full
+def test_a_meeting_after_every_step_of_sgd_is_training_without_outer_steps() -> None:
+    """With rate 1 and no momentum, and without clipping, which replicas do by norms of their own."""
+    apart, together = (
+        run_ranks(2, partial(train, Case(f"dp2+mb2+fp64{outer}", max_grad_norm=0), sgd, PLAIN))
+        for outer in ("+outer1", "")
+    )
+    for one, other in zip(apart, together, strict=True):
+        np.testing.assert_allclose(one["losses"], other["losses"], rtol=1e-12)
+        for (name, region, weight), (same, place, expected) in zip(one["weights"], other["weights"], strict=True):
+            assert (name, region) == (same, place)
+            np.testing.assert_allclose(weight, expected, rtol=0, atol=1e-12, err_msg=name)
+    start = reference_model(Case("dp2"))
+    moved = [np.abs(now - start.get_parameter(name).detach().numpy()).max() for name, _, now in apart[0]["weights"]]
+    assert min(moved) > 1e-5 and max(moved) > 1e-3
+
+
+def test_what_does_not_go_with_outer_steps_is_refused() -> None:
+    for text, what in (
+        ("shard2+outer5", "dp_replicate is 1"), ("dp2+outer5+offload_optimizer", "optimizer state in host memory"),
+    ):  # fmt: skip
+        assert what in next(iter(legality.violations(Layout.parse(text)))).what
+    assert not legality.violations(Layout.parse("dp2.shard2+outer5"))
+    assert str(Layout.parse("dp2+outer5")) == "dp2+outer5"
+    with pytest.raises(UserError, match=r"outer_every is 0 or more"):
+        Layout(outer_every=-1)
+
+
+def test_buckets_hold_every_parameter_once_in_order() -> None:
+    sizes = {"a": 3, "b": spec.BUCKET, "c": spec.BUCKET - 5, "d": 5, "e": 1, "f": 0}
+    assert list(spec.buckets(sizes)) == [["a"], ["b"], ["c", "d"], ["e", "f"]]
