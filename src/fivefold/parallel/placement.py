@@ -4,7 +4,7 @@ Initialisation, checkpoints, the optimizer, reports and proofs read this descrip
 a world of 16,384 ranks as for one of two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -161,6 +161,11 @@ class Placement:
     def whole_state_bytes(self, name: str, master_bytes: int) -> int:
         """`state_bytes` of the whole parameter, over all ranks."""
         return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
+
+    def checkpoint_bytes(self, kept: Iterable[str], master_bytes: int) -> int:
+        """Bytes of a checkpoint: weights and optimizer state. `kept`: the parameter of each tensor of state."""
+        weights = sum(map(prod, self.stored_shapes.values())) * master_bytes
+        return weights + sum(self.whole_state_bytes(name, master_bytes) for name in kept)
 
     def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
         width = (self.shards[name].shape or (1,))[-1]

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +198,7 @@ def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
     plan = state_of(model).plan
     itemsize = master_dtype(plan.layout.precision).itemsize
     kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
-    weights = sum(map(prod, plan.placement.stored_shapes.values())) * itemsize
-    return weights + sum(plan.placement.whole_state_bytes(name, itemsize) for name in kept)
+    return plan.placement.checkpoint_bytes(kept, itemsize)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:
