@@ -42,7 +42,7 @@ def _told(layout: Layout, cost: Failures) -> Iterator[str]:
     """Sentences about the first layout: what its numbers are made of."""
     size, written = human_bytes(cost.checkpoint_bytes), duration(cost.write)
     yield f"a checkpoint of {layout}: {size}, training stands still for {_items(cost.stall)}"
-    yield f"it is written and read back in {written}, with storage at {cost.storage / 1e9:.3g} GB/s in all"
+    yield f"it is written and read back in {written}, with storage at {cost.storage / 1e9:,.0f} GB/s in all"
     yield f"a restart: {_items(cost.restart)}"
     hangs = f"{100 * cost.goodput_of_hangs:.1f} % if each failure only hangs ({HANG_SECONDS} s until it is named)"
     yield f"goodput (Young 1974, Daly 2006): steps that count, of all time; {hangs}"
