@@ -22,8 +22,8 @@ TRAINS = {
 }  # fmt: skip
 ORDER = [
     *("core", "hardware", "config", "report", "data", "convert", "torch_internals", "ops", "models", "parallel"),
-    *("planner", "checkpoint", "launch", "generation", "training", "evaluation", "verification", "comparison"),
-    *("rehearsal", "calibration", "doctor", "own_loop", "api", "cli"),
+    *("planner", "checkpoint", "launch", "generation", "training", "own_loop", "evaluation", "verification"),
+    *("comparison", "rehearsal", "calibration", "doctor", "api", "cli"),
 ]
 ASKS_THE_PLANNER = "training/advice.py"  # inside functions: what a run does not ask is not loaded
 # The layout, its keys and their values, and an adapter's: these files of parallel/ import core and each other alone,
