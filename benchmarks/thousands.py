@@ -33,6 +33,7 @@ from fivefold.core.shapes import shape_folder
 from fivefold.launch.world import World, join
 from fivefold.models.build import build_meta
 from fivefold.models.config_facts import facts_of_config
+from fivefold.models.discover import facts_of
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel import apply
 from fivefold.parallel.layout import Layout
@@ -44,10 +45,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "thousands.md"
 RESULT = RESULTS / "thousands.json"
 BEGIN, END = "<!-- tables: python benchmarks/thousands.py --write-docs -->", "<!-- end of tables -->"
 WORLDS = (64, 256, 1024, 4096, 16384)
-MODEL, MODELS = "llama-3.1-8b", ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b")
+MODEL, MODELS = "llama-3.1-8b", ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a checkpoint
 MOST_READ = 250_000  # slices of a manifest that is written and read here
-BYTES = 4
+BYTES = 4  # of a number in fp32
+FILE_BYTES, RECORD_BYTES = 95, 60  # in the manifest: of a file, and of a tensor beside its name and its slices
 CHECKSUM = "0" * 32
 
 
@@ -132,13 +134,14 @@ def _resident() -> int:
 def saved(facts: ModelFacts, layout: Layout) -> dict[str, Any]:
     """What a checkpoint of all ranks is made of, and what all of them read of it."""
     placement = lower(facts, layout, 0).placement
-    slices = text = files = 0
-    for alike in _alike(placement):
-        name = alike[0]
-        own = list(slices_of(placement, name))
-        slices += len(own) * len(alike) * len(KINDS)
-        text += sum(len(json.dumps(vars(one), separators=(",", ":"))) + 1 for one in own) * len(alike) * len(KINDS)
     files = 2 * layout.world // layout.dp_replicate
+    slices, text = 0, files * FILE_BYTES
+    for alike in _alike(placement):
+        for kind in KINDS:
+            own = list(slices_of(placement, alike[0], kind))
+            length = sum(len(json.dumps(vars(one), separators=(",", ":"))) + 1 for one in own)
+            slices += len(own) * len(alike)
+            text += (length + len(alike[0]) + RECORD_BYTES) * len(alike)
     whole = placement.checkpoint_bytes([name for name in facts.parameters for _ in KINDS[1:]], BYTES)
     per_rank = whole * layout.dp_replicate / layout.world
     return {
@@ -155,8 +158,8 @@ def _alike(placement: Placement) -> list[list[str]]:
     return list(found.values())
 
 
-def slices_of(placement: Placement, name: str) -> Iterator[Slice]:
-    """The slices of a parameter's weight in the manifest, of all ranks that write some of it."""
+def slices_of(placement: Placement, name: str, kind: str = KINDS[0]) -> Iterator[Slice]:
+    """The slices of a tensor in the manifest, of all ranks that write some of it."""
     layout, spec = placement.layout, placement.shards[name]
     of_stage = layout.world // layout.pp
     first = placement.pp_ranks[name][0] * of_stage
@@ -167,8 +170,9 @@ def slices_of(placement: Placement, name: str) -> Iterator[Slice]:
             shape = tuple(one.stop - one.start for one in region)
             if prod(shape):
                 offset = tuple(one.start for one in region)
-                key = OwnedSlice(KINDS[0], name, spec.shape, offset, _Shaped(shape)).key  # type: ignore[arg-type]
-                yield Slice(offset, shape, f"{KINDS[0]}-{rank:05d}.safetensors", key, CHECKSUM)
+                key = OwnedSlice(kind, name, spec.shape, offset, _Shaped(shape)).key  # type: ignore[arg-type]
+                file = f"{kind if kind == KINDS[0] else 'optimizer'}-{rank:05d}.safetensors"
+                yield Slice(offset, shape, file, key, CHECKSUM)
 
 
 class _Shaped:
@@ -208,6 +212,8 @@ def measure(worlds: Sequence[int], models: Sequence[str]) -> Iterator[dict[str, 
     """A row for each world and kind of layout, then for each model."""
     cases = [(MODEL, world, kind, layout) for world in worlds for kind, layout in layouts(world).items()]
     cases += [(model, 1024, "pipeline", layouts(1024)["pipeline"]) for model in models if model != MODEL]
+    for model in dict.fromkeys(model for model, *_ in cases):  # traced once, and kept for every start
+        facts_of(build_meta(AutoConfig.from_pretrained(shape_folder(model))))
     for model, world, kind, layout in cases:
         facts = facts_of_config(model)
         row: dict[str, Any] = {"model": model, "world": world, "kind": kind, "layout": str(layout)}
