@@ -1,12 +1,12 @@
 """One rank of 64 to 16,384: what its start, its groups and its checkpoints take, without the other ranks.
 
-    python benchmarks/thousands.py                  all worlds; some minutes
-    python benchmarks/thousands.py --quick          two worlds, printed alone
-    python benchmarks/thousands.py --write-docs     the last result into docs/evidence/thousands.md
+    python -m benchmarks.thousands                  all worlds; some minutes
+    python -m benchmarks.thousands --quick          two worlds, printed alone
+    python -m benchmarks.thousands --write-docs     the last result into docs/evidence/thousands.md
 
 A process of each kind of rank (the first, a middle and the last of a pipeline) builds its program in a world whose
 process group sends nothing. No weight is drawn: pages of parameters are never touched, so that memory is what the
-program itself takes. Slices of a checkpoint are counted over all ranks from the placement that saving asks.
+program itself takes. Seconds are of the CPU. Slices of a checkpoint are counted over all ranks from the placement that saving asks.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from fivefold.rehearsal.launch import kinds
 
 PAGE = Path(__file__).parents[1] / "docs" / "evidence" / "thousands.md"
 RESULT = RESULTS / "thousands.json"
-BEGIN, END = "<!-- tables: python benchmarks/thousands.py --write-docs -->", "<!-- end of tables -->"
+BEGIN, END = "<!-- tables: python -m benchmarks.thousands --write-docs -->", "<!-- end of tables -->"
 WORLDS = (64, 256, 1024, 4096, 16384)
 MODEL, MODELS = "llama-3.1-8b", ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b")
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a checkpoint
@@ -101,12 +101,12 @@ def _build(model: str, layout: Layout, rank: int) -> dict[str, Any]:
         patch.object(apply.probe, "check", lambda *_, **__: None),  # a smaller model on real tensors
         patch.object(dist, "new_group", counted),
     ):
-        began = time.perf_counter()
+        began = time.process_time()
         lower(facts, layout, rank)
-        planned = time.perf_counter()
+        planned = time.process_time()
         with patch.object(apply, "build_mesh", partial(_timed, apply.build_mesh, mesh := [])):
             apply.parallelize(program, layout, device="cpu")
-        done = time.perf_counter()
+        done = time.process_time()
         groups = program.fivefold.mesh.groups
         return {
             "plan_seconds": planned - began, "build_seconds": done - planned, "mesh_seconds": mesh[0],
@@ -116,9 +116,9 @@ def _build(model: str, layout: Layout, rank: int) -> dict[str, Any]:
 
 
 def _timed(function: Any, seconds: list[float], *args: Any) -> Any:
-    began = time.perf_counter()
+    began = time.process_time()
     found = function(*args)
-    seconds.append(time.perf_counter() - began)
+    seconds.append(time.process_time() - began)
     return found
 
 
@@ -154,7 +154,7 @@ def _alike(placement: Placement) -> list[list[str]]:
     """Names of parameters, those that are cut alike together."""
     found: dict[Any, list[str]] = {}
     for name, spec in placement.shards.items():
-        found.setdefault((repr(spec), len(name)), []).append(name)
+        found.setdefault((spec.shape, spec.splits, spec.over, len(name)), []).append(name)
     return list(found.values())
 
 
@@ -195,11 +195,11 @@ def read(facts: ModelFacts, layout: Layout) -> dict[str, float]:
         step=1, layout=str(layout), versions={}, agreement={}, state={}, files=files, scalars={},
         tensors={KINDS[0]: records},
     )  # fmt: skip
-    began = time.perf_counter()
+    began = time.process_time()
     text = manifest.to_json()
-    written = time.perf_counter()
+    written = time.process_time()
     Manifest.from_json(text, where="here")
-    done = time.perf_counter()
+    done = time.process_time()
     return {
         "slices": count, "bytes": len(text.encode()), "writing": written - began, "reading": done - written,
     }  # fmt: skip
@@ -228,7 +228,7 @@ def measure(worlds: Sequence[int], models: Sequence[str]) -> Iterator[dict[str, 
         yield row
 
 
-PROGRAM = "model | parameters | ranks | layout | plan, ms | build, s | groups, s | memory, MiB | own groups | made"
+PROGRAM = "model | parameters | ranks | layout | plan, ms | build, s | groups, s | MiB | own groups | made"
 CHECKPOINT = "model | ranks | layout | files | slices | manifest, MB | write, s | read, s | a rank reads, MB | all, GB"
 
 

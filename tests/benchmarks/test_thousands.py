@@ -9,9 +9,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fivefold as ff
 from fivefold.checkpoint.manifest import NAME, read_manifest
+from fivefold.checkpoint.size import check_manifest, manifest_bytes
+from fivefold.core.errors import UserError
 from fivefold.models.build import use_our_attention
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.lower import lower
 from tests.pool import run_ranks
 
 
@@ -50,6 +54,19 @@ def test_a_checkpoint_has_the_slices_that_are_counted(tmp_path: Path, subtests: 
             )  # settings of the run, too
             tensors = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             assert counted["checkpoint_bytes"] == pytest.approx(tensors, rel=0.1)  # headers of small files
+
+
+def test_a_manifest_that_nobody_could_read_is_refused() -> None:
+    facts = facts_of_config("llama-3.1-70b")
+    for layout in ("dp64.shard256", "dp2.shard8.tp8.pp4"):
+        check_manifest(lower(facts, Layout.parse(layout), 0).placement, [*facts.parameters] * 2)
+    placement = lower(facts, Layout(dp_shard=16_384), 0).placement
+    with pytest.raises(UserError, match=r"shard16384 lists the slices of 16,384 ranks in .* GiB") as refused:
+        check_manifest(placement, [*facts.parameters] * 2)
+    assert "dp_replicate" in (refused.value.fix or "")
+    own = lower(facts, Layout(dp_shard=64), 0)
+    counted = saved(facts, own.layout)["manifest_bytes"]
+    assert manifest_bytes(own.placement, [*facts.parameters] * 2) == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.full

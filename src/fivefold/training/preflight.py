@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fivefold.checkpoint.size import check_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
@@ -164,7 +165,7 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
     """A warning if the disk is too small for all checkpoints of the steps after `step`; else "".
 
-    Raises `UserError` if not even one more fits: the training could never be saved.
+    Raises `UserError` if not even one more fits, or if it could not be read back: the training could never be saved.
     """
     folder = config.run_dir / "checkpoints"
     held = [_size(folder / step_folder(step)) for step in steps(folder)]
@@ -194,11 +195,11 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of a checkpoint: weights and optimizer state."""
+    """Bytes of a checkpoint: weights and optimizer state. Raises `UserError` if its manifest would be too large."""
     plan = state_of(model).plan
-    itemsize = master_dtype(plan.layout.precision).itemsize
     kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
-    return plan.placement.checkpoint_bytes(kept, itemsize)
+    check_manifest(plan.placement, kept)
+    return plan.placement.checkpoint_bytes(kept, master_dtype(plan.layout.precision).itemsize)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:
