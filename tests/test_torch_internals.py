@@ -497,3 +497,22 @@ def test_a_fake_group_is_never_carried() -> None:
         x = torch.ones(3)
         dist.all_reduce(x)
         assert x.tolist() == [1.0] * 3
+
+
+def test_fsdp_cuts_the_shards_that_it_reads() -> None:
+    """They are those of torch, whatever the rows and the ranks; and `fully_shard` asks for them."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    for rows in (1, 2, 5, 7, 8, 64):
+        for ranks in (1, 2, 3, 8, 9, 100):
+            tensor = torch.arange(rows * 3.0).view(rows, 3)
+            usual, own = _fsdp_param._chunk_with_empty(tensor, ranks, 0), torch_internals.Shards(tensor, ranks)
+            assert len(usual) == len(own) == ranks
+            assert all(torch.equal(one, other) for one, other in zip(usual, own, strict=True)), (rows, ranks)
+    before = _fsdp_param._chunk_with_empty
+    with fake_world(4096, rank=3), torch_internals.fsdp_cuts_own_shards():
+        model = nn.Linear(2, 5000, bias=False)
+        with patch.object(torch_internals, "Shards", wraps=torch_internals.Shards) as asked:
+            fully_shard(model)
+        assert asked.call_count and cast(Any, model.weight)._local_tensor.shape == (2, 2)
+    assert _fsdp_param._chunk_with_empty is before

@@ -49,7 +49,7 @@ def test_bytes_of_a_collective_are_of_its_larger_buffer(monkeypatch: pytest.Monk
     sizes: dict[str, tuple[int, ...]] = {}
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
     for name in names:
-        call = lambda *tensors, name=name: sizes.update({name: tuple(each.numel() for each in tensors)})  # noqa: E731
+        call = lambda *tensors, name=name, group=None: sizes.update({name: tuple(each.numel() for each in tensors)})  # noqa: E731
         monkeypatch.setattr(probes.dist, name, call)
     monkeypatch.setattr(probes.dist, "barrier", lambda: None)
     monkeypatch.setattr(probes, "_pass_on", lambda mine, theirs: sizes.update(send=(mine.numel(), theirs.numel())))

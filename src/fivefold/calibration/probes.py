@@ -156,21 +156,24 @@ def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterato
     if ranks == 1:
         return
     for size in messages:
-        for kind, whole, issue in _issues(timer.device, size, ranks):
+        for kind, whole, issue in issues(timer.device, size, ranks):
             dist.barrier()
             yield kind, whole, timer.seconds(issue, together=True)
 
 
-def _issues(device: torch.device, size: int, ranks: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Each kind of collective of about `size` bytes: its name, its bytes, and a function that issues it."""
+def issues(
+    device: torch.device, size: int, ranks: int, group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Each kind of collective of about `size` bytes over a group of `ranks` (None: the world): its name, its bytes, and
+    a function that issues it."""
     numbers = max(size // 4 // ranks, 1)
     part = torch.zeros(numbers, device=device)
     whole, other = (torch.zeros(numbers * ranks, device=device) for _ in range(2))
     work: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "send": lambda: _pass_on(whole, other),
     }
     yield from ((kind, whole.numel() * 4, issue) for kind, issue in work.items())
@@ -184,7 +187,7 @@ def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
     width, found = sizes.widths[len(sizes.widths) // 2], []
     weight, x = (torch.zeros(rows, width) for rows in (width, sizes.rows[-1]))
     for size in sizes.messages[::3]:
-        for kind, _, issue in _issues(timer.device, size, ranks):
+        for kind, _, issue in issues(timer.device, size, ranks):
             work = (lambda: F.linear(x, weight)), issue, (lambda issue=issue: (F.linear(x, weight), issue()))
             dist.barrier()
             alone, behind, both = (timer.seconds(function, together=True, pick=median) for function in work)

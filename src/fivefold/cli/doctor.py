@@ -22,17 +22,47 @@ def doctor(
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="With --layout: of which rank.")] = 0,
     seq_length: Annotated[int, typer.Option(min=1, help="With --layout: tokens of a row.")] = 4096,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="Every rank of an allocation instead, under torchrun, srun or --nproc.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="With --nodes: workers on this machine.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --nodes: auto, cpu or cuda.")] = "auto",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="With --nodes: what links to expect, such as 2x8xH100@p5.", show_default=False
+        ),
+    ] = "",
+    file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="With --nodes: a file or folder that ranks must share.", show_default=False),
+    ] = None,
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, at a model, or at one rank of a layout.
+    """Look at this machine, at a model, at one rank of a layout, or at all ranks of an allocation.
 
     Example: fivefold doctor llama-3.1-8b --tp 8
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
+    Example: srun fivefold doctor --nodes --file run.yaml
     """
     from fivefold.core.errors import UserError
     from fivefold.report.table import write
 
+    if nodes:
+        if model is not None:
+            raise UserError("--nodes looks at ranks, not at a model", fix=f"leave {model} out")
+        from fivefold.doctor.nodes import examine as examine_nodes
+
+        seen = examine_nodes(nproc=nproc, device=device, layout=layout or "", cluster=cluster, files=file or ())
+        if seen is None:
+            return
+        write(seen, json=json)
+        if not seen.ok:
+            raise typer.Exit(1)
+        return
     if model is None and layout is not None:
         raise UserError("--layout needs a model", fix=f"fivefold doctor demo --layout {layout}, for example")
     if model is None:

@@ -36,6 +36,16 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            max=1e9,
+            metavar="HOURS",
+            help="Mean time between failures of one device: adds checkpoint interval, restart time and goodput.",
+            show_default=False,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 10,
     write_to: Annotated[
         str | None,
@@ -75,8 +85,12 @@ def plan(
         report = planner.planned(model, cluster, workload, layout=layout, top=top, anew=no_cache)
     if price is not None:
         report = planner.priced(report, price)
+    if mtbf is not None:
+        report = planner.with_failures(report, model, mtbf)
     if write_to:
-        planner.write_run_file(write_to, model, report.estimates[0])
+        first = report.estimates[0]
+        cost = report.failures.get(first.layout)
+        planner.write_run_file(write_to, model, first, every=cost.every if cost else None)
         wrote = (
             f"wrote {write_to} with {report.rows[0].layout}: {planner.to_add(model)}; then fivefold train {write_to}"
         )

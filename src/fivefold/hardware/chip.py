@@ -27,6 +27,14 @@ _DEFAULTS = {
     "node": {
         "domain_devices": 0, "cores": 0, "chips": [],
         "inside": {"decay": 0, "rails": 0, "meet_us": 0}, "between": {"decay": 0, "rails": 0, "meet_us": 0},
+        # Llama 3 (arXiv 2407.21783): 2 TB/s sustained for its 2,048 nodes.
+        "storage": {"gbs": 1.0, "shared_gbs": 2000.0},
+        "failure": {
+            "replace_seconds": 600,  # MegaScale (arXiv 2402.15627): most are detected and diagnosed within 10 minutes
+            "start_seconds": 60,     # judgement: imports, device contexts, tracing; CPUs take 3 to 25 s
+            "meet_ms": 3,            # MegaScale: 10,000 devices set up their communicators in 30 s
+            "save_seconds": 1,       # judgement: all ranks meet, and standing checks read the state
+        },
     },
 }  # fmt: skip
 
@@ -48,6 +56,10 @@ _MAY_BE_ZERO = (
     "launch_us",
     "context_gib",
     "communicator_gib",
+    "replace_seconds",
+    "start_seconds",
+    "meet_ms",
+    "save_seconds",
 )
 
 Table = dict[str, Any]
@@ -79,12 +91,37 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """Storage of checkpoints. `gbs`: GB/s (1e9 bytes) that one node writes, or reads. `shared_gbs`: the most that all
+    nodes together do."""
+
+    gbs: float
+    shared_gbs: float
+
+    def bytes_per_second(self, nodes: int) -> float:
+        """Bytes a second of so many nodes together."""
+        return 1e9 * min(self.gbs * nodes, self.shared_gbs)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Seconds that a failed device and a checkpoint cost, besides bytes. `replace_seconds`: until the failure is
+    detected and a healthy node stands in. `start_seconds`: from the new processes to a model without values. `meet_ms`:
+    milliseconds a rank to set up all communicators. `save_seconds`: of a checkpoint's stall, besides its copy."""
+
+    replace_seconds: float
+    start_seconds: float
+    meet_ms: float
+    save_seconds: float
+
+
+@dataclass(frozen=True)
 class NodeType:
     """A server and its links. `most_devices`: the most that one has. `chips`: those it is made with; empty for any.
 
     `domain_devices`: devices joined by the inside link if it goes beyond one server (72 in an NVL72 rack), else 0.
     `cores`: for a server whose devices are processes, how many run at full speed at once; 0 where each device computes
-    on its own.
+    on its own. `storage`, `failure`: read by `fivefold plan --mtbf` alone.
     """
 
     name: str
@@ -94,6 +131,8 @@ class NodeType:
     chips: tuple[str, ...]
     inside: Link
     between: Link
+    storage: Storage
+    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -205,7 +244,8 @@ def chip_of_table(name: str, table: Table) -> Chip:
 def node_of_table(name: str, table: Table) -> NodeType:
     """Build a `NodeType` from a table of `node_table`, possibly changed."""
     links = {side: Link(**table[side]) for side in ("inside", "between")}
-    return NodeType(**{**table, "name": name, "chips": tuple(table["chips"]), **links})
+    own = {"storage": Storage(**table["storage"]), "failure": Failure(**table["failure"])}
+    return NodeType(**{**table, "name": name, "chips": tuple(table["chips"]), **links, **own})
 
 
 def overridden(base: Table, given: Table, place: str) -> Table:

@@ -17,7 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        run.run(run.parse_args(list(sys.argv[1:] if arguments is None else arguments)))
+        options = run.parse_args(list(sys.argv[1:] if arguments is None else arguments))  # type: ignore[no-untyped-call]
+        run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, first = error.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

@@ -4,7 +4,7 @@ Initialisation, checkpoints, the optimizer, reports and proofs read this descrip
 a world of 16,384 ranks as for one of two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,6 +13,7 @@ from typing import Any
 from fivefold.core.state_dtypes import StateDtype, kept_in, state_bytes
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.outer import keys as outer
 from fivefold.parallel.ranks import RankCoords, RankGrid, ShardIndex
 from fivefold.parallel.sharding import Region, ShardSpec, fsdp_rows, local_regions, numel
 from fivefold.parallel.stage_plan import StagePlan
@@ -162,6 +163,14 @@ class Placement:
     def whole_state_bytes(self, name: str, master_bytes: int) -> int:
         """`state_bytes` of the whole parameter, over all ranks."""
         return self._state_bytes(name, prod(self.shards[name].shape), master_bytes)
+
+    def checkpoint_bytes(self, kept: Iterable[str], master_bytes: int) -> int:
+        """Bytes of a checkpoint: weights and optimizer state, of each replica that trains apart. `kept`: the parameter
+        of each tensor of state."""
+        weights = sum(map(prod, self.stored_shapes.values())) * master_bytes
+        in_all = weights + sum(self.whole_state_bytes(name, master_bytes) for name in kept)
+        copies = self.grid.layout.copies_apart
+        return in_all if copies == 1 else outer.KEPT * weights + copies * in_all
 
     def _state_bytes(self, name: str, numbers: int, master_bytes: int) -> int:
         width = (self.shards[name].shape or (1,))[-1]

@@ -22,6 +22,7 @@ from fivefold.planner.engines import ENGINES
 from fivefold.planner.estimate import Estimate, Step, Workload
 from fivefold.planner.estimate import estimate as estimate_layout
 from fivefold.planner.explain import cures, proposal, too_large
+from fivefold.planner.failures import failures
 from fivefold.planner.inverse import cost_per_million_tokens, fewest_devices, longest_sequence
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import SAVED
@@ -162,6 +163,23 @@ def priced(found: report.PlanReport, per_device_hour: float) -> report.PlanRepor
     return replace(found, notes=(*found.notes, said), details={**found.details, "cost_per_million_tokens": costs})
 
 
+def with_failures(found: report.PlanReport, model: Model, mtbf_hours: float) -> report.PlanReport:
+    """Add the cost of failures to each layout that fits, and the interval of checkpoints to the next command. The
+    ranking stays. `mtbf_hours`: mean time between failures of one device."""
+    fitting = [ranked for ranked in found.estimates if ranked.fits]
+    if not fitting:
+        return found
+    prices = price_list(model, fitting[0].cluster)
+    costs = {ranked.layout: failures(prices, ranked, mtbf_hours) for ranked in fitting}
+    told = {str(layout): cost.to_json() for layout, cost in costs.items()}
+    details = {**found.details, "mtbf_hours": mtbf_hours, "failures": told}
+    closing = found.closing
+    for ranked in fitting:
+        command = _command(model, ranked)
+        closing = closing.replace(command, f"{command} checkpoint.every={costs[ranked.layout].every}")
+    return replace(found, failures=costs, details=details, closing=closing)
+
+
 def sweeps_of(model: Model, cluster: Cluster | str, workload: Workload, *, anew: bool = False) -> Sweeps:
     """Sweeps of the page: throughput over devices and over the length of rows."""
     return sweeps(price_list(model, cluster), workload, anew=anew)
@@ -179,9 +197,9 @@ def _timeline(step: Step) -> Mapping[str, Any] | None:
     return step.timeline(drawn).to_json() | {"drawn": drawn, "micro_batches": step.micro_batches}
 
 
-def run_file(model: str, best: Estimate, name: str) -> str:
+def run_file(model: str, best: Estimate, name: str, every: int | None = None) -> str:
     """Run file for `fivefold train` with the layout and its batch; the user adds data and steps. `name`: of the run, so
-    that runs of two plans do not share a folder."""
+    that runs of two plans do not share a folder. `every`: steps between checkpoints."""
     layout, workload, start, wanted = best.layout, best.workload, "", ""
     if _is_longer(model, best):
         start = f", overrides: {{max_position_embeddings: {workload.seq_length}}}"
@@ -190,12 +208,14 @@ def run_file(model: str, best: Estimate, name: str) -> str:
     if lacks_tokenizer(model):
         wanted = "# tokenizer: {name_or_path: a folder or hub id, or train:32k for one of your own text}\n"
     random = "" if has_weights(model) else WEIGHTS
+    saved = "" if every is None else f"checkpoint: {{every: {every}}}\n"
     return (
         f"# {best.cluster.text}: expected {best.step_seconds:.3g} s a step, {best.reserved / GIB:.1f} GiB a device\n"
         f"model: {{name_or_path: {json.dumps(model)}{start}}}\n{random}{wanted}"
         f"data: {{seq_length: {workload.seq_length}}}  # add train: your files\n"
         f"train: {{global_batch_size: {workload.global_batch_size}}}\n"
         f"layout: {layout}\n"
+        f"{saved}"
         f"run: {{name: {json.dumps(name)}}}\n"
     )
 
@@ -232,11 +252,12 @@ def without_weights(model: str, file: str) -> str:
     )
 
 
-def write_run_file(path: str, model: str, best: Estimate) -> None:
+def write_run_file(path: str, model: str, best: Estimate, every: int | None = None) -> None:
     """Write `run_file`. Raises `UserError` if the file exists."""
     if Path(path).exists():
         raise UserError(f"{path} is there already", fix="name another file: --write FILE")
-    put(Path(path), run_file(model, best, Path(path).stem).encode(), instead="name another file: --write FILE")
+    content = run_file(model, best, Path(path).stem, every)
+    put(Path(path), content.encode(), instead="name another file: --write FILE")
 
 
 def _command(model: Model, best: Estimate) -> str:

@@ -19,7 +19,7 @@ from fivefold.parallel.fsdp import memory as fsdp
 from fivefold.parallel.fsdp.memory import Units
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.offload.spec import in_update
-from fivefold.parallel.outer import spec as outer
+from fivefold.parallel.outer import keys as outer
 from fivefold.parallel.pipeline.memory import InFlightBytes
 from fivefold.parallel.ranks import RankGrid
 from fivefold.planner.engines import Engine

@@ -4,16 +4,19 @@ The terminal shows it in 80 columns; JSON has every item of every layout. No tor
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fivefold.core.units import GIB, many
 from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
+from fivefold.parallel.layout import Layout
 from fivefold.planner import drawings
 from fivefold.planner.doubt import Interval
 from fivefold.planner.estimate import Estimate, Item, Workload
 from fivefold.planner.explain import USEFUL, binds, slower_by, tied
+from fivefold.planner.failure_report import failure_sections
+from fivefold.planner.failures import Failures
 from fivefold.planner.search import NEAR
 from fivefold.planner.sweeps import Sweeps
 from fivefold.report.findings import Cell, Column, Findings, Notes, On, Plot, Row, Section, Table
@@ -67,13 +70,15 @@ class Ranked:
 class PlanReport(Report[Ranked]):
     """Report of a plan. `estimates`: those of the rows, in order. `notes`: sentences about all. `cures`: changes that
     would make the first one fit, if it does not. `timeline`: slots of the first one's pipeline, as in
-    `Timeline.to_json`; None without a pipeline. `sweeps`: throughput of other clusters and row lengths."""
+    `Timeline.to_json`; None without a pipeline. `sweeps`: throughput of other clusters and row lengths. `failures`:
+    cost of failures, by layout."""
 
     estimates: tuple[Estimate, ...] = ()
     notes: tuple[str, ...] = ()
     cures: tuple[Ranked, ...] = ()
     timeline: Mapping[str, Any] | None = None
     sweeps: Sweeps | None = None
+    failures: Mapping[Layout, Failures] = field(default_factory=dict)
 
     def findings(self) -> Findings:
         """The ranking and the first layout's items; on the page also drawings of all, and every item."""
@@ -84,6 +89,7 @@ class PlanReport(Report[Ranked]):
             Section([_table(self.rows, numbered=True)]),
             *(self._said_on_page() if self.estimates else ()),
             *(self._drawn() if self.estimates else ()),
+            *failure_sections(self.failures),
             Section([Notes([self.closing.strip()])], on=On.TERMINAL),
         ]
         return Findings(command="fivefold plan", headline=self.title, sections=sections)

@@ -5,13 +5,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fivefold.checkpoint.size import check_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
 from fivefold.core.named_code import NamedCode
@@ -29,7 +29,6 @@ from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.memory import StepBytes, step_bytes
 from fivefold.parallel.offload.host_memory import HOST
-from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
@@ -166,7 +165,7 @@ def reserve_host_memory(model: nn.Module, config: RunConfig) -> None:
 def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: int) -> str:
     """A warning if the disk is too small for all checkpoints of the steps after `step`; else "".
 
-    Raises `UserError` if not even one more fits: the training could never be saved.
+    Raises `UserError` if not even one more fits, or if it could not be read back: the training could never be saved.
     """
     folder = config.run_dir / "checkpoints"
     held = [_size(folder / step_folder(step)) for step in steps(folder)]
@@ -196,14 +195,11 @@ def check_disk(model: nn.Module, config: RunConfig, *, step: int, total_steps: i
 
 
 def checkpoint_bytes(model: nn.Module, config: RunConfig) -> int:
-    """Bytes of a checkpoint: weights and optimizer state."""
+    """Bytes of a checkpoint: weights and optimizer state. Raises `UserError` if its manifest would be too large."""
     plan = state_of(model).plan
-    itemsize = master_dtype(plan.layout.precision).itemsize
     kept = [name for names in rule_for(config.optimizer).state(plan.placement).values() for name in names]
-    weights = sum(map(prod, plan.placement.stored_shapes.values())) * itemsize
-    in_all = weights + sum(plan.placement.whole_state_bytes(name, itemsize) for name in kept)
-    copies = plan.layout.copies_apart
-    return in_all if copies == 1 else outer.KEPT * weights + copies * in_all
+    check_manifest(plan.placement, kept)
+    return plan.placement.checkpoint_bytes(kept, master_dtype(plan.layout.precision).itemsize)
 
 
 def saves_left(config: RunConfig, step: int, total_steps: int) -> int:

@@ -27,7 +27,7 @@ from fivefold.parallel.fsdp.spec import (
     keeps_gathered,
 )
 from fivefold.parallel.mesh import Mesh
-from fivefold.torch_internals import fsdp_forget
+from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_forget
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Default precision of a model stored in such a dtype.
@@ -60,7 +60,8 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
         cast_forward_inputs=unit.over != "ep",  # the router's weights keep their dtype
     )
     fsdp, drop = mesh.fsdp_mesh(unit.over), not keeps_gathered(mesh.layout, unit.name)
-    sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
+    with fsdp_cuts_own_shards():
+        sharded = fully_shard(module, mesh=fsdp, mp_policy=policy, reshard_after_forward=drop)
     if fsdp.size() > 1:
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)

@@ -9,6 +9,7 @@ from fivefold.parallel.fsdp.keys import FsdpKeys
 from fivefold.parallel.offload.keys import OffloadKeys
 
 MORE = "docs/explain/outer.md"
+KEPT = 2  # numbers that are kept for each trained one: the outer weight and its momentum
 
 
 @dataclass(frozen=True, kw_only=True)

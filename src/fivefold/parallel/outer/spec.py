@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from fivefold.core.violation import Violation
 from fivefold.parallel.collectives import Call
-from fivefold.parallel.outer.keys import MORE
+from fivefold.parallel.outer.keys import KEPT, MORE
 from fivefold.parallel.plan import ParallelPlan
 
 BUCKET = 2**24  # numbers that are averaged at once, or one parameter
-KEPT = 2  # numbers that are kept for each trained one: the outer weight and its momentum
 
 
 def violations(plan: ParallelPlan) -> Iterator[Violation]:

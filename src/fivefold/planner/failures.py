@@ -1,0 +1,148 @@
+"""Failure arithmetic: from the mean time between failures of a device to `checkpoint.every` and goodput. No torch.
+
+Sources: J. W. Young, A first order approximation to the optimum checkpoint interval (CACM, 1974); J. T. Daly, A higher
+order estimate of the optimum checkpoint interval for restart dumps (FGCS, 2006). Failures are independent and have no
+memory, so that N devices fail N times as often as one, and any of them ends the step of all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, exp, expm1, sqrt
+
+from fivefold.parallel.lower import lower
+from fivefold.planner.estimate import Estimate, Step
+from fivefold.planner.price import PriceList
+
+HANG_SECONDS = 605  # default of train.collective_timeout, and five seconds until the rank is named
+
+
+def best_interval(stall: float, between: float) -> float:
+    """Seconds of training between two checkpoints that waste the least time (Daly 2006, its higher order).
+
+    `stall`: seconds that training stands still for a checkpoint. `between`: mean seconds between failures. Young's
+    sqrt(2 * stall * between) is its first term.
+    """
+    if stall >= 2 * between:
+        return between
+    part = stall / (2 * between)
+    return sqrt(2 * stall * between) * (1 + sqrt(part) / 3 + part / 9) - stall
+
+
+def goodput(trained: float, stall: float, lost: float, between: float) -> float:
+    """Share of all time that is spent on steps which count (Daly 2006, its complete model).
+
+    `trained`: seconds of steps between two checkpoints. `stall`: seconds of a checkpoint. `lost`: seconds of each
+    failure besides the steps since the last checkpoint began. A failure may strike at any moment of these, too.
+    """
+    try:
+        return trained / (between * exp(lost / between) * expm1((trained + stall) / between))
+    except OverflowError:  # failures come faster than anything is done
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Cost of failures under one layout, in seconds.
+
+    `between`: mean time between failures of the whole cluster. `stall`: training stands still for a checkpoint, by
+    item. `write`: from then on, until the checkpoint counts. `restart`: from a failure to the next step, by item.
+    `storage`: bytes a second of all nodes together.
+    """
+
+    step: float
+    between: float
+    checkpoint_bytes: int
+    stall: Mapping[str, float]
+    write: float
+    restart: Mapping[str, float]
+    storage: float
+
+    @cached_property
+    def every(self) -> int:
+        """Steps between checkpoints (`checkpoint.every`). A save waits for the write of the one before it."""
+        steps = best_interval(self.stall_seconds, self.between) / self.step
+        return max(round(steps), ceil(self.write / self.step), 1)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that training stands still for a checkpoint."""
+        return sum(self.stall.values())
+
+    @property
+    def restart_seconds(self) -> float:
+        """Seconds from a failure to the next step."""
+        return sum(self.restart.values())
+
+    @property
+    def lost_seconds(self) -> float:
+        """Mean seconds of steps that a failure undoes: half an interval, and the write of the newest checkpoint."""
+        return (self.every * self.step + self.stall_seconds) / 2 + self.write
+
+    @property
+    def goodput(self) -> float:
+        """Share of all time spent on steps that count."""
+        return self._goodput(self.every, self.restart_seconds)
+
+    @property
+    def goodput_of_hangs(self) -> float:
+        """The same where no failure is seen before `train.collective_timeout`."""
+        return self._goodput(self.every, self.restart_seconds + HANG_SECONDS)
+
+    def goodput_at(self, every: int) -> float:
+        """Goodput with another number of steps between checkpoints."""
+        return self._goodput(every, self.restart_seconds)
+
+    def _goodput(self, every: int, restart: float) -> float:
+        return goodput(every * self.step, self.stall_seconds, restart + self.write, self.between)
+
+    def to_json(self) -> dict[str, object]:
+        """All of it, for JSON."""
+        return {
+            "checkpoint_every": self.every, "goodput": self.goodput, "goodput_of_hangs": self.goodput_of_hangs,
+            "between_seconds": self.between, "checkpoint_bytes": self.checkpoint_bytes, "stall": dict(self.stall),
+            "storage_bytes_per_second": self.storage,
+            "write_seconds": self.write, "lost_seconds": self.lost_seconds, "restart": dict(self.restart),
+        }  # fmt: skip
+
+
+def failures(prices: PriceList, estimate: Estimate, mtbf_hours: float) -> Failures:
+    """Failures of a cluster whose devices each fail once in `mtbf_hours`, with asynchronous saves."""
+    step = Step(prices, estimate.layout, estimate.workload)
+    cluster, layout, failure = prices.cluster, estimate.layout, prices.cluster.node.failure
+    whole, held = checkpoint_bytes(step), max(_saved(step, rank) for rank in range(layout.pp))
+    speed = cluster.node.storage.bytes_per_second(cluster.nodes)
+    # The first copy of the shards writes: with dp_replicate, on a part of the nodes.
+    writers = max(1, cluster.nodes // layout.dp_replicate)
+    write = whole / cluster.node.storage.bytes_per_second(writers)
+    return Failures(
+        step=estimate.step_seconds,
+        between=mtbf_hours * 3600 / cluster.world,
+        checkpoint_bytes=whole,
+        stall={"copy to host memory": held / (cluster.chip.host_gbs * 1e9), "ranks meet, checks": failure.save_seconds},
+        write=2 * write,  # written, and read back
+        restart={
+            "detect and replace": failure.replace_seconds,
+            "start processes": failure.start_seconds,
+            "set up communicators": failure.meet_ms / 1e3 * cluster.world,
+            "verify the checkpoint": whole / speed,
+            "read the checkpoint": held * cluster.world / speed,
+        },
+        storage=speed,
+    )
+
+
+def checkpoint_bytes(step: Step) -> int:
+    """Bytes of a checkpoint of a layout's state."""
+    prices, shape = step.price_list, step.shards.shape
+    placement = lower(prices.facts, step.layout, 0).placement
+    trained = [name for name, parameter in prices.facts.parameters.items() if parameter.is_trained]
+    return placement.checkpoint_bytes(trained * len(shape.optimizer.state), shape.master_bytes)
+
+
+def _saved(step: Step, pp_rank: int) -> int:
+    """Bytes of weights and optimizer state on a rank of the pipeline rank."""
+    shape = step.shards.shape
+    units = [(unit, count) for shard, count in step.shards.of(step.stages.contents[pp_rank]) for unit in shard.units]
+    numbers = sum((unit.trained if step.price_list.facts.has_adapter else unit.held) * count for unit, count in units)
+    return numbers * shape.master_bytes + sum(unit.state * count for unit, count in units) * len(shape.optimizer.state)
