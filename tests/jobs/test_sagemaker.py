@@ -71,7 +71,8 @@ class Aws:
             from botocore.validate import ParamValidator
 
             model = client.meta.service_model.operation_model(operation).input_shape  # AWS's own, published with boto
-            assert not ParamValidator().validate(parameters, model).has_errors()
+            wrong = ParamValidator().validate(parameters, model)
+            assert not wrong.has_errors(), wrong.generate_report()
         body = parameters.get("Body")
         self.calls.append((operation, parameters | ({"Body": body.read()} if hasattr(body, "read") else {})))
         answers: dict[str, dict[str, Any]] = {
@@ -90,14 +91,12 @@ class Aws:
 
 TRUST = {
     "Version": "2012-10-17",
-    "Statement": [
-        {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
-    ],
+    "Statement": [{"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}],
 }
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(find_spec("sagemaker") is None, reason="sagemaker is not installed: pip install fivefold[sagemaker]")
+@pytest.mark.skipif(find_spec("sagemaker") is None, reason="needs pip install 'fivefold[sagemaker]'")
 def test_the_request_that_the_sdk_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -120,7 +119,7 @@ def test_the_request_that_the_sdk_sends(tmp_path: Path, monkeypatch: pytest.Monk
     assert {"notes.yaml", "sm_train.sh"} <= files.keys() and "large.bin" not in files
     assert b"exec fivefold train notes.yaml 'data.train=a b' run.dir=/opt/ml/checkpoints\n" in files["sm_train.sh"]
 
-    request, _ = sent(script(devices=8, nodes=2))
+    request, _ = sent(script(devices=8, nodes=2).replace("fs-ID", "fs-0123456789abcdef0"))
     channels = {channel["ChannelName"]: channel["DataSource"] for channel in request["InputDataConfig"]}
     assert channels["shared"]["FileSystemDataSource"]["FileSystemAccessMode"] == "rw"
     assert request["VpcConfig"] == {"Subnets": ["subnet-ID"], "SecurityGroupIds": ["sg-ID"]}

@@ -2,9 +2,12 @@
 
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from fivefold.checkpoint import steps
+from fivefold.checkpoint import step_folder, steps
 from fivefold.training.ray import FOLDER, _Reports, train_loop
 from tests.pool import run_ranks
 from tests.training.bodies import column, run_dir, run_file
@@ -108,3 +111,52 @@ def test_every_worker_reports_as_often_and_the_run_goes_on(tmp_path: Path) -> No
     again, _ = run_ranks(2, on_worker, tmp_path, ["train.max_steps=4"])
     assert [row["step"] for row, _ in again] == [4, 4]  # from step 3
     assert steps(run_dir(tree) / "checkpoints") == [2, 3, 4]
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs pip install 'fivefold[ray]'")
+def test_a_node_that_is_lost_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of `fivefold launch` on a real Ray of two nodes, of which one is killed and another one comes."""
+    from ray.cluster_utils import Cluster
+
+    from fivefold.jobs.launch import Request, written
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"FIVEFOLD_CACHE": str(tmp_path / "cache"), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}.items():
+        monkeypatch.setenv(name, value)
+    tree = run_file(tmp_path, train__max_steps=STEPS, train__device="cpu", checkpoint__every=10)
+    Path("run.yaml").write_text(yaml.safe_dump(tree))
+    _, script, _ = written(Request(run=Path("run.yaml"), to="ray", nodes=2, devices=1))
+    Path("job.py").write_text(script)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        lost = cluster.add_node(num_cpus=1)
+        driver = subprocess.Popen(
+            [sys.executable, "job.py"], env=os.environ | {"RAY_ADDRESS": cluster.address},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        checkpoints = run_dir(tree) / "checkpoints"
+        wait_for(lambda: driver.poll() is not None or len(steps(checkpoints)) > 1)
+        cluster.remove_node(lost, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        said, _ = driver.communicate(timeout=120)
+    finally:
+        cluster.shutdown()
+    assert driver.returncode == 0, said
+    starts = [json.loads(line) for line in (run_dir(tree) / "history.jsonl").read_text().splitlines()]
+    resumed = [start["step"] for start in starts if start["event"] == "start"]
+    assert len(resumed) == 2 and 0 == resumed[0] < resumed[1] < STEPS, said
+    assert column(tree, "step") == [*range(1, STEPS + 1)]
+    folder, _, row = said.strip().splitlines()[-1].partition(" ")
+    assert folder == str(checkpoints / step_folder(STEPS)) and f"'step': {STEPS}" in row
+
+
+STEPS = 300
+
+
+def wait_for(is_there: Callable[[], bool], seconds: float = 90) -> None:
+    """Wait until something holds."""
+    ends = time.monotonic() + seconds
+    while not is_there() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert is_there()
