@@ -58,7 +58,7 @@ def test_hosts_that_cannot_be_read_are_refused(said: dict[str, str]) -> None:
 def test_the_torchrun_of_a_host() -> None:
     command = torchrun(HOSTS, ["notes.yaml", "train.seed=7"], None, {"SM_NUM_GPUS": "8"})
     assert command[1:] == [
-        *("-m", "torch.distributed.run", "--nnodes", "3", "--node-rank", "2", "--nproc-per-node", "8"),
+        *("-m", "fivefold.launch.torchrun", "--nnodes", "3", "--node-rank", "2", "--nproc-per-node", "8"),
         *("--master-addr", "algo-1", "--master-port", "7777"),
         *("-m", "fivefold.cli", "train", "notes.yaml", "train.seed=7"),
     ]

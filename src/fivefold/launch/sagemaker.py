@@ -67,7 +67,7 @@ def torchrun(
     a host; None for every GPU, or 2 on a CPU."""
     devices = nproc or int(env.get("SM_NUM_GPUS") or 0) or _devices()
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", "fivefold.launch.torchrun"),
         *("--nnodes", str(len(hosts.names)), "--node-rank", str(hosts.rank), "--nproc-per-node", str(devices)),
         *("--master-addr", hosts.names[0], "--master-port", env.get("SM_MASTER_PORT", PORT)),
         *("-m", "fivefold.cli", "train", *arguments),

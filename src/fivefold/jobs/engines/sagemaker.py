@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from pathlib import Path
-from shlex import quote
 
 from jinja2 import Environment, StrictUndefined
 
@@ -12,14 +11,20 @@ from fivefold.jobs.job import Engine, Job
 
 INSTANCES = {8: "ml.p5.48xlarge", 4: "ml.g6e.12xlarge", 1: "ml.p5.4xlarge"}  # by their GPUs: H100, L40S, H100
 ON_CPU = "ml.m7i.4xlarge"
-EXAMPLE = "ACCOUNT.dkr.ecr.REGION.amazonaws.com/fivefold:TAG"
 RUNS = "/opt/ml/checkpoints"  # one host: SageMaker keeps it and the checkpoints' S3 path alike
 CHANNEL = "shared"  # several hosts: a file system that all of them mount
 HOURS = 24
 
 
 def text(job: Job) -> str:
-    """The script, `sagemaker.py.j2` filled in. Raises `UserError` for a number of GPUs that no instance has."""
+    """The script, `sagemaker.py.j2` filled in. Raises `UserError` for what SageMaker cannot do."""
+    job.check_image("sagemaker")
+    if job.run.is_absolute() or ".." in job.run.parts:
+        raise UserError(
+            f"{job.run} is not below the current folder, which travels to the job",
+            fix="cd to the folder of the run file, and name it from there",
+            more="docs/start/sagemaker.md",
+        )
     if not job.on_cpu and job.devices not in INSTANCES:
         *some, last = sorted(map(str, INSTANCES))
         raise UserError(
@@ -37,9 +42,8 @@ def text(job: Job) -> str:
         runs=runs,
         channel=CHANNEL,
         instance=ON_CPU if job.on_cpu else INSTANCES[job.devices],
-        image=job.image or EXAMPLE,
         seconds=60 * (job.minutes or HOURS * 60),
-        quote=quote,
+        head="# " + job.head.replace("\n", "\n# "),
     )
 
 
