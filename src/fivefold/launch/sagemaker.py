@@ -47,7 +47,7 @@ def find_hosts(env: Mapping[str, str] = os.environ, file: Path = RESOURCES) -> H
         raise _unreadable(f"cannot be read: {error}") from error
     if len(names) < 2:
         return None
-    if here not in names:
+    if not here or here not in names:
         raise _unreadable(f"name {here or 'no host'} as this one, and {', '.join(names)} as all")
     return Hosts(names, here, interface)
 
