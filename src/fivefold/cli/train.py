@@ -1,6 +1,7 @@
 """`fivefold train`."""
 
 import json
+import os
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated
@@ -44,11 +45,26 @@ def train(
         print_keys() if keys else print_schema()
         return
     path, overrides = split_arguments(arguments or [])
+    flags = [*(["--verify"] if verify else []), *(["--debug"] if debug else [])]
+    _become_torchrun([*(arguments or []), *flags], nproc)
     from fivefold.training.launch import run
     from fivefold.verification import before_training
 
     with unseen_if_need_be():
         run(path, overrides, nproc=nproc, prove=before_training if verify else None)
+
+
+def _become_torchrun(arguments: list[str], nproc: int | None) -> None:
+    """Replace this process by a torchrun if SageMaker has started it on each of several hosts. What keeps its id keeps
+    getting the signals."""
+    from fivefold.launch.sagemaker import find_hosts, set_for_hosts, torchrun
+    from fivefold.launch.world import find_world
+
+    hosts = find_hosts() if find_world("cpu") is None else None
+    if hosts:
+        set_for_hosts(hosts)
+        command = torchrun(hosts, arguments, nproc)
+        os.execv(command[0], command)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

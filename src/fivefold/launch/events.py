@@ -19,11 +19,13 @@ STOP = "stop"  # next to the event file
 
 @dataclass
 class Listener:
-    """The callbacks of a run, and the first error of one; after it no callback is called."""
+    """The callbacks of a run, and the first error of one; after it no callback is called. `everywhere`: every rank that
+    another launcher has started calls those of its own process, not the first rank alone."""
 
     on_step: Callable[[dict[str, Any]], object] | None = None
     on_eval: Callable[[dict[str, Any]], object] | None = None
     on_save: Callable[[Path], object] | None = None
+    everywhere: bool = False
     error: BaseException | None = field(default=None, init=False)
 
     @property
@@ -80,9 +82,9 @@ Events = Listener | EventFile  # event sink of the first rank
 
 def events_of(request: Mapping[str, Any], *, is_first: bool) -> Events | None:
     """The event sink of this rank: a file for a worker, or the listener of this process."""
-    if not is_first or not request.get("events"):
+    asked = request.get("events")
+    if not asked or not (is_first or getattr(asked, "everywhere", False)):
         return None
-    asked = request["events"]
     return asked if isinstance(asked, Listener) else EventFile(Path(asked))
 
 

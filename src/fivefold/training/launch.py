@@ -28,6 +28,7 @@ from fivefold.launch.folder import (
 )
 from fivefold.launch.model import check_data, check_model
 from fivefold.launch.processes import Workers
+from fivefold.launch.sagemaker import find_hosts
 from fivefold.launch.worker import execute
 from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
 from fivefold.launch.world import device_kind, find_world, join
@@ -53,6 +54,12 @@ def run(
     Raises `UserError` for a request that cannot be met and `RunFailed` for a run that failed.
     """
     world = find_world("cpu")  # finds the world without importing torch; the device is determined below
+    if world is None and (hosts := find_hosts()):
+        raise UserError(
+            f"SageMaker has started {len(hosts.names)} hosts, and this process is on {hosts.here} alone",
+            fix="start fivefold train on each of them, or start this with torchrun",
+            more="docs/start/sagemaker.md",
+        )
     with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)

@@ -1,0 +1,58 @@
+"""SageMaker: a script that makes a training job with the SDK's own `ModelTrainer` (version 3 of `sagemaker`)."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from fivefold.core.errors import UserError
+from fivefold.jobs.job import Engine, Job
+
+INSTANCES = {8: "ml.p5.48xlarge", 4: "ml.g6e.12xlarge", 1: "ml.p5.4xlarge"}  # by their GPUs: H100, L40S, H100
+ON_CPU = "ml.m7i.4xlarge"
+RUNS = "/opt/ml/checkpoints"  # one host: SageMaker keeps it and the checkpoints' S3 path alike
+CHANNEL = "shared"  # several hosts: a file system that all of them mount
+HOURS = 24
+
+
+def text(job: Job) -> str:
+    """The script, `sagemaker.py.j2` filled in. Raises `UserError` for what SageMaker cannot do."""
+    job.check_image("sagemaker")
+    if job.run.is_absolute() or ".." in job.run.parts:
+        raise UserError(
+            f"{job.run} is not below the current folder, which travels to the job",
+            fix="cd to the folder of the run file, and name it from there",
+            more="docs/start/sagemaker.md",
+        )
+    if not job.on_cpu and job.devices not in INSTANCES:
+        *some, last = sorted(map(str, INSTANCES))
+        raise UserError(
+            f"no instance of SageMaker has {job.devices} GPUs",
+            fix=f"--devices {', '.join(some)} or {last}",
+            more="docs/start/sagemaker.md",
+        )
+    runs = RUNS if job.nodes == 1 else f"/opt/ml/input/data/{CHANNEL}"
+    workers = ["--nproc", str(job.devices)] if job.on_cpu else []
+    template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    template.filters["python"] = partial(json.dumps, ensure_ascii=False)  # text is the same in both
+    return template.from_string(Path(__file__).with_suffix(".py.j2").read_text(encoding="utf-8")).render(
+        job=job,
+        arguments=[*job.arguments, f"run.dir={runs}", *workers],
+        runs=runs,
+        channel=CHANNEL,
+        instance=ON_CPU if job.on_cpu else INSTANCES[job.devices],
+        seconds=60 * (job.minutes or HOURS * 60),
+        head="# " + job.head.replace("\n", "\n# "),
+    )
+
+
+ENGINE = Engine(
+    name="sagemaker",
+    title="a script that starts a training job",
+    suffix=".py",
+    text=text,
+    submit=lambda file: ("python", str(file)),
+    install="pip install 'fivefold[sagemaker]'",
+    package="sagemaker",
+)
