@@ -125,6 +125,23 @@ def test_files_that_changed_are_refused(tmp_path: Path) -> None:
     streamed(tmp_path / "a.jsonl", tmp_path / "cache")
 
 
+def test_a_file_that_changes_during_a_run_is_named(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """Whatever reading it raises then: the folder of the cache is not to blame."""
+    for change, said in {"removed": "is gone", "cut": "changed", "a folder": "changed"}.items():
+        with subtests.test(msg=change):
+            (folder := tmp_path / change).mkdir()
+            path = corpus(folder)
+            _, rows = streamed(path, folder / "cache")
+            if change == "cut":
+                os.truncate(path, 7)
+            else:
+                path.unlink()
+            if change == "a folder":
+                path.mkdir()
+            with pytest.raises(UserError, match=rf"a\.jsonl {said} since data.streaming began"):
+                rows_in(rows, range(2))
+
+
 def test_a_row_that_cannot_be_read_is_named_when_it_comes(tmp_path: Path) -> None:
     texts = random_texts(0, 97)
     path = write_jsonl(tmp_path / "a.jsonl", texts)

@@ -221,7 +221,7 @@ class StreamedRows(RowSource):
                 yield
             finally:
                 self._filler = None
-                process.terminate()
+                process.kill()  # one that is stopped does not see SIGTERM; it leaves whole units whenever it ends
 
     def _tell_filler(self, line: object) -> None:
         if self._filler:
