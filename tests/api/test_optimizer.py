@@ -238,6 +238,24 @@ def test_what_is_in_host_memory_is_updated_part_after_part() -> None:
             check_update(Prodigy(parameters()), Layout.parse(f"single+{word}"))
 
 
+class Together(torch.optim.SGD):
+    """SGD of a whole group at once, which may be empty in a part."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-group["lr"])
+
+
+def test_a_part_may_have_no_parameter_of_a_group() -> None:
+    one, two = parameters()
+    groups = [{"params": [one]}, {"params": [two]}]
+    check_update(Together(groups), Layout.parse("shard2"))
+    check_update(torch.optim.AdamW(groups, foreach=True), Layout.parse("single+offload_optimizer"))
+    with pytest.raises(UserError, match="its step fails where a group has no parameters"):
+        check_update(Together(groups), Layout.parse("single+offload_optimizer"))
+
+
 def test_a_group_that_is_added_later_is_tried_before_the_next_step() -> None:
     model = nn.Linear(4, 4)
     watch_optimizers(model, Layout.parse("tp2"), before=[])

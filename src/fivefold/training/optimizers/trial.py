@@ -43,6 +43,7 @@ def check_update(optimizer: torch.optim.Optimizer, layout: Layout, make: Make | 
     """Raise `UserError` if an update of what a rank holds would differ from that of one process. `make` builds others
     like it; None: from its class, its groups and its plain attributes."""
     hold = _what_ranks_hold(layout)
+    _check_parts(optimizer, layout, make)
     if hold != "all" and not getattr(optimizer, "is_elementwise", False) and (wrong := why_not(optimizer, hold, make)):
         reason, right = wrong
         updates = "some of the tensors are updated at a time" if _is_offloaded(layout) else "a rank holds some of them"
@@ -52,6 +53,29 @@ def check_update(optimizer: torch.optim.Optimizer, layout: Layout, make: Make | 
             fix=f"use an optimizer that updates each element by its own gradient (torch.optim.AdamW), or {right}; "
             "where you know that it does: optimizer.is_elementwise = True",
         )
+
+
+def _check_parts(optimizer: torch.optim.Optimizer, layout: Layout, make: Make | None = None) -> None:
+    """Raise `UserError` if the optimizer cannot update part after part, as with state in host memory: a group may have
+    no parameters in a part."""
+    if not _is_offloaded(layout) or getattr(optimizer, "walks_its_states", False):
+        return
+    small = [[torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 6)] for _ in optimizer.param_groups]
+    twin = _Twin(optimizer, small, list, make)
+    for last in range(len(small)):
+        whole = [group["params"] for group in twin.optimizer.param_groups]
+        for at, group in enumerate(twin.optimizer.param_groups):
+            group["params"] = whole[at] if at == last else []
+        try:
+            twin.step(small)
+        except Exception as error:
+            raise _refusal(
+                f"{type(optimizer).__name__} under {layout}, which updates part after part: its step fails where a "
+                f"group has no parameters: {first_line(error)[:120]}",
+                fix="leave such groups out in step: if not group['params']: continue",
+            ) from error
+        for group, parameters in zip(twin.optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
 
 
 def _what_ranks_hold(layout: Layout) -> Literal["all", "tensors", "parts"]:
