@@ -243,13 +243,14 @@ class _Twin:
         make: Make | None = None, but: Sequence[str] = IMPLEMENTATION,
     ) -> None:  # fmt: skip
         """`but`: options to leave out; some are not available on a CPU."""
-        self._share, self._make = share, make
+        self._share, self._source = share, (optimizer, make)
         self.parameters = [[nn.Parameter(own.detach().clone()) for own in share(group)] for group in tensors]
         self.optimizer = _like(optimizer, self.parameters, but, make)
 
     def resumed(self, share: Callable[[Any], list[Any]]) -> "_Twin":
         """Another one over a share of these tensors, with their values and their state of now."""
-        found = _Twin(self.optimizer, self.parameters, share, self._make)
+        optimizer, make = self._source
+        found = _Twin(optimizer, self.parameters, share, make)
         for mine, theirs in zip(found.parameters, map(share, self.parameters), strict=True):
             for parameter, before in zip(mine, theirs, strict=True):
                 if before in self.optimizer.state:
