@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +71,20 @@ def test_an_epoch_reads_every_document_once_in_an_order_of_its_own(subtests: pyt
             assert read(data, range(first)) != read(data, range(first, both_epochs))
 
 
+def test_the_order_follows_from_the_seed_and_the_epoch(tmp_path: Path) -> None:
+    _, rows = streamed(corpus(tmp_path), tmp_path / "cache")
+    windows, orders = rows.order.windows, [rows.order, replace(rows.order, seed=rows.order.seed + 1)]
+    epochs = [
+        [unit for number in range(begin, begin + windows) for unit in order.window(number)]
+        for order in orders
+        for begin in (0, windows)
+    ]
+    assert all(sorted(epoch) == rows.order.units for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, rows.order.units]}) == 5
+    first = [place % 2**32 for place in rows.in_order(range(rows_in(rows, range(1))))]
+    assert sorted(first) == list(range(len(first))) != first
+
+
 def test_a_position_leads_to_the_same_rows_with_an_empty_cache(tmp_path: Path) -> None:
     data, rows = streamed(corpus(tmp_path), tmp_path / "cache")
     place = rows_in(rows, range(4)) + 2
@@ -84,6 +99,29 @@ def test_a_position_leads_to_the_same_rows_with_an_empty_cache(tmp_path: Path) -
     tokenised = {path.parent.name for path in (tmp_path / "cache/streams").rglob("unit.json")}
     assert len(tokenised) < len(rows.order.units) - WINDOW  # windows 1 to 3 were not read again
     assert read(again, range(3)) == read(data, range(3))
+
+
+def test_runs_with_other_rows_have_other_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it a run that goes on is refused, and rows are found in the cache."""
+    path, changes = corpus(tmp_path), ({}, {"packing": False}, {"seq_length": 53}, {"validation": 0.3})
+    made = [streamed(path, tmp_path / "cache", **change) for change in changes]
+    monkeypatch.setattr(units, "unit_bytes", lambda _: SIZE + 100)
+    made.append(streamed(path, tmp_path / "other"))
+    assert len({data.fingerprint for data, _ in made}) == 5
+    unpacked = streamed(path, tmp_path / "third", packing=False)[0]
+    assert read(made[1][0], range(20)) != read(made[0][0], range(20))
+    assert [
+        len(data.train.pieces_of(data.train.in_order([at])[0])) for data in (made[1][0], unpacked) for at in range(9)
+    ] == [1] * 18
+
+
+def test_preferences_are_refused_whenever_they_come(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": "a", "chosen": f"b{n}", "rejected": "c"}) + "\n" for n in range(7)))
+    with pytest.raises(UserError, match="holds preference records"):
+        _, rows = streamed([{"path": str(corpus(tmp_path))}, {"path": str(pairs)}], tmp_path / "cache")
+        assert (1, 0) not in rows.first
+        rows_in(rows, range(rows.order.windows))
 
 
 def test_no_window_trains_on_what_is_held_out(tmp_path: Path) -> None:
