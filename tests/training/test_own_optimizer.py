@@ -220,6 +220,8 @@ def test_it_has_its_keys_and_no_others(tmp_path: Path) -> None:
     assert rule_for(section).facts.state == {"m": "m"} and section.title == "my_optimizer.py:Lion"
     for changes, said in (
         ({"path": None}, "python needs optimizer.path"), ({"betas": (0.8, 0.9)}, "gets by options: {betas: ...}"),
+        ({"options": {"lr": 1}}, "options has lr, which is optimizer.learning_rate"),
+        ({"options": {"weight_decay": 1}}, "options has weight_decay, which is optimizer.weight_decay"),
         ({"name": "adamw"}, "which only python has"), ({"momentum": 0.9}, "which only muon has"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
