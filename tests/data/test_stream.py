@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +18,7 @@ from fivefold.core import cache
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, ahead, prepare, stream, units
 from fivefold.data.ahead import prepare_ahead
-from fivefold.data.fill import fill
+from fivefold.data.fill import Opened, fill
 from fivefold.data.store import TokenStore
 from fivefold.data.stream import StreamedRows
 from tests.data.helpers import config_for, random_texts, segments, write_jsonl
@@ -223,11 +224,29 @@ class _Opened:
 
 
 def test_two_windows_are_filled_beyond_the_one_that_is_read(tmp_path: Path) -> None:
+    """And none that the trainer has passed."""
     _, rows = streamed(corpus(tmp_path), tmp_path / "cache")
     with pytest.raises(TimeoutError):
-        fill(rows.order, _Opened(1))  # type: ignore[arg-type]
+        fill(rows.order, _Opened(2))  # type: ignore[arg-type]
     done = {(at, number) for at, number in rows.order.units if rows.order.sources[at].counts(number) is not None}
-    assert done == {unit for number in range(4) for unit in rows.order.window(number)} < set(rows.order.units)
+    assert done == {unit for number in (0, 2, 3, 4) for unit in rows.order.window(number)}
+    assert not done & {*rows.order.window(1)}
+
+
+def test_the_process_that_fills_waits_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, reached, (reads, writes) = threading.Event(), threading.Event(), os.pipe()
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
+    with os.fdopen(reads) as stdin, os.fdopen(writes, "w") as trainer:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        opened = Opened()
+        opened.wait_for(2)
+        waiting = threading.Thread(target=lambda: (opened.wait_for(3), reached.set()), daemon=True)
+        waiting.start()
+        assert not reached.wait(0.1)
+        print(1, file=trainer, flush=True)
+        assert reached.wait(20) and not ended.is_set()
+        trainer.close()
+        assert ended.wait(20)  # a trainer that is killed
 
 
 def test_the_units_of_a_stream_are_prepared_ahead(tmp_path: Path) -> None:
