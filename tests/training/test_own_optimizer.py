@@ -200,7 +200,9 @@ def test_an_option_that_no_group_has_is_tried_as_it_is_given(tmp_path: Path) -> 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"pp": 2}])
 def test_an_update_of_whole_tensors_is_refused_on_parts_on_every_rank(tmp_path: Path, layout: dict[str, int]) -> None:
-    normed = SGD.replace("p.grad *", "p.grad / p.grad.norm() *")
+    """A norm that it keeps is a 0-d tensor of the mesh of its parameter, which a checkpoint has as a number."""
+    kept = "self.state[p]['norm'] = p.grad.norm(); p.sub_("
+    normed = SGD.replace("p.sub_(", kept).replace("p.grad *", "p.grad / self.state[p]['norm'] *")
     tree = tree_of(tmp_path, normed, name="Sgd", train__max_steps=2) | {"layout": layout}
     tree["optimizer"]["weight_decay"] = 0
     error = train(tree).error
@@ -210,6 +212,17 @@ def test_an_update_of_whole_tensors_is_refused_on_parts_on_every_rank(tmp_path: 
     assert isinstance(error, UserError)
     assert "my_optimizer.py: Sgd under shard2" in error.what
     assert "its update of an element depends on others of the tensor" in error.what
+
+
+@pytest.mark.full
+def test_plain_tensors_of_what_a_rank_holds_are_refused(tmp_path: Path) -> None:
+    """A checkpoint would have them of one rank, in place of the whole."""
+    held = "getattr(p, 'to_local', lambda: p)()"
+    local = SGD.replace("p.sub_(", f"self.state[p].setdefault('m', torch.zeros_like({held})); p.sub_(")
+    tree = tree_of(tmp_path, local, name="Sgd", train__max_steps=2)
+    tree["optimizer"]["weight_decay"] = 0
+    error = train(tree).error
+    assert isinstance(error, UserError) and "it keeps m as a plain tensor of one rank" in error.what
 
 
 def test_it_has_its_keys_and_no_others(tmp_path: Path) -> None:

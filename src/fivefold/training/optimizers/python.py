@@ -53,8 +53,8 @@ class PythonOptimizer(UpdateRule):
             raise self._refusal(
                 "it takes no lr", "def __init__(self, params, lr, ...): the schedule sets the lr of groups"
             )
-        _, *needed = inspect.signature(self._class.step).parameters.values()
-        if needed := [one.name for one in needed if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:
+        _, *taken = inspect.signature(self._class.step).parameters.values()
+        if needed := [one.name for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:
             raise self._refusal(
                 f"its step needs {needed[0]}, and a run calls step() once, after the backward pass of the batch",
                 f"def step(self, {needed[0]}=None)",

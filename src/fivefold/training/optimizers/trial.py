@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from fivefold.core.errors import UserError, first_line
@@ -105,11 +105,19 @@ def check_runs(optimizer: torch.optim.Optimizer, parameters: Sequence[Any], make
         twin = _Twin(optimizer, small, as_its_own, make, but=())
         for _ in range(3):
             twin.step(small)
+        if like.device_mesh.size() > 1 and (kept := twin.beside_mesh()):
+            raise TypeError(
+                f"it keeps {kept} as a plain tensor of one rank's part, and a checkpoint would have one part"
+            )
+        resumed = _Twin(optimizer, small, as_its_own, make, but=())
+        resumed.go_on_from(twin, list)
+        resumed.step(small)
     except Exception as error:
         raise _refusal(
             f"{type(optimizer).__name__} cannot update parameters that are DTensors, as those of a parallelized model "
             f"are: {first_line(error)[:120]}",
-            fix="use another optimizer: torch.optim.AdamW(model.parameters(), lr=1e-4)",
+            fix="keep state as zeros_like(p), and numbers of a tensor as numbers: float(p.norm()); or use another: "
+            "torch.optim.AdamW(model.parameters(), lr=1e-4)",
         ) from error
 
 
@@ -251,11 +259,21 @@ class _Twin:
         """Another one over a share of these tensors, with their values and their state of now."""
         optimizer, make = self._source
         found = _Twin(optimizer, self.parameters, share, make)
-        for mine, theirs in zip(found.parameters, map(share, self.parameters), strict=True):
-            for parameter, before in zip(mine, theirs, strict=True):
-                if before in self.optimizer.state:
-                    found.optimizer.state[parameter] = copy.deepcopy(self.optimizer.state[before])
+        found.go_on_from(self, share)
         return found
+
+    def go_on_from(self, other: "_Twin", share: Callable[[Any], list[Any]]) -> None:
+        """Take the state of a share of another one's tensors, as a checkpoint restores it."""
+        for mine, theirs in zip(self.parameters, map(share, other.parameters), strict=True):
+            for parameter, before in zip(mine, theirs, strict=True):
+                if before in other.optimizer.state:
+                    state = other.optimizer.state[before]
+                    self.optimizer.state[parameter] = {key: _restored(state[key], parameter) for key in state}
+
+    def beside_mesh(self) -> str | None:
+        """A kind of state that is no number, and no DTensor."""
+        kept = ((key, value) for state in self.optimizer.state.values() for key, value in state.items())
+        return next((k for k, v in kept if isinstance(v, Tensor) and v.ndim and not isinstance(v, DTensor)), None)
 
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Take one step, with its share of the gradients."""
@@ -272,6 +290,16 @@ class _Twin:
             for mine, theirs, before in zip(self.parameters, whole.parameters, start, strict=True)
             for own, other, first in zip(mine, self._share(theirs), self._share(before), strict=True)
         )
+
+
+def _restored(value: Any, parameter: Tensor) -> Any:
+    """A state as a checkpoint restores it beside a parameter: 0-d tensors are plain, and others like the parameter."""
+    if isinstance(value, DTensor) and not value.ndim:
+        return value.full_tensor()
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor):
+        mesh = parameter.device_mesh
+        return DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copy.deepcopy(value)
 
 
 def _like(
