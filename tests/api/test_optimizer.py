@@ -12,7 +12,7 @@ from fivefold.core.errors import UserError
 from fivefold.own_loop.optimizer import watch_optimizers
 from fivefold.parallel.elementwise import keeps_places
 from fivefold.parallel.layout import Layout
-from fivefold.training.optimizers.trial import why_not
+from fivefold.training.optimizers.trial import check_update, why_not
 from tests.api.optimizers import Capped, Clipped, Compiled, Lamb, Late, Lion, Lookahead, Normed, Own, Prodigy, Spiked
 
 
@@ -182,6 +182,39 @@ def test_a_trial_leaves_random_numbers_and_the_optimizer_as_they_were() -> None:
     assert all(map(torch.equal, own, optimizer.param_groups[0]["params"]))
 
 
+class FirstCounts(Own):
+    """SGD with a warm-up, which counts in the state of the first of all parameters."""
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        head = self.param_groups[0]["params"][0]
+        first = self.state[head]
+        first["steps"] = first.get("steps", 0) + (p is head)
+        p.sub_(grad, alpha=group["lr"] * (1 - 0.9 ** first["steps"]))
+
+
+class Hidden(Own):
+    """SGD by the norm of a tensor if an option says so, of which neither groups nor attributes have the name."""
+
+    def __init__(self, params: Any, lr: float = 0.01, by: str = "element") -> None:
+        super().__init__(params, lr)
+        self.settings = {"of": by}
+
+    def update(self, p: Any, grad: Any, state: Any, group: Any) -> None:
+        p.sub_(grad / grad.norm() if self.settings["of"] == "tensor" else grad, alpha=group["lr"])
+
+
+def test_a_count_of_the_first_parameter_is_one_of_other_tensors() -> None:
+    """A rank goes on with the state of its own tensors, of which none may be the first."""
+    found = why_not(FirstCounts(parameters()), "tensors")
+    assert found and "depends on other tensors" in found[0]
+
+
+def test_an_option_under_another_name_is_tried() -> None:
+    assert why_not(Hidden(parameters()), "parts") is None
+    found = why_not(Hidden(parameters(), by="tensor"), "parts")
+    assert found and "others of the tensor" in found[0]
+
+
 def test_layouts_say_what_ranks_hold() -> None:
     """Copies have all, pipelines some tensors, the others parts."""
     for layout, wrong in (("dp2", ()), ("pp2", (Prodigy,)), ("dp2.pp2", (Prodigy,)), ("tp2", (Prodigy, Lamb)),
@@ -195,6 +228,32 @@ def test_layouts_say_what_ranks_hold() -> None:
                     optimizer.step()
             else:
                 optimizer.step()
+
+
+def test_what_is_in_host_memory_is_updated_part_after_part() -> None:
+    check_update(Lamb(parameters()), Layout.parse("dp2+offload_optimizer"))
+    check_update(Prodigy(parameters()), Layout.parse("dp2"))
+    for word in ("offload_optimizer", "offload_parameters"):
+        with pytest.raises(UserError, match="some of the tensors are updated at a time"):
+            check_update(Prodigy(parameters()), Layout.parse(f"single+{word}"))
+
+
+class Together(torch.optim.SGD):
+    """SGD of a whole group at once, which may be empty in a part."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [p.grad for p in group["params"]], alpha=-group["lr"])
+
+
+def test_a_part_may_have_no_parameter_of_a_group() -> None:
+    one, two = parameters()
+    groups = [{"params": [one]}, {"params": [two]}]
+    check_update(Together(groups), Layout.parse("shard2"))
+    check_update(torch.optim.AdamW(groups, foreach=True), Layout.parse("single+offload_optimizer"))
+    with pytest.raises(UserError, match="its step fails where a group has no parameters"):
+        check_update(Together(groups), Layout.parse("single+offload_optimizer"))
 
 
 def test_a_group_that_is_added_later_is_tried_before_the_next_step() -> None:

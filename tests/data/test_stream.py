@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +18,7 @@ from fivefold.core import cache
 from fivefold.core.errors import UserError
 from fivefold.data import IGNORE, PreparedData, ahead, prepare, stream, units
 from fivefold.data.ahead import prepare_ahead
-from fivefold.data.fill import fill
+from fivefold.data.fill import Opened, fill
 from fivefold.data.store import TokenStore
 from fivefold.data.stream import StreamedRows
 from tests.data.helpers import config_for, random_texts, segments, write_jsonl
@@ -70,6 +72,20 @@ def test_an_epoch_reads_every_document_once_in_an_order_of_its_own(subtests: pyt
             assert read(data, range(first)) != read(data, range(first, both_epochs))
 
 
+def test_the_order_follows_from_the_seed_and_the_epoch(tmp_path: Path) -> None:
+    _, rows = streamed(corpus(tmp_path), tmp_path / "cache")
+    windows, orders = rows.order.windows, [rows.order, replace(rows.order, seed=rows.order.seed + 1)]
+    epochs = [
+        [unit for number in range(begin, begin + windows) for unit in order.window(number)]
+        for order in orders
+        for begin in (0, windows)
+    ]
+    assert all(sorted(epoch) == rows.order.units for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, rows.order.units]}) == 5
+    first = [place % 2**32 for place in rows.in_order(range(rows_in(rows, range(1))))]
+    assert sorted(first) == list(range(len(first))) != first
+
+
 def test_a_position_leads_to_the_same_rows_with_an_empty_cache(tmp_path: Path) -> None:
     data, rows = streamed(corpus(tmp_path), tmp_path / "cache")
     place = rows_in(rows, range(4)) + 2
@@ -84,6 +100,29 @@ def test_a_position_leads_to_the_same_rows_with_an_empty_cache(tmp_path: Path) -
     tokenised = {path.parent.name for path in (tmp_path / "cache/streams").rglob("unit.json")}
     assert len(tokenised) < len(rows.order.units) - WINDOW  # windows 1 to 3 were not read again
     assert read(again, range(3)) == read(data, range(3))
+
+
+def test_runs_with_other_rows_have_other_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it a run that goes on is refused, and rows are found in the cache."""
+    path, changes = corpus(tmp_path), ({}, {"packing": False}, {"seq_length": 53}, {"validation": 0.3})
+    made = [streamed(path, tmp_path / "cache", **change) for change in changes]
+    monkeypatch.setattr(units, "unit_bytes", lambda _: SIZE + 100)
+    made.append(streamed(path, tmp_path / "other"))
+    assert len({data.fingerprint for data, _ in made}) == 5
+    unpacked = streamed(path, tmp_path / "third", packing=False)[0]
+    assert read(made[1][0], range(20)) != read(made[0][0], range(20))
+    assert [
+        len(data.train.pieces_of(data.train.in_order([at])[0])) for data in (made[1][0], unpacked) for at in range(9)
+    ] == [1] * 18
+
+
+def test_preferences_are_refused_whenever_they_come(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": "a", "chosen": f"b{n}", "rejected": "c"}) + "\n" for n in range(7)))
+    with pytest.raises(UserError, match="holds preference records"):
+        _, rows = streamed([{"path": str(corpus(tmp_path))}, {"path": str(pairs)}], tmp_path / "cache")
+        assert (1, 0) not in rows.first
+        rows_in(rows, range(rows.order.windows))
 
 
 def test_no_window_trains_on_what_is_held_out(tmp_path: Path) -> None:
@@ -123,6 +162,23 @@ def test_files_that_changed_are_refused(tmp_path: Path) -> None:
         streamed(tmp_path / "a.jsonl", tmp_path / "cache")
     shutil.rmtree(str(error.value.fix).rpartition("rm -r ")[2])
     streamed(tmp_path / "a.jsonl", tmp_path / "cache")
+
+
+def test_a_file_that_changes_during_a_run_is_named(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """Whatever reading it raises then: the folder of the cache is not to blame."""
+    for change, said in {"removed": "is gone", "cut": "changed", "a folder": "changed"}.items():
+        with subtests.test(msg=change):
+            (folder := tmp_path / change).mkdir()
+            path = corpus(folder)
+            _, rows = streamed(path, folder / "cache")
+            if change == "cut":
+                os.truncate(path, 7)
+            else:
+                path.unlink()
+            if change == "a folder":
+                path.mkdir()
+            with pytest.raises(UserError, match=rf"a\.jsonl {said} since data.streaming began"):
+                rows_in(rows, range(2))
 
 
 def test_a_row_that_cannot_be_read_is_named_when_it_comes(tmp_path: Path) -> None:
@@ -168,11 +224,29 @@ class _Opened:
 
 
 def test_two_windows_are_filled_beyond_the_one_that_is_read(tmp_path: Path) -> None:
+    """And none that the trainer has passed."""
     _, rows = streamed(corpus(tmp_path), tmp_path / "cache")
     with pytest.raises(TimeoutError):
-        fill(rows.order, _Opened(1))  # type: ignore[arg-type]
+        fill(rows.order, _Opened(2))  # type: ignore[arg-type]
     done = {(at, number) for at, number in rows.order.units if rows.order.sources[at].counts(number) is not None}
-    assert done == {unit for number in range(4) for unit in rows.order.window(number)} < set(rows.order.units)
+    assert done == {unit for number in (0, 2, 3, 4) for unit in rows.order.window(number)}
+    assert not done & {*rows.order.window(1)}
+
+
+def test_the_process_that_fills_waits_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, reached, (reads, writes) = threading.Event(), threading.Event(), os.pipe()
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
+    with os.fdopen(reads) as stdin, os.fdopen(writes, "w") as trainer:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        opened = Opened()
+        opened.wait_for(2)
+        waiting = threading.Thread(target=lambda: (opened.wait_for(3), reached.set()), daemon=True)
+        waiting.start()
+        assert not reached.wait(0.1)
+        print(1, file=trainer, flush=True)
+        assert reached.wait(20) and not ended.is_set()
+        trainer.close()
+        assert ended.wait(20)  # a trainer that is killed
 
 
 def test_the_units_of_a_stream_are_prepared_ahead(tmp_path: Path) -> None:

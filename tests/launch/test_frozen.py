@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from fivefold.launch.failure import WorkerDied
 from fivefold.launch.processes import Workers, keep, scratch_folder
 from fivefold.launch.watch import Beat
 from fivefold.launch.workers import start_workers
+from fivefold.training import moves
 from fivefold.training.moves import Moves
 from tests.launch.test_restart import Command, file_of
 from tests.launch.test_workers import PATHS, body
@@ -85,14 +87,47 @@ Current thread 0x2 (most recent call first):
 
 
 def test_slow_is_not_frozen(tmp_path: Path) -> None:
-    moves = Moves()
+    of_this = Moves()
     for _ in range(3):
-        moves.look(1.0)  # this thread is at another place each time
-    assert moves.still == 0
-    moves._moved = lambda seconds: False  # type: ignore[method-assign]
-    moves.look(1.5)
-    moves.look(0.5)
-    assert moves.still == 2.0
+        of_this.look(1.0)  # this thread is at another place each time
+    assert of_this.still == 0
+    of_this._moved = lambda seconds: False  # type: ignore[method-assign]
+    of_this.look(1.5)
+    of_this.look(0.5)
+    assert of_this.still == 2.0
+
+
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.readline()
+while True: pass
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the holder in /proc")
+def test_a_wait_for_a_lock_is_frozen_only_if_its_holder_is(tmp_path: Path) -> None:
+    """A process that tokenises a large file for all ranks holds the lock of its tokens, and is a child of one rank."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path / "lock")]
+    waiting = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'w'), fcntl.LOCK_EX)"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin and holder.stdout and holder.stdout.readline() == "held\n"
+        with subprocess.Popen([sys.executable, "-c", waiting, str(tmp_path / "lock")]) as waiter:
+            try:
+                deadline = time.monotonic() + 20
+                while not (before := moves._others(waiter.pid)):
+                    assert time.monotonic() < deadline
+                assert moves._others(waiter.pid) == before and before.keys() == {holder.pid}
+                holder.stdin.write("\n")
+                holder.stdin.flush()
+                while moves._others(waiter.pid)[holder.pid] < before[holder.pid] + 0.1:
+                    assert time.monotonic() < deadline
+            finally:
+                holder.kill()
+                waiter.kill()
 
 
 def test_folders_of_those_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def restore(
         if parameter not in devices:
             continue
         state: dict[str, Any] = {
-            key: _scalar(value, types.get(key, "float32"), devices[parameter])
+            key: number_of_type(value, types.get(key, "float32"), devices[parameter])
             for key, value in checkpoint.manifest.scalars.get(name, {}).items()
         }
         for kind, source in sources:
@@ -252,17 +252,22 @@ def scalar_types(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                found |= {key: str(value.dtype).removeprefix("torch.")} if value.ndim == 0 else {}
+                kind = _BOOLS if value.dtype == torch.bool else str(value.dtype).removeprefix("torch.")
+                found |= {key: kind} if value.ndim == 0 else {}
             elif kinds := [kind for kind, number in _NUMBERS.items() if isinstance(value, number)]:
                 found[key] = kinds[0]
     return found
 
 
 _NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float}  # in this order: True is an int, too
+_BOOLS = "torch.bool"  # of a tensor: `bool` is Python's
 
 
-def _scalar(value: float, kind: str, device: torch.device) -> Any:
-    return _NUMBERS[kind](value) if kind in _NUMBERS else torch.tensor(value, dtype=getattr(torch, kind), device=device)
+def number_of_type(value: float, kind: str, device: torch.device) -> Any:
+    """A number of the type that `scalar_types` names: a 0-d tensor, or a number of Python."""
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](value)
+    return torch.tensor(value, dtype=getattr(torch, kind.removeprefix("torch.")), device=device)
 
 
 def check_fits(model: nn.Module, source: "CheckpointSource", *, where: str) -> None:

@@ -35,7 +35,10 @@ NAME = "manifest.json"
 FORMAT = "fivefold-checkpoint"
 VERSION = 1
 # torch name -> safetensors name.
-DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
+DTYPES = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8",
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",  # state of a user's optimizer
+}  # fmt: skip
 WEIGHT = "weight"
 MOST_BYTES = 2**30  # limit for a manifest; one of 500,000 slices takes 150 MB
 

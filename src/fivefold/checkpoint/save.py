@@ -339,6 +339,8 @@ def _floats(values: Sequence[Tensor | float]) -> list[float]:
     device."""
     alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for at, value in enumerate(values):
+        if isinstance(value, DTensor):  # a norm of a parameter: the same on all ranks, or of a whole tensor
+            value = value.full_tensor()
         if isinstance(value, Tensor):
             alike.setdefault((value.device, value.dtype), {})[at] = value
     numbers: list[Any] = list(values)

@@ -483,6 +483,9 @@ class OptimizerSection(Section):
         for key in ("betas", "eps"):
             if getattr(self, key) != fields[key].default:
                 raise ValueError(f"{key} is set, which a class of your own gets by options: {{{key}: ...}}")
+        for key, instead in {"lr": "learning_rate", "weight_decay": "weight_decay"}.items():
+            if key in (self.options or {}):
+                raise ValueError(f"options has {key}, which is optimizer.{instead}: set that instead")
         return self
 
     @property

@@ -21,7 +21,7 @@ from fivefold.data.units import Units
 _AHEAD = 2  # windows tokenised beyond the one that was opened last
 
 
-class _Opened:
+class Opened:
     """The last window that the trainer opened, as its lines come in."""
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core beside the trainer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides
     request = json.loads(sys.stdin.readline())
-    opened, config, root = _Opened(), parse_config(request["config"]), Path(request["cache"])
+    opened, config, root = Opened(), parse_config(request["config"]), Path(request["cache"])
     with suppress(UserError):  # the trainer comes to the same unit, and reports it
         train, _, tokenizer = inputs(config, root)
         sources = tuple(Units.begin(files, tokenizer, root, streamed=True) for files in train)
         fill(UnitOrder(sources, config.train.seed), opened)
 
 
-def fill(order: UnitOrder, opened: _Opened) -> None:
+def fill(order: UnitOrder, opened: Opened) -> None:
     """Tokenise window after window, except those that the trainer has passed, until no unit is left."""
     number, left = 0, set(order.units)
     while left:

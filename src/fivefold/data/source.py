@@ -7,6 +7,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -297,6 +298,18 @@ def _unknown(source: Source, path: Path, formats: Sequence[Format]) -> UserError
     if is_binary(head):
         return UserError(f"{what}, and it is not text", fix="write its texts to a .jsonl or .txt file", more=MORE)
     return UserError(what, fix=f"say what it holds: {source.option('format', 'txt')} (or jsonl)", more=MORE)
+
+
+@contextmanager
+def reading(path: Path, source: Source) -> Iterator[None]:
+    """Raise `UserError` for a file that cannot be read in this context; what is written meanwhile is not to blame."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{source.at(path)} cannot be read: {error.strerror or error}",
+            fix="put it back as it was, and run the command again",
+        ) from error
 
 
 def not_utf8(where: str, error: UnicodeDecodeError, offset: str, *, fix: str = "write the file as UTF-8") -> UserError:

@@ -41,7 +41,7 @@ from fivefold.core.integrity import (
 )
 from fivefold.data.examples import Document, Preference, Text, TokenIds
 from fivefold.data.records import Records, check_columns, check_plain, check_used, columns_read
-from fivefold.data.source import FileList
+from fivefold.data.source import FileList, reading
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo, encoding, missing_bos
 from fivefold.data.windows import Encoded, Encoder
@@ -530,13 +530,14 @@ def _documents(files: FileList, progress: Progress | None) -> Iterator[Document]
     total, behind, told = sum(sizes), 0, 0
     for (path, form), size in zip(files.files, sizes, strict=True):
         read = 0
-        for text in form.documents(path, files.source):
-            yield text
-            read = min(size, read + len(text))
-            del text
-            if progress and (behind + read - told) * _TELLINGS >= total:
-                told = behind + read
-                progress(f"tokenising {files.name}", told, total)
+        with reading(path, files.source):
+            for text in form.documents(path, files.source):
+                yield text
+                read = min(size, read + len(text))
+                del text
+                if progress and (behind + read - told) * _TELLINGS >= total:
+                    told = behind + read
+                    progress(f"tokenising {files.name}", told, total)
         behind += size
     if progress:
         progress(f"tokenising {files.name}", total, total)

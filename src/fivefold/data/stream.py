@@ -26,7 +26,6 @@ import numpy as np
 
 from fivefold.config import RunConfig
 from fivefold.core.cache import Progress, key_of, telling
-from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.data.batch import Piece
 from fivefold.data.order import permutation
@@ -180,11 +179,7 @@ class StreamedRows(RowSource):
     def _at(self, place: int) -> int:
         """The number of the row at `place`: walks on from the last window before it whose begin is known."""
         begin, number = self._begins[bisect_right(self._begins, (place, inf)) - 1]
-        empty = 0
         while place >= begin + (rows := len(self._window(number))):
-            empty = 0 if rows else empty + 1
-            if empty > self.order.windows:
-                raise UserError("data.train: no window of an epoch has a row", fix="add text")
             begin, number = begin + rows, number + 1
             if (begin, number) not in self._begins:
                 insort(self._begins, (begin, number))
@@ -221,7 +216,7 @@ class StreamedRows(RowSource):
                 yield
             finally:
                 self._filler = None
-                process.terminate()
+                process.kill()  # one that is stopped does not see SIGTERM; it leaves whole units whenever it ends
 
     def _tell_filler(self, line: object) -> None:
         if self._filler:

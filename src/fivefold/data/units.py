@@ -31,7 +31,7 @@ from fivefold.core.files import expanded
 from fivefold.core.integrity import DamagedError, check_file, file_checksum, read_signed, signed
 from fivefold.data.examples import Document
 from fivefold.data.records import MOST_FORMS, check_used, columns_read
-from fivefold.data.source import FileList, Format, Part, Source
+from fivefold.data.source import FileList, Format, Part, Source, reading
 from fivefold.data.store import TOKENS, TRAINED, Say, StoreWriter, TokenStore, made_by, unit_meta
 from fivefold.data.token_ids import TokenIdsReport
 from fivefold.data.tokenizer import TokenizerInfo
@@ -103,9 +103,10 @@ class Units:
         if (now := _state(self.files)) == self.state:
             return
         before, names = {name: rest for name, *rest in self.state}, {name for name, *_ in now}
+        files = {name for name, _, time, *_ in self.state if time}  # addresses have no time
+        gone = next((name for name in before if name not in names or (name in files and not Path(name).exists())), None)
         changed = next((name for name, *rest in now if before.get(name) != rest), None)
-        gone = next((name for name in before if name not in names), None)
-        what = f"{changed} {'changed' if changed in before else 'was added'}" if changed else f"{gone} is gone"
+        what = f"{gone} is gone" if gone else f"{changed} {'changed' if changed in before else 'was added'}"
         is_streamed = self.folder.parent.name == STREAMS
         by = "data.streaming" if is_streamed else "`fivefold data --prepare`"
         anew = "another run.name" if is_streamed else "all shards"
@@ -148,8 +149,7 @@ class Units:
         def build(beside: Path, _: str) -> None:
             if self.is_joined:
                 raise _Joined
-            self._write(beside, number)
-            self._check_unit(number)
+            self._write_unchanged(beside, number)
 
         try:
             entry(self.path(number), read=lambda folder: read_signed(folder / _UNIT), build=build)
@@ -167,8 +167,7 @@ class Units:
         def build(beside: Path, damage: str) -> None:
             if damage:
                 say(f"DAMAGED: the tokens in {self.path(number)}: {damage}; they are made again from the text")
-            self._write(beside, number)
-            self._check_unit(number)
+            self._write_unchanged(beside, number)
 
         def read(folder: Path) -> TokenStore:
             counts = self._checked(number)
@@ -196,6 +195,15 @@ class Units:
         if source.read:
             check_used(source, are_examples=examples > 0)
         return ids.line(self.files.name), *columns_read(replace(self.files, source=source), tuple(left_out))
+
+    def _write_unchanged(self, folder: Path, number: int) -> None:
+        """Write a unit. Raises `UserError` if a file of it changed, which explains any other error of reading it."""
+        try:
+            self._write(folder, number)
+        except UserError:
+            self._check_unit(number)
+            raise
+        self._check_unit(number)
 
     def _write(self, folder: Path, number: int) -> None:
         source = replace(self.files.source, read={}, undecided=Counter())
@@ -225,16 +233,19 @@ class Units:
             if unit.part is None:
                 raise
             (path, form) = self.files.files[unit.first]
-            for _ in self._documents(replace(unit, part=form.counted(path, source, unit.part)), source):
+            with reading(path, source):
+                counted = form.counted(path, source, unit.part)
+            for _ in self._documents(replace(unit, part=counted), source):
                 pass  # raises the error again, with the row
             raise error
 
     def _documents(self, unit: Unit, source: Source) -> Iterator[Document]:
         for path, form in self.files.files[unit.first : unit.last]:
-            if unit.part is None:
-                yield from form.documents(path, source)
-            else:
-                yield from form.documents_of(unit.part, path, source)
+            with reading(path, source):
+                if unit.part is None:
+                    yield from form.documents(path, source)
+                else:
+                    yield from form.documents_of(unit.part, path, source)
 
     # ---- joining -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Detect from one of its threads whether this process makes progress: slow is not frozen. No torch.
 
 A process is active if a Python thread has changed its position, or if it computes, reads or writes. The same holds if a
-process that it started, such as a compiler, computes. A process waiting for the network counts as active: network
-clients have timeouts of their own. Seconds of waiting for a disk count a tenth.
+process that it started, such as a compiler, computes, or one that holds a file lock for which it waits, such as that of
+tokens in the cache. A process waiting for the network counts as active: network clients have timeouts of their own.
+Seconds of waiting for a disk count a tenth.
 """
 
 import os
@@ -30,7 +31,7 @@ class Moves:
 
     def __init__(self) -> None:
         self._stacks: Any = None
-        self._cpu, self._bytes, self._children = self._cpu_seconds(), _bytes(), dict[int, float]()
+        self._cpu, self._bytes, self._others = self._cpu_seconds(), _bytes(), dict[int, float]()
         self.still = 0.0
 
     def look(self, seconds: float) -> None:
@@ -46,14 +47,14 @@ class Moves:
         moved = on_network or stacks != self._stacks
         moved |= cpu - self._cpu > COMPUTES * seconds or moved_bytes - self._bytes > READS * seconds
         self._stacks, self._cpu, self._bytes = stacks, cpu, moved_bytes
-        return moved or self._child_computes(seconds)
+        return moved or self._other_computes(seconds)
 
     def _cpu_seconds(self) -> float:
         return time.process_time() - time.thread_time()
 
-    def _child_computes(self, seconds: float) -> bool:
-        before, self._children = self._children, _children(os.getpid())
-        return any(cpu - before.get(pid, cpu) > COMPUTES * seconds for pid, cpu in self._children.items())
+    def _other_computes(self, seconds: float) -> bool:
+        before, self._others = self._others, _others(os.getpid())
+        return any(cpu - before.get(pid, cpu) > COMPUTES * seconds for pid, cpu in self._others.items())
 
 
 def _stacks() -> tuple[list[Any], bool]:
@@ -84,19 +85,33 @@ def _read_and_written(name: str) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
-def _children(pid: int) -> dict[int, float]:
-    """CPU seconds of every descendant of `pid`, by process id."""
+def _others(pid: int) -> dict[int, float]:
+    """CPU seconds of those for which `pid` may wait, by process id: its descendants, holders of locks, and theirs."""
     parents, cpu = dict[int, int](), dict[int, float]()
     for task in _PROC.glob("[0-9]*"):
         with suppress(OSError, IndexError, ValueError):
             words = (task / "stat").read_text().rpartition(")")[2].split()
             parents[int(task.name)] = int(words[1])
             cpu[int(task.name)] = (int(words[11]) + int(words[12])) / _TICKS
-    below, found = {pid}, dict[int, float]()
+    holders = _holders(pid)
+    below, found = {pid, *holders}, {holder: cpu[holder] for holder in holders if holder in cpu}
     while new := {child for child, parent in parents.items() if parent in below and child not in below}:
         below |= new
         found |= {child: cpu[child] for child in new}
     return found
+
+
+def _holders(pid: int) -> set[int]:
+    """Processes of this machine that hold a file lock for which `pid` waits."""
+    holders, waits = dict[str, int](), set[str]()  # a lock's number -> its holder; the locks that `pid` waits for
+    with suppress(OSError, IndexError, ValueError):
+        for line in (_PROC / "locks").read_text().splitlines():
+            number, *words = line.split()
+            if words[0] != "->":
+                holders[number] = int(words[3])
+            elif int(words[4]) == pid:
+                waits.add(number)
+    return {holders[number] for number in waits & holders.keys()}
 
 
 def _waits_for_disk() -> bool:

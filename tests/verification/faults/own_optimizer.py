@@ -51,5 +51,5 @@ def options_of_a_class_dropped() -> Any:
     layout="pp2", expects=[(".*", r"")], model=OWN, kind="load",
 )  # fmt: skip
 def count_restored_in_fp32() -> Any:
-    plain = load._scalar
-    return patch.object(load, "_scalar", lambda value, kind, device: plain(value, "float32", device))
+    plain = load.number_of_type
+    return patch.object(load, "number_of_type", lambda value, kind, device: plain(value, "float32", device))

@@ -7,7 +7,7 @@ the first step: here on two small tensors, for what a run needs of it; and for w
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from fivefold.parallel import plain
 from fivefold.parallel.placement import Placement
 from fivefold.parallel.state import state_of
 from fivefold.training.optimizers import UpdateRule, Weights
-from fivefold.training.optimizers.trial import READ_MORE, check_runs, check_update
+from fivefold.training.optimizers.probe import Probe, why_unfit
+from fivefold.training.optimizers.trial import READ_MORE, Make, check_runs, check_update
 
-_SHAPES = {1: (4,), 2: (4, 6)}  # tensors of a trial, by their number of dimensions
 _RATE = 0.01  # learning rate of a trial
 
 
@@ -49,11 +49,23 @@ class PythonOptimizer(UpdateRule):
                 "it is no class of a torch.optim.Optimizer", f"class {code.name}(torch.optim.Optimizer)"
             )
         known = inspect.signature(self._class).parameters
-        self.takes_decay = "weight_decay" in known
         if "lr" not in known:
             raise self._refusal(
                 "it takes no lr", "def __init__(self, params, lr, ...): the schedule sets the lr of groups"
             )
+        _, *taken = inspect.signature(self._class.step).parameters.values()
+        if needed := [one.name for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:
+            raise self._refusal(
+                f"its step needs {needed[0]}, and a run calls step() once, after the backward pass of the batch",
+                f"def step(self, {needed[0]}=None)",
+            )
+        if all(callable(getattr(self._class, name, None)) for name in ("train", "eval")):
+            raise self._refusal(
+                "it has train() and eval(): evaluation is of other weights than training, and no run calls them",
+                "use a class whose parameters are the weights to evaluate",
+            )
+        # A class may take a decay by **options.
+        self.takes_decay = "weight_decay" in known or "weight_decay" in self._default_group(options)
         if options.weight_decay and not self.takes_decay:
             raise self._refusal(
                 f"optimizer.weight_decay is {options.weight_decay:g}, and it takes none",
@@ -74,15 +86,25 @@ class PythonOptimizer(UpdateRule):
             [p for name, p in named.items() if dims[name] > 1], [p for name, p in named.items() if dims[name] <= 1],
             options, options.learning_rate,
         )  # fmt: skip
+
+        make = self.like(options)
         failed: dict[str, Any] | None = None
         try:
-            check_update(optimizer, state.plan.layout)
-            check_runs(optimizer, list(named.values()))
+            check_update(optimizer, state.plan.layout, make)
+            check_runs(optimizer, list(named.values()), make)
         except UserError as error:
             failed = self._told(error).to_json()
         if told := next(filter(None, plain.everywhere(failed)), None):
             raise UserError.from_json(told)
         return optimizer
+
+    def like(self, options: OptimizerSection) -> Make:
+        """Build others of the class for a trial, with the same options."""
+
+        def make(groups: list[dict[str, Any]], but: Sequence[str]) -> torch.optim.Optimizer:
+            return self._made(groups, options, float(groups[0]["lr"]), but)
+
+        return make
 
     def reference(self, weights: Weights, options: OptimizerSection, rate: float) -> list[torch.optim.Optimizer]:
         """The same class over whole tensors."""
@@ -102,75 +124,73 @@ class PythonOptimizer(UpdateRule):
             both = (decayed, options.weight_decay), (others, 0.0)
             groups = [{"params": list(params), "weight_decay": decay} for params, decay in both]
             groups = [group for group in groups if group["params"]] or groups[:1]
-        wanted = [{"lr": rate, **{key: value for key, value in group.items() if key != "params"}} for group in groups]
+        made = self._made(groups, options, rate)
+        of_parameter = {p: group for group in made.param_groups for p in group["params"]}
+        for group in groups:
+            wanted = {"lr": rate, **{key: value for key, value in group.items() if key != "params"}}
+            for parameter in group["params"]:
+                if parameter not in of_parameter:
+                    raise self._refusal(
+                        "its parameter groups leave out parameters that it is given",
+                        "super().__init__(params, {'lr': lr, ...}), with the groups as they are given",
+                    )
+                if missed := [key for key in wanted if of_parameter[parameter].get(key) != wanted[key]]:
+                    raise self._refusal(
+                        f"its parameter groups do not have the {missed[0]} that it is given",
+                        f"super().__init__(params, {{'{missed[0]}': {missed[0]}, ...}}), and read "
+                        f"group['{missed[0]}'] in step",
+                    )
+        return made
+
+    def _made(
+        self, groups: Sequence[dict[str, Any]], options: OptimizerSection, rate: float, but: Sequence[str] = ()
+    ) -> torch.optim.Optimizer:
+        """The class over groups, without the options in `but`."""
+        given = {key: value for key, value in (options.options or {}).items() if key not in but}
+        if "weight_decay" in inspect.signature(self._class).parameters:
+            given["weight_decay"] = options.weight_decay  # one that is not that of groups would be its default
         try:
-            made = self._class(groups, lr=rate, **(options.options or {}))
+            # Copies: torch adds the defaults to the groups that it is given.
+            return self._class([dict(group) for group in groups], lr=rate, **given)  # type: ignore[no-any-return]
         except Exception as error:  # any error of the user's code
             raise self._code.error(error, more=READ_MORE) from error
-        pairs = zip(wanted, made.param_groups, strict=True)
-        if missed := [key for given, group in pairs for key in given if group.get(key) != given[key]]:
-            raise self._refusal(
-                f"its parameter groups do not have the {missed[0]} that it is given",
-                f"super().__init__(params, {{'{missed[0]}': {missed[0]}, ...}}), and read group['{missed[0]}'] in step",
-            )
-        return made  # type: ignore[no-any-return]
+
+    def _default_group(self, options: OptimizerSection) -> Mapping[str, Any]:
+        """The options of a group that is given none."""
+        return self._made([{"params": [nn.Parameter(torch.zeros(4, 6))]}], options, _RATE).param_groups[0]
 
     def _try(self, options: OptimizerSection) -> Mapping[int, Sequence[str]]:
-        """Take steps over a vector and a matrix, and return the kinds of state that each has in its shape. Raises
-        `UserError` for what a run could not resume, or would do otherwise than its schedule says."""
-        tensors = {
-            dims: nn.Parameter(torch.linspace(-1, 1, 4 * 6 ** (dims - 1)).view(_SHAPES[dims])) for dims in _SHAPES
-        }
-        with torch.random.fork_rng(devices=[]):
-            optimizer = self._over([tensors[2]], [tensors[1]], options, _RATE)
-            self._step(optimizer, tensors)
-            before = self._counts(optimizer)
-            self._step(optimizer, tensors)
-            if changed := [where for where, number in self._counts(optimizer).items() if number != before.get(where)]:
-                raise self._refusal(
-                    f"it counts in {changed[0]}, which no checkpoint has",
-                    "keep the count in self.state of a parameter: state['step'] = state.get('step', 0) + 1",
-                )
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-            was = [tensor.detach().clone() for tensor in tensors.values()]
-            self._step(optimizer, tensors)
-        if not all(map(torch.equal, was, tensors.values())):
-            raise self._refusal(
-                "it changes weights although the lr of its groups is 0: the schedule would not reach it",
-                "read group['lr'] in step",
-            )
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if not isinstance(value, Tensor | int | float | None):
-                    raise self._refusal(
-                        f"it keeps {key} as a {type(value).__name__}, which no checkpoint holds",
-                        "keep tensors and numbers in self.state of a parameter",
-                    )
-        states = {dims: optimizer.state.get(tensor, {}) for dims, tensor in tensors.items()}
-        return {
-            dims: [kind for kind, value in states[dims].items() if getattr(value, "shape", None) == _SHAPES[dims]]
-            for dims in _SHAPES
-        }
+        """Try the class, and return the kinds of state that a vector and a matrix have in their shape. Raises
+        `UserError` for what a run could not resume, or would do otherwise than its file says."""
 
-    def _step(self, optimizer: torch.optim.Optimizer, tensors: Mapping[int, nn.Parameter]) -> None:
-        for tensor in tensors.values():
-            tensor.grad = torch.full_like(tensor, 0.1)
+        def build(matrix: Tensor, vector: Tensor) -> torch.optim.Optimizer:
+            return self._over([matrix], [vector], options, _RATE)
+
+        probe = Probe(build)
         try:
-            optimizer.step()
+            unfit = why_unfit(probe) or self._ignores_decay(options)
+        except UserError:
+            raise
         except Exception as error:  # any error of the user's code
             raise self._code.error(error, more=READ_MORE) from error
+        if unfit:
+            raise self._refusal(*unfit)
+        return probe.kinds
 
-    @staticmethod
-    def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """The numbers of an optimizer beside its state, by where they stand."""
-        places = [("its parameter groups", group) for group in optimizer.param_groups] + [("self", vars(optimizer))]
-        return {
-            f"{key} of {where}": float(value)
-            for where, values in places
-            for key, value in values.items()
-            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-        }
+    def _ignores_decay(self, options: OptimizerSection) -> tuple[str, str] | None:
+        """The refusal of a class that is to decay, and updates alike whatever the decay of its groups is."""
+        if not options.weight_decay:
+            return None
+
+        def build(decay: float, matrix: Tensor, vector: Tensor) -> torch.optim.Optimizer:
+            return self._made([{"params": [matrix, vector], "weight_decay": decay}], options, _RATE)
+
+        probes = [Probe(partial(build, decay)) for decay in (0.0, 0.5)]
+        for probe in probes * 3:
+            probe.step()
+        if probes[0].has_values_of(probes[1]):
+            return "its update does not depend on the weight_decay of its groups", "read group['weight_decay'] in step"
+        return None
 
     def _refusal(self, what: str, fix: str) -> UserError:
         return UserError(f"optimizer.path: {self._code.path}: {self._code.name}: {what}", fix=fix, more=READ_MORE)
