@@ -139,5 +139,5 @@ def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def _generators() -> tuple[Any, ...]:
     """The state of the generators that code draws from unless it makes its own."""
-    name, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, keys.tobytes(), *rest
+    numbers: Any = np.random.get_state(legacy=False)["state"]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers["key"].tobytes(), numbers["pos"]
