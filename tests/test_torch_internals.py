@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fivefold import torch_internals
@@ -396,6 +397,23 @@ def test_late_gradients_are_added_and_reduced(world: None) -> None:
     assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
     sent = vars(model._get_fsdp_state()._comm_ctx)
     assert not (sent.get("reduce_scatter_states") or sent.get("reduce_scatter_state")), "what was sent is let go"
+
+
+def test_a_unit_leaves_a_copy_on_the_ranks_of_a_node(world: None) -> None:
+    """In a forward, if these are others than its shards' (here of one process too); it is freed."""
+    model: Any = unit()
+    model.set_reshard_after_forward(True)  # a root would stay gathered
+    nodes = DeviceMesh.from_group([dist.group.WORLD] * 2, "cpu", torch.zeros(1, 1), mesh_dim_names=("copies", "node"))
+    torch_internals.fsdp_keep_copy(model, nodes)
+    (group,) = torch_internals._groups(model)
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    assert group.is_sharded_post_forward and group.fsdp_params[0]._sharded_post_forward_param_data.numel() == 16
+    model.reshard()
+    torch_internals.fsdp_drop_copy(model)
+    assert group.fsdp_params[0]._sharded_post_forward_param_data is None
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0] * 4] * 4
 
 
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------

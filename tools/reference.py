@@ -47,8 +47,10 @@ from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8 import spec as fp8
 from fivefold.parallel.fp8.keys import Fp8Keys
+from fivefold.parallel.fsdp import spec as fsdp
 from fivefold.parallel.layout import DEGREES, KEYS, OF_PARTS, PARTS, Layout
 from fivefold.parallel.legality import violations
+from fivefold.parallel.nodes.keys import NodeKeys
 from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.outer.keys import OuterKeys
 from fivefold.parallel.pipeline.keys import PipelineKeys
@@ -586,6 +588,18 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
     ("Ranks of experts", ExpertKeys.rank_violations, (
         Case("shard4.ep3", world=4), Case("shard2.tp2.ep4+etp", world=4),
     )),
+    ("Secondary copies and levels", NodeKeys.violations, (
+        Case("shard16+hpz1"), Case("shard16+zero2+hpz8"), Case("shard16+hier1"), Case("shard16+hpz8+hier4"),
+    )),
+    ("Ranks of a node", NodeKeys.rank_violations, (
+        Case("shard16+hpz6", world=16), Case("shard8+hpz8", world=8), Case("shard16.ep8+hpz4", world=16),
+        Case("shard16+hier6", world=16), Case("shard2+hier2", world=2), Case("tp2+qwz", world=2),
+        Case("shard4.ep4+qwz", world=4),
+    )),
+    ("Secondary copies, gathers in eight bits, and a model", fsdp.violations, (
+        Case("shard16+hpz8+offload_parameters", "llama-3.2-1b"), Case("shard16+hpz8+fp8", "llama-3.2-1b"),
+        Case("shard16+qwz", "llama-3.2-1b", adapter=Lora()), Case("shard2.tp16+qwz", "llama-2-7b"),
+    )),
     ("Batch", Layout.against_batch, (Case("shard4+mb2", batch=12),)),
     ("Context parallelism", ContextKeys.violations, (Case("cp4+2x3"),)),
     ("Heads over context parallelism", ContextKeys.model_violations, (
@@ -663,15 +677,8 @@ def _without_parameters(text: str) -> str:
 
 def untouched() -> list[str]:
     """Places that yield a `Violation` and that no case of `RULES` reaches."""
-    modules = (
-        layout_module,
-        lower_module,
-        adapters,
-        chunks,
-        fp8,
-        outer,
-        *(sys.modules[part.__module__] for part in PARTS),
-    )
+    features = (layout_module, lower_module, adapters, chunks, fp8, fsdp, outer)
+    modules = (*features, *(sys.modules[part.__module__] for part in PARTS))
     files = {str(module.__file__): module.__name__ for module in modules}
     reached: set[tuple[str, int]] = set()
 

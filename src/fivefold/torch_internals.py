@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
@@ -42,6 +43,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fivefold.core.errors import UserError
 
 if TYPE_CHECKING:  # importing it takes a second, and only training needs it
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -667,6 +669,15 @@ def fsdp_shards(model: nn.Module) -> "dict[tuple[nn.Module, str], FSDPParam]":
     return found
 
 
+def fsdp_sent(module: "FSDPModule") -> list[tuple[tuple[nn.Module, str], int]]:
+    """List what a rank sends when a unit is gathered, in order: ((module, parameter name), numbers with padding)."""
+    parameters = [parameter for group in _groups(module) for parameter in group.fsdp_params]
+    return [
+        ((of._module_info.module, of._module_info.param_name), of.padded_sharded_param_size.numel())
+        for of in parameters
+    ]
+
+
 def fsdp_pad(of: "FSDPParam") -> None:
     """Pad a newly made shard. FSDP would do so at its first call: the shard would then move away from existing
     references to it, and exist twice for a while."""
@@ -726,6 +737,39 @@ class Shards(Sequence[Tensor]):
             raise IndexError(f"shard {at} of {self.ranks}")
         rows = -(-len(self.tensor) // self.ranks)
         return self.tensor[at * rows : (at + 1) * rows] if at * rows < len(self.tensor) else self.tensor.new_empty(0)
+
+
+def fsdp_keep_copy(module: "FSDPModule", nodes: "DeviceMesh") -> None:
+    """Let a unit reshard after a pass to the ranks of the last dimension of `nodes` (copies, ranks of a copy). So
+    does a backward that is not the last of a step (`set_requires_all_reduce`).
+
+    `fully_shard(reshard_after_forward=N)` makes new groups for every unit, hangs if other ranks shard apart, as under
+    tp, and drops the copy after a backward.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    info = HSDPMeshInfo(nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in _groups(module):
+        assign(group, post_forward_mesh_info=info, _to_sharded=partial(_to_copy, group))
+        for of in group.fsdp_params:
+            assign(of, post_forward_mesh_info=info)
+            of._init_sharded_post_forward_param_metadata(torch.empty(of._orig_size, device="meta"))
+
+
+def _to_copy(group: Any) -> None:
+    """Do what a group's `_to_sharded` does, but at the end of a backward that is not the last, leave a copy."""
+    if group._training_state.name == "POST_BACKWARD" and not (group.is_sharded or group.all_reduce_grads):
+        group._to_sharded_post_forward()
+    else:
+        type(group)._to_sharded(group)
+
+
+def fsdp_drop_copy(module: "FSDPModule") -> None:
+    """Free the copy that passes have left (`fsdp_keep_copy`), of a unit that is sharded again."""
+    for group in filter(None, _groups(module)):
+        for of in group.fsdp_params:
+            if getattr(of, "_sharded_post_forward_param_data", None) is not None:
+                assign(of, _sharded_post_forward_param=None, _sharded_post_forward_param_data=None)
 
 
 def _groups(module: "FSDPModule") -> list[Any]:
@@ -840,13 +884,16 @@ _NEEDED: Mapping[str, str] = {
     f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "
     "_training_state",
     f"{_FSDP}._fsdp_state.FSDPStateContext": "iter_forward_root post_backward_final_callback_queued",
+    f"{_FSDP}._fsdp_common": "HSDPMeshInfo",
     f"{_FSDP}._fsdp_common.TrainingState": "IDLE",
     f"{_FSDP}._fsdp_param_group.FSDPCommContext": "post_forward_order reduce_scatter_states/reduce_scatter_state",
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup": "_init_mp_dtypes _orig_dtype _partial_reduce_output "
-    "_post_forward_indices _training_state comm_ctx finalize_backward fsdp_params post_backward wait_for_unshard",
-    f"{_FSDP}._fsdp_param.FSDPParam": "_init_extensions _module_info _sharded_param_data _unsharded_param "
-    "accumulate_unsharded_grad_if_needed padded_sharded_param_size reset_sharded_param sharded_param "
-    "to_accumulated_grad_if_needed unsharded_accumulated_grad",
+    "_post_forward_indices _training_state comm_ctx finalize_backward fsdp_params post_backward "
+    "_to_sharded _to_sharded_post_forward all_reduce_grads is_sharded post_forward_mesh_info wait_for_unshard",
+    f"{_FSDP}._fsdp_param.FSDPParam": "_init_extensions _init_sharded_post_forward_param_metadata _module_info "
+    "_orig_size _sharded_param_data _sharded_post_forward_param _sharded_post_forward_param_data _unsharded_param "
+    "accumulate_unsharded_grad_if_needed padded_sharded_param_size post_forward_mesh_info reset_sharded_param "
+    "sharded_param to_accumulated_grad_if_needed unsharded_accumulated_grad",
     f"{_FSDP}._fsdp_param.ParamModuleInfo": "module param_name shared_modules shared_param_names",
     "nn.Module": "_apply _buffers _forward_hooks _forward_pre_hooks _modules _parameters",
     "nn.init": "_calculate_fan_in_and_fan_out",

@@ -1,5 +1,6 @@
 """A step of many micro batches is told from one of a few: what is counted, and how long it takes, is that of all."""
 
+from dataclasses import astuple, fields
 from itertools import product
 
 import numpy as np
@@ -15,6 +16,7 @@ PIPELINES = [
     "pp2", "pp3", "pp7", "pp4+gpipe", "pp4+interleaved+v2", "pp3+interleaved+v4", "pp3+zb", "pp2+zb+v2", "pp4+zb+v2",
     "pp3+zbv", "pp4+zbv", "pp2+dualpipev", "pp4+dualpipev",
 ]  # fmt: skip
+STAGES = ((1, False), (2, False), (3, False), (3, True))  # of ZeRO, and whether there are secondary copies
 COUNTS = (4, 5, 8, 12, 14, 33, 60, 64, 200)
 
 
@@ -55,18 +57,18 @@ def test_many_micro_batches_are_counted_like_a_few(subtests: pytest.Subtests) ->
     """Micro batches in flight, and gathers and reductions, are those of the whole schedule."""
     for text in ["single", *PIPELINES]:
         with subtests.test(msg=text):
-            for zero, (layout, count) in product((1, 2, 3), legal(text)):
+            for (zero, copies), (layout, count) in product(STAGES, legal(text)):
                 layers = (2,) * layout.stages
                 plan, held = layout.schedule_plan(count), stages_in_flight(layout, count, layers)
-                own = gathers(layout, count, zero)
+                own = gathers(layout, count, zero, has_copies=copies)
                 for rank, order in enumerate(plan.orders):
                     stages = tuple(stage for stage in range(plan.stages) if plan.rank_of(stage) == rank)
                     users = {str(stage): frozenset((stage,)) for stage in stages}
-                    times = of_slots(order, users, count, stages, zero)
+                    times = of_slots(order, users, count, stages, zero, users if copies else ())
                     of = in_flight(order, layers)
                     for stage, each in ((stage, times[str(stage)]) for stage in of.most):
-                        at = zero, count, stage
+                        at = zero, copies, count, stage
                         waits = held.most[stage], held.at_loss[stage], held.later[stage], held.later_at_loss[stage]
                         assert waits == (of.most[stage], of.at_loss[stage], of.later[stage], of.later_at_loss[stage])
-                        found = own.forward[stage] * count, own.backward[stage] * count, own.reductions[stage] * count
-                        assert found == pytest.approx((each.forward, each.backward, each.reductions)), at
+                        found = [getattr(own, field.name)[stage] * count for field in fields(own)]
+                        assert found == pytest.approx(astuple(each)), at

@@ -24,8 +24,8 @@ from transformers import DynamicCache
 from fivefold.core.errors import UserError
 from fivefold.generation.sampling import Choice, Sampling
 from fivefold.parallel import passes
-from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
-from fivefold.parallel.fsdp.spec import FsdpPlan, keeps_gathered
+from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, leave_after_forward, reshard
+from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.state import ParallelState, state_of
 
 GATHER_ONCE_BYTES = 2 * 2**30  # most bytes of a rank's parameters to keep gathered for a whole text
@@ -191,24 +191,24 @@ def ready(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _gathered(model: nn.Module, state: ParallelState) -> Iterator[None]:
     """Keep small models gathered inside; afterwards every unit is sharded, with its own rule."""
-    units = {unit.name: model.get_submodule(unit.name) for unit in state.plan.feature(FsdpPlan).sharded}
+    units = {unit: model.get_submodule(unit.name) for unit in state.plan.feature(FsdpPlan).sharded}
     once = gathered_bytes(state) <= GATHER_ONCE_BYTES
     try:
-        for unit in units.values():
-            assert isinstance(unit, FSDPModule)
+        for module in units.values():
+            assert isinstance(module, FSDPModule)
             if once:
-                unit.set_reshard_after_forward(False, recurse=False)
-                unit.unshard()
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
         if state.copies:
             state.copies.hold()
         yield
     finally:
         if state.copies:
             state.copies.put_back()
-        for name, unit in units.items():
-            assert isinstance(unit, FSDPModule)
-            unit.set_reshard_after_forward(not keeps_gathered(state.plan.layout, name), recurse=False)
-            unit.reshard()
+        for unit, module in units.items():
+            assert isinstance(module, FSDPModule)
+            leave_after_forward(module, unit, state.mesh)
+        reshard(model)
 
 
 def gathered_bytes(state: ParallelState) -> int:

@@ -178,7 +178,9 @@ class LiveParts:
             **recompute.builders(model, is_compiled=self.compiled is not None),
             **(graphs.builders(model, self.compiled) if self.compiled else {}),
             **offloading.builders(model, self.offload),
-            **data.builders(model, self._mesh, self._reduce_dtype, self._stand_ins, METHODS),
+            **data.builders(
+                model, self._plan.feature(FsdpPlan), self._mesh, self._reduce_dtype, self._stand_ins, METHODS
+            ),
         }
 
     def _stand_ins(self) -> Copies:

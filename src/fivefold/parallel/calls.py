@@ -31,11 +31,6 @@ def layer_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
     return _calls(plan, shape, *IN_LAYERS)
 
 
-def unit_calls(plan: ParallelPlan, shape: StepShape) -> Iterator[Call]:
-    """Yield the `calls` of FSDP."""
-    return _calls(plan, shape, fsdp.calls)
-
-
 def _calls(plan: ParallelPlan, shape: StepShape, *parts: Callable[[Step], Iterator[Call]]) -> Iterator[Call]:
     step = Step(plan, shape)
     for part in parts:

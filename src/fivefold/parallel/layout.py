@@ -29,6 +29,7 @@ from fivefold.parallel.context.keys import ContextKeys
 from fivefold.parallel.experts.keys import ExpertKeys
 from fivefold.parallel.fp8.keys import Fp8Keys
 from fivefold.parallel.fsdp.keys import FsdpKeys
+from fivefold.parallel.nodes.keys import NodeKeys
 from fivefold.parallel.offload.keys import OffloadKeys
 from fivefold.parallel.outer.keys import OuterKeys
 from fivefold.parallel.pipeline.keys import PipelineKeys
@@ -60,6 +61,7 @@ class Layout(
     Fp8Keys,
     OffloadKeys,
     RecomputeKeys,
+    NodeKeys,
     ExpertKeys,
     PipelineKeys,
     ContextKeys,

@@ -12,6 +12,7 @@ from fivefold.parallel.adapters import spec as adapters
 from fivefold.parallel.chunks import spec as chunks
 from fivefold.parallel.dropout import spec as dropout
 from fivefold.parallel.fp8 import spec as fp8
+from fivefold.parallel.fsdp import spec as fsdp
 from fivefold.parallel.fsdp.spec import computes_in_copies
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
@@ -51,7 +52,7 @@ def lower(facts: ModelFacts, layout: Layout, rank: int, *, compiled: bool = Fals
     )
     refuse([
         *fp8.violations(plan), *_of_states(plan), *chunks.violations(plan), *adapters.violations(plan),
-        *dropout.violations(plan), *outer.violations(plan),
+        *dropout.violations(plan), *outer.violations(plan), *fsdp.violations(plan),
     ])  # fmt: skip
     return plan
 

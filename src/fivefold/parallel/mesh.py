@@ -25,13 +25,15 @@ class Mesh:
     pipeline that hold the tied embedding.
 
     `fsdp` is the mesh for `fully_shard`: (shard,), or (replicate, shard) for HSDP. `experts` is the mesh for experts'
-    parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself if experts are sharded like the rest.
+    parameters, of `Layout.expert_shards` ranks; it is `fsdp` itself if experts are sharded like the rest. `nodes` are
+    the meshes (copies, ranks of a copy) of secondary copies, by the axis of the latter.
     """
 
     grid: RankGrid
     groups: dict[str, dist.ProcessGroup]
     fsdp: DeviceMesh
     experts: DeviceMesh
+    nodes: dict[str, DeviceMesh]
 
     @property
     def layout(self) -> Layout:
@@ -40,6 +42,10 @@ class Mesh:
     def fsdp_mesh(self, over: Over) -> DeviceMesh:
         """Mesh for `fully_shard` of a parameter whose blocks go to the ranks of `over`."""
         return self.fsdp if self.grid.fsdp_axis(over) == "dp_shard" else self.experts
+
+    def node_mesh(self, over: Over) -> DeviceMesh | None:
+        """Mesh of the secondary copy of a parameter of `over`; None if each rank keeps its own."""
+        return self.nodes.get(self.grid.node_axis(over))
 
     def axis_of(self, group_name: str) -> str:
         """Mesh axis of the process group with this name, to identify recorded collectives."""
@@ -60,7 +66,9 @@ def build_mesh(grid: RankGrid, device_type: str) -> Mesh:
             shared_memory.connect(group)
     fsdp = _device_mesh(grid, groups, "dp_shard", device_type)
     experts = _device_mesh(grid, groups, "ep_shard", device_type) if grid.experts_apart else fsdp
-    return Mesh(grid, groups, fsdp, experts)
+    shared = {"node": "dp_shard", "ep_node": "ep_shard"} if grid.layout.hpz else {}
+    nodes = {axis: _node_mesh(grid, groups, axis, of, device_type) for axis, of in shared.items() if axis in groups}
+    return Mesh(grid, groups, fsdp, experts, nodes)
 
 
 def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, device_type: str) -> DeviceMesh:
@@ -71,6 +79,15 @@ def _device_mesh(grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str
     ranks = torch.tensor([grid.members(axis, rank) for rank in copies], device="cpu")
     both = [groups["dp_replicate"], groups[axis]]
     return DeviceMesh.from_group(both, device_type, ranks, mesh_dim_names=("dp_replicate", axis))
+
+
+def _node_mesh(
+    grid: RankGrid, groups: dict[str, dist.ProcessGroup], axis: str, of: str, device_type: str
+) -> DeviceMesh:
+    """Device mesh (copies, ranks of a copy) over the ranks of `of`. FSDP sends along the latter alone, so the former
+    needs no group of its own, and names that of all ranks."""
+    ranks = torch.tensor(grid.members(of, dist.get_rank()), device="cpu").view(-1, grid.size(axis))
+    return DeviceMesh.from_group([groups[of], groups[axis]], device_type, ranks, mesh_dim_names=("copies", axis))
 
 
 def _own_group(groups: Sequence[list[int]], axis: str, device_type: str) -> dist.ProcessGroup | None:

@@ -124,6 +124,14 @@ class RankGrid:
         """Axis over which FSDP shards a parameter of `over`."""
         return "ep_shard" if over == "ep" and self.experts_apart else "dp_shard"
 
+    def node_axis(self, over: Over) -> str:
+        """Axis of the ranks of a node among those over which FSDP shards a parameter of `over`."""
+        return "ep_node" if over == "ep" and self.experts_apart else "node"
+
+    def across_axis(self, over: Over) -> str:
+        """Axis of the ranks with the same place in each node (`layout.hierarchical`)."""
+        return "ep_nodes" if over == "ep" and self.experts_apart else "nodes"
+
     @property
     def experts_apart(self) -> bool:
         """True if FSDP shards experts over other ranks than the other parameters."""
@@ -156,10 +164,22 @@ class RankGrid:
             found |= {"cp_ring": Axis(cp // self.ulysses, tp * self.ulysses), "cp_ulysses": Axis(self.ulysses, tp)}
         if self.experts_apart:
             found["ep"] = Axis(layout.ep, layout.etp)
+        if layout.node_ranks:
+            found |= self._node_axes("", shard * cp, tp)
+        if layout.node_ranks and self.experts_apart:
+            found |= self._node_axes("ep_", layout.expert_shards, layout.ep * layout.etp)
         found = {name: axis for name, axis in found.items() if axis.size > 1}
         found["dp_shard"] = Axis(shard * cp, tp)
         if self.experts_apart:
             found["ep_shard"] = Axis(layout.expert_shards, layout.ep * layout.etp)
+        return found
+
+    def _node_axes(self, prefix: str, shards: int, stride: int) -> dict[str, Axis]:
+        """Axes of two levels of FSDP's ranks. Where a node has one of them, all are on one level."""
+        inside = self.layout.node_ranks * self.layout.tp // stride
+        found = {f"{prefix}node": Axis(inside, stride)}
+        if self.layout.hierarchical and inside > 1:
+            found[f"{prefix}nodes"] = Axis(shards // inside, stride * inside)
         return found
 
     @property

@@ -53,10 +53,7 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
     replicas = price_list.span(Axis(layout.dp_replicate, layout.dp_shard * layout.cp * layout.tp))
     is_summed = layout.copies_apart == 1
     over = [
-        (
-            seconds(cluster, replicas, unit.calls["all_reduce"]) if "all_reduce" in unit.calls and is_summed else 0.0,
-            count,
-        )
+        (sum(seconds(cluster, replicas, call) for call in unit.calls["replicas"] if is_summed), count)
         for unit, count in units
     ]
     sums = sum(seconds(cluster, price_list.span(shards.grid.axes[call.axis]), call) for call in sum_calls(of_rank))

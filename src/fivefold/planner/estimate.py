@@ -21,6 +21,7 @@ from fivefold.models.flops import Costs
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.experts.keys import ExpertKeys
+from fivefold.parallel.fsdp.spec import Sends
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.limits import limits_of
@@ -32,7 +33,18 @@ from fivefold.planner.doubt import Interval, memory_interval, step_interval
 from fivefold.planner.edges import Edges, edges_of, sum_calls, tied_call, transfer_call, transfer_seconds
 from fivefold.planner.engines import Engine
 from fivefold.planner.flow import Gathers, StagesInFlight, gathers, schedule_plan, span, stages_in_flight
-from fivefold.planner.parts import ITEMS, Content, Numbers, Prices, Seconds, Shard, Shards, Stages, UnitPrice, nothing
+from fivefold.planner.parts import (
+    ITEMS,
+    Content,
+    Numbers,
+    Prices,
+    Seconds,
+    Shard,
+    Shards,
+    Stages,
+    UnitPrice,
+    nothing,
+)
 from fivefold.planner.price import PriceList
 from fivefold.planner.rank_memory import (
     MATMULS,
@@ -222,7 +234,8 @@ class Step:
 
     @cached_property
     def gathers(self) -> Gathers:
-        return gathers(self.pipeline, self.micro_batches, self.shards.stage(self.layout.zero))
+        zero, has_copies = self.shards.stage(self.layout.zero), self.layout.hpz > 0
+        return gathers(self.pipeline, self.micro_batches, zero, has_copies=has_copies)
 
     @property
     def cluster(self) -> Cluster:
@@ -404,11 +417,12 @@ class Step:
 
     def _counted(self, unit: UnitPrice, times: Unshards, count: int) -> Iterator[Call]:
         """Collectives of `count` identical units in a step."""
-        of_kind = {
-            "all_gather": times.forward + times.backward, "reduce_scatter": times.reductions,
-            "all_reduce": int(self.layout.dp_replicate > self.layout.copies_apart),
+        counts: dict[Sends, int] = {
+            "gather": times.forward + times.backward, "near": times.near_forward + times.near_backward,
+            "reduce": times.reductions, "replicas": int(self.layout.dp_replicate > self.layout.copies_apart),
         }  # fmt: skip
-        yield from (replace(call, times=of_kind[kind] * count) for kind, call in unit.calls.items())
+        for what, calls in unit.calls.items():
+            yield from (replace(call, times=counts[what] * count) for call in calls if counts[what])
 
     def _unshards(self, rank: int, own: Sequence[int]) -> dict[str, Unshards]:
         """Unshards of a unit of each stage of a rank, and of the model's own unit, used by the stages at the ends."""
@@ -417,7 +431,8 @@ class Step:
         ends |= {own[-1]} if content.has_head else set()
         users = {str(stage): frozenset((stage,)) for stage in own} | {"": frozenset(ends)}
         order = schedule_plan(self.pipeline, self.micro_batches).orders[rank]
-        return of_slots(order, users, self.micro_batches, own, self.shards.stage(self.layout.zero))
+        copied = set(users) - {""} if self.layout.hpz else ()
+        return of_slots(order, users, self.micro_batches, own, self.shards.stage(self.layout.zero), copied)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -427,6 +442,7 @@ class Step:
         waits = root_waits(self.shards, content, self.pipeline)
         resting = resting_bytes(
             self.price_list, self.shards, content, self.layout.zero, waits=waits,
+            goes_on=self.micro_batches > 1,
             away=self.layout.rests_in_host, state_dtype=self.layout.state_dtype,
             apart=bool(self.layout.outer_every),
         )  # fmt: skip

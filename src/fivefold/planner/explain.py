@@ -169,6 +169,8 @@ def _changed(layout: Layout, cluster: Cluster) -> Iterator[Layout]:
     if layout.zero < 3:
         yield replace(layout, zero=layout.zero + 1)
         yield replace(layout, zero=3)
+    if layout.hpz:
+        yield replace(layout, hpz=0)
     if layout.dp_replicate > 1:
         yield replace(layout, dp_replicate=1, dp_shard=layout.data_ranks)
     if not layout.sequence_parallel:

@@ -7,7 +7,7 @@ counts of the last round are multiplied, and rounds are run until one takes as l
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
 from itertools import takewhile
 from typing import get_args
@@ -78,34 +78,37 @@ def stages_in_flight(pipeline: Layout, micro_batches: int, layers: tuple[int, ..
 @dataclass(frozen=True, eq=False)
 class Gathers:
     """How often FSDP gathers a unit of each stage in a forward and in a backward, and reduces it: means over micro
-    batches."""
+    batches. `near_...`: gathers from secondary copies."""
 
     forward: Numbers
     backward: Numbers
     reductions: Numbers
+    near_forward: Numbers
+    near_backward: Numbers
 
 
 @lru_cache(maxsize=16384)
-def gathers(pipeline: Layout, micro_batches: int, zero: int) -> Gathers:
+def gathers(pipeline: Layout, micro_batches: int, zero: int, *, has_copies: bool = False) -> Gathers:
     """Count for a pipeline under a ZeRO stage. Unless backwards are split, FSDP does the same as without a pipeline."""
     alone = pipeline if pipeline.schedule.splits_backward else Layout()
     of_round, beyond = rounds_beyond(alone, micro_batches)
     shown = micro_batches - max(0, beyond - 1) * of_round
-    times = _times(alone, shown, zero)
+    times = _times(alone, shown, zero, has_copies=has_copies)
     if shown < micro_batches:
-        times = times + (times - _times(alone, shown - of_round, zero)) * (beyond - 1)
-    return Gathers(*np.broadcast_to(times / micro_batches, (3, pipeline.stages)))
+        before = _times(alone, shown - of_round, zero, has_copies=has_copies)
+        times = times + (times - before) * (beyond - 1)
+    return Gathers(*np.broadcast_to(times / micro_batches, (len(times), pipeline.stages)))
 
 
 @lru_cache(maxsize=16384)
-def _times(pipeline: Layout, micro_batches: int, zero: int) -> Numbers:
-    """[forward, backward, reductions; stage]: how often FSDP gathers and reduces a unit that one stage uses."""
-    plan, found = schedule_plan(pipeline, micro_batches), np.zeros((3, pipeline.stages))
+def _times(pipeline: Layout, micro_batches: int, zero: int, *, has_copies: bool) -> Numbers:
+    """[number of `Unshards`; stage]: how often FSDP gathers and reduces a unit that one stage uses."""
+    plan, found = schedule_plan(pipeline, micro_batches), np.zeros((5, pipeline.stages))
     for order in plan.orders:
         own = tuple(dict.fromkeys(slot.stage for slot in order))
         users = {str(stage): frozenset((stage,)) for stage in own}
-        for stage, times in of_slots(order, users, micro_batches, own, zero).items():
-            found[:, int(stage)] = times.forward, times.backward, times.reductions
+        for stage, times in of_slots(order, users, micro_batches, own, zero, users if has_copies else ()).items():
+            found[:, int(stage)] = astuple(times)
     return found
 
 

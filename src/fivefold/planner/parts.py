@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.parallel.collectives import Call, StepShape
+from fivefold.parallel.fsdp.spec import Sends
 from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
 from fivefold.parallel.loss.spec import waiting_bytes
 from fivefold.parallel.pipeline.memory import edge_bytes
@@ -27,28 +28,31 @@ def nothing() -> Seconds:
 @dataclass(frozen=True)
 class UnitPrice:
     """One FSDP unit. `held`, `trained`: its numbers at rest on a rank; `gathered`: bytes, and `reduced`: numbers, with
-    padding. `state`: bytes of one kind of the optimizer's state. `shards`: ranks that it is sharded over. `calls`: one
-    of each kind: all_gather, reduce_scatter, and all_reduce over replicas. `gather_seconds`, `reduce_seconds`: of one
-    each. `largest`: numbers of its largest parameter, gathered."""
+    padding. `state`: bytes of one kind of the optimizer's state. `shards`: ranks that it is sharded over. `calls`: of
+    one gather, and of each of the others.
+    `gather_seconds`, `reduce_seconds`, `near_seconds`: of one each. `largest`: numbers of its largest parameter,
+    gathered. `copied`: bytes of its secondary copy."""
 
     held: int
     trained: int
     gathered: int
     reduced: int
-    calls: Mapping[str, Call]
+    calls: Mapping[Sends, tuple[Call, ...]]
     gather_seconds: float
     reduce_seconds: float
     largest: int = 0
     state: int = 0
     shards: int = 1
+    near_seconds: float = 0.0
+    copied: int = 0
 
     @property
     def is_sent(self) -> bool:
         """True if other ranks have shards of it."""
-        return "all_gather" in self.calls
+        return bool(self.calls["gather"])
 
 
-NO_UNIT = UnitPrice(0, 0, 0, 0, {}, 0.0, 0.0)
+NO_UNIT = UnitPrice(0, 0, 0, 0, {"gather": (), "near": (), "reduce": (), "replicas": ()}, 0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster, Span
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import AttentionShape, LayerCost, ModelFacts
-from fivefold.parallel.calls import calls, layer_calls, unit_calls
+from fivefold.parallel.calls import calls, layer_calls
 from fivefold.parallel.collectives import Call, StepShape
 from fivefold.parallel.fsdp.spec import FsdpPlan, Unit, computes_in_copies
 from fivefold.parallel.layout import KEYS, Layout
@@ -283,10 +283,6 @@ class _Pricing:
 class _Sharding(_Pricing):
     """Inputs of shards."""
 
-    @cached_property
-    def unit_calls(self) -> tuple[Call, ...]:
-        return tuple(unit_calls(self.plan, self.shape))
-
     def shard(self, modules: Sequence[str]) -> Shard:
         """Parameters of modules that have units of their own."""
         names = [name for name in self.plan.placement.shards if is_within(name, modules)]
@@ -306,11 +302,15 @@ class _Sharding(_Pricing):
         fsdp, placement, master = self.plan.feature(FsdpPlan), self.plan.placement, self.shape.master_bytes
         gathered, (_, reduced) = fsdp.gathered_bytes(unit), fsdp.padded_sizes(unit)
         held = sum(placement.held_bytes(name, placement.rests_in(name, master)) for name in unit.parameters) // master
-        calls = {call.kind: replace(call, times=1) for call in self.unit_calls if call.layer == unit.name}
-        gather, reduce = (
-            self.seconds(calls[kind]) if kind in calls else 0.0 for kind in ("all_gather", "reduce_scatter")
-        )
-        gather += traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
+        sent = fsdp.sends(unit, self.shape.reduce_bytes) if unit.parameters else NO_UNIT.calls
+        calls = {what: tuple(call for call in sent[what] if placement.grid.size(call.axis) > 1) for what in sent}
+        if not reduced:
+            calls |= {"reduce": (), "replicas": ()}
+        gather, reduce, near = (sum(map(self.seconds, calls[what])) for what in ("gather", "reduce", "near"))
+        copy = traffic_seconds(self.chip, self.engine.gather_traffic * gathered)
+        if fsdp.is_coded(unit):
+            gather += traffic_seconds(self.chip, gathered + fsdp.sent_bytes(unit))
+        gather, near = gather + copy, near + copy
         reduce += traffic_seconds(self.chip, self.engine.reduce_traffic * reduced * self.shape.compute_bytes)
         if self.plan.layout.offload_parameters:
             gather += host_seconds(self.chip, held * self.shape.master_bytes)
@@ -318,7 +318,7 @@ class _Sharding(_Pricing):
         return UnitPrice(
             held, sum(placement.held_bytes(name, 1) for name in trained), gathered, reduced, calls, gather, reduce,
             fsdp.largest(unit), sum(placement.state_bytes(name, master) for name in trained),
-            placement.grid.fsdp_shards(unit.over),
+            placement.grid.fsdp_shards(unit.over), near, fsdp.copy_bytes(unit),
         )  # fmt: skip
 
 
@@ -339,9 +339,9 @@ def _is_of(module: str, layer: str) -> bool:
 _BESIDE = {
     name: KEYS[name].default
     for name in (
-        "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "micro_batch_size", "recompute",
-        "offload_activations", "offload_parameters", "offload_optimizer", "state_dtype",
-        "outer_every",
+        "dp_replicate", "pp", "pp_schedule", "pp_virtual", "pp_split", "zero", "hpz", "hierarchical", "gathers",
+        "micro_batch_size", "recompute", "offload_activations", "offload_parameters", "offload_optimizer",
+        "state_dtype", "outer_every",
     )
 }  # fmt: skip
 
@@ -358,7 +358,8 @@ def shard_layout(layout: Layout) -> Layout:
     except with tensor ranks alone. FSDP shards over cp too."""
     return Layout(
         dp_replicate=min(2, layout.world // layout.tp), dp_shard=layout.dp_shard * layout.cp, tp=layout.tp,
-        ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp,
+        ep=layout.ep, sequence_parallel=layout.sequence_parallel, expert_tp=layout.expert_tp, hpz=layout.hpz,
+        hierarchical=layout.hierarchical, gathers=layout.gathers,
         precision=layout.precision, state_dtype=layout.state_dtype, offload_parameters=layout.offload_parameters,
     )  # fmt: skip
 

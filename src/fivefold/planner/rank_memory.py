@@ -101,10 +101,11 @@ def moving_bytes(engine: Engine, chip: Chip, of: InFlightBytes) -> dict[str, dic
 
 def resting_bytes(
     price_list: PriceList, shards: Shards, content: Content, zero: int, *, waits: bool,
-    away: frozenset[str] = frozenset(), state_dtype: str = "fp32", apart: bool = False,
+    goes_on: bool = True, away: frozenset[str] = frozenset(), state_dtype: str = "fp32", apart: bool = False,
 ) -> Mapping[str, Mapping[str, float]]:  # fmt: skip
     """Moment -> item -> bytes of a pipeline rank that do not depend on the micro batch. `waits`: see `root_waits`.
-    `away`: items that rest in host memory. `state_dtype`: of the optimizer's state. `apart`: replicas train apart."""
+    `goes_on`: see `fsdp.resting_bytes`. `away`: items that rest in host memory. `state_dtype`: of the optimizer's
+    state. `apart`: replicas train apart."""
     shape, of_rank, zero = shards.shape, shards.of(content), shards.stage(zero)
     units = [unit for shard, count in of_rank for unit in shard.units for _ in range(count)]
     held, trained = sum(unit.held for unit in units), sum(unit.trained for unit in units)
@@ -121,7 +122,9 @@ def resting_bytes(
         state = in_update(state, largest, restored, away=away)
     if price_list.engine.moments:
         sizes = _units(shards, content)
-        moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(state, sizes, zero, shape, root_waits=waits)
+        moments: Mapping[str, Mapping[str, float]] = fsdp.resting_bytes(
+            state, sizes, zero, shape, root_waits=waits, goes_on=goes_on
+        )
         if not price_list.cluster.chip.is_host:
             return moments
         in_layers = (unit for kind, _ in content.kinds for unit in shards.layers[kind].units if unit.is_sent)
@@ -163,7 +166,7 @@ def _exchanges(
         found[moment] = {
             **at_work,
             WAITING: at_work[WAITING] - computing + waiting * reduce,
-            GATHERED: units.root[0] + gathered if zero == 3 else at_work[GATHERED],
+            GATHERED: units.root[0] + gathered + units.copies if zero == 3 else at_work[GATHERED],
             BUFFERS: buffers,
         }
     return found
@@ -191,6 +194,9 @@ def _units(shards: Shards, content: Content) -> Units:
         total=size((unit, count) for shard, count in shards.of(content) for unit in shard.units),
         matrix=max((unit.largest for group in units for unit in group), default=0),
         ahead=max((group[-1].gathered for group in units if group[-1].is_sent), default=0),
+        copies=sum(unit.copied * count for shard, count in shards.of(content) for unit in shard.units),
+        sent=max((call.bytes for group in units for call in group[-1].calls["gather"]), default=0),
+        node=fsdp.node_of_levels(shards.grid),
         by_fsdp=shards.by_fsdp,
     )
 

@@ -24,15 +24,24 @@ def data_seconds(work: "Work", sent: "Sent", stages: Stages, of: Gathers, *, ove
     """Seconds of FSDP's collectives that compute cannot hide, in a forward and in a backward of each stage.
     Neighbouring layers are taken to be alike: a layer's parameters are gathered while the previous one runs."""
     forward, backward = (work.forward, work.backward) if overlaps else (0.0, 0.0)
-    ahead, both, again, after = (
-        np.maximum(0.0, exposed) @ stages.layers.T
-        for exposed in (
-            sent.gather - forward, sent.gather + sent.reduce - backward, sent.gather - backward, sent.reduce - backward
-        )
-    )  # fmt: skip
-    together: Numbers = np.minimum(of.backward, of.reductions)
-    exposed: Numbers = together * both + (of.backward - together) * again + (of.reductions - together) * after
-    return of.forward * ahead, exposed
+
+    def exposed(seconds: Numbers | float) -> Numbers:
+        found: Numbers = np.maximum(0.0, seconds) @ stages.layers.T
+        return found
+
+    def with_gathers(gather: Numbers, times: Numbers, reductions: Numbers) -> tuple[Numbers, Numbers]:
+        """(exposed seconds of backwards that gather, reductions that are left for the others)"""
+        together = np.minimum(times, reductions)
+        both, again = exposed(gather + sent.reduce - backward), exposed(gather - backward)
+        return together * both + (times - together) * again, reductions - together
+
+    ahead = of.forward * exposed(sent.gather - forward)
+    behind, left = with_gathers(sent.gather, of.backward, of.reductions)
+    if of.near_forward.any() or of.near_backward.any():
+        ahead = ahead + of.near_forward * exposed(sent.near - forward)
+        near, left = with_gathers(sent.near, of.near_backward, left)
+        behind = behind + near
+    return ahead, behind + left * exposed(sent.reduce - backward)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +80,11 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """Seconds of one gather, and of one reduction, of each part's units."""
+    """Seconds of one gather, of one reduction, and of one gather from the secondary copy, of each part's units."""
 
     gather: Numbers
     reduce: Numbers
+    near: Numbers
 
     @staticmethod
     def of(shards: Sequence[Shards]) -> "Sent":
@@ -83,11 +93,12 @@ class Sent:
         return Sent(
             np.array([[sum(unit.gather_seconds for unit in part) for part in parts] for parts in units]),
             np.array([[sum(unit.reduce_seconds for unit in part) for part in parts] for parts in units]),
+            np.array([[sum(unit.near_seconds for unit in part) for part in parts] for parts in units]),
         )
 
     def at(self, places: Places) -> "Sent":
         """The entries at `places`."""
-        return Sent(self.gather[places], self.reduce[places])
+        return Sent(self.gather[places], self.reduce[places], self.near[places])
 
 
 def passes(work: Work, sent: Sent, stages: Stages, of: Gathers, engine: Engine) -> tuple[Numbers, Numbers]:

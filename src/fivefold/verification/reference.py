@@ -30,6 +30,7 @@ from fivefold.parallel.balance.runtime import movable_biases
 from fivefold.parallel.fp8 import by_hand as matmuls_by_hand
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES, master_dtype
 from fivefold.parallel.loss.own import LossRow
+from fivefold.parallel.nodes import by_hand as gathers_by_hand
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.training.named_loss import loss_at
 from fivefold.training.optimizers import Weights, rule_for
@@ -60,8 +61,10 @@ class Reference:
         self.master = self._load(model, torch.float32).to(device, master_dtype(precision))
         self.master.config.use_cache = False
         self.model = self.master
+        self.codes_gathers = plan is not None and plan.layout.gathers == "int8"
+        if precision == "bf16" or self.codes_gathers:
+            self.model = self._load(model, self.compute_dtype).to(device)
         if precision == "bf16":
-            self.model = self._load(model, torch.bfloat16).to(device)
             routers_in_fp32(self.model)
         self.loss = loss_at(case.loss) if case.loss else None
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
@@ -198,7 +201,8 @@ class Reference:
         if self.model is not self.master:
             with torch.no_grad():
                 for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
-                    mine.copy_(kept.to(self.compute_dtype))
+                    sent = gathers_by_hand.sent if self.codes_gathers else Tensor.to
+                    mine.copy_(sent(kept, self.compute_dtype))
                 for name in router_buffers(self.master):
                     self.model.get_buffer(name).copy_(self.master.get_buffer(name))
 
@@ -291,12 +295,12 @@ class Reference:
                 start += len(ids)
 
     def _collect(self) -> None:
-        """Add the gradients of a bf16 model to those of its fp32 weights."""
+        """Add the gradients of the model that computes to those of its master weights."""
         if self.model is self.master:
             return
         for mine, kept in zip(self.model.parameters(), self.master.parameters(), strict=True):
             if mine.grad is not None:
-                gradient = mine.grad.to(self.compute_dtype).float()  # a router's gradient is fp32
+                gradient = mine.grad.to(self.compute_dtype).to(kept.dtype)  # a router's gradient is fp32
                 kept.grad = gradient if kept.grad is None else kept.grad + gradient
                 mine.grad = None
 

@@ -9,6 +9,7 @@ from fivefold.parallel.fsdp.spec import FsdpPlan
 from fivefold.parallel.fsdp.unshards import WITHOUT_FSDP
 from fivefold.parallel.moments import FIRST, MOMENTS, UPDATE
 from fivefold.parallel.plan import ParallelPlan
+from fivefold.parallel.ranks import RankGrid
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,9 @@ class Units:
     """Sizes of a rank's FSDP units (bytes gathered, numbers reduced). `layer`: the largest layer with its experts.
     `own`: its own unit, without them. `embedding`: if it has a unit of its own here. `root`: the model's own unit.
     `total`: all units. `matrix`: numbers of the largest parameter of a layer. `ahead`: bytes of a layer that backward
-    prefetches while the one after it runs: its own unit, or 0 if this rank has it whole. Not `by_fsdp`: all parameters
-    are there, copied or as stored."""
+    prefetches while the one after it runs: its own unit, or 0 if this rank has it whole. `sent`: of the gather of that.
+    `copies`: bytes of secondary copies. `node`: ranks of a node, if collectives have two levels; else 0. Not `by_fsdp`:
+    all parameters are there, copied or as stored."""
 
     layer: tuple[int, int]
     own: tuple[int, int]
@@ -26,6 +28,9 @@ class Units:
     total: tuple[int, int]
     matrix: int
     ahead: int
+    copies: int = 0
+    sent: int = 0
+    node: int = 0
     by_fsdp: bool = True
 
 
@@ -33,7 +38,8 @@ def rank_resting_bytes(plan: ParallelPlan, shape: StepShape, state: Mapping[str,
     """`resting_bytes` of the rank of a plan."""
     fsdp = plan.feature(FsdpPlan)
     root_waits = len(fsdp.users(fsdp.units[-1])) > 1
-    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=root_waits)
+    goes_on = shape.micro_batches > 1
+    return resting_bytes(state, _units(plan), plan.layout.zero, shape, root_waits=root_waits, goes_on=goes_on)
 
 
 def _units(plan: ParallelPlan) -> Units:
@@ -44,7 +50,7 @@ def _units(plan: ParallelPlan) -> Units:
         for layer in layers
     ]
     largest, own = max(of_layers, default=((0, 0), (0, 0)))
-    sent = (unit for unit in fsdp.units if unit.name in layers and plan.placement.grid.fsdp_shards(unit.over) > 1)
+    sent = [unit for unit in fsdp.units if unit.name in layers and plan.placement.grid.fsdp_shards(unit.over) > 1]
     return Units(
         layer=largest,
         own=own,
@@ -53,8 +59,16 @@ def _units(plan: ParallelPlan) -> Units:
         total=_sum(sizes.values()),
         matrix=max((fsdp.largest(unit) for unit in fsdp.units if is_within(f"{unit.name}.", layers)), default=0),
         ahead=max((sizes[unit.name][0] for unit in sent), default=0),
+        copies=sum(map(fsdp.copy_bytes, fsdp.units)),
+        sent=max((fsdp.sent_bytes(unit) for unit in sent), default=0),
+        node=node_of_levels(plan.placement.grid),
         by_fsdp=fsdp.is_used,
     )
+
+
+def node_of_levels(grid: RankGrid) -> int:
+    """Ranks of a node, if FSDP's collectives have two levels; else 0."""
+    return grid.size("node") if grid.layout.hierarchical else 0
 
 
 def _sum(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -63,19 +77,22 @@ def _sum(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 def resting_bytes(
-    state: Mapping[str, int], units: Units, zero: int, shape: StepShape, *, root_waits: bool
-) -> dict[str, dict[str, int]]:
+    state: Mapping[str, int], units: Units, zero: int, shape: StepShape, *, root_waits: bool,
+    goes_on: bool = True,
+) -> dict[str, dict[str, int]]:  # fmt: skip
     """Compute moment -> kind -> bytes that do not depend on the tokens of a micro batch. `state`: all parameters,
     gradients, optimizer state and buffers of routers; `state[UPDATE]` is what the update needs besides.
 
     Gradients exist from the end of the first backward on. ZeRO-3 has gathered the model's own unit, a layer, and in
     backward the next one without its experts (a layer that a rank has whole is copied in its turn). The embedding is
-    not gathered then, because backward does not read it. ZeRO-1 and 2 have gathered all units.
+    not gathered then, because backward does not read it. ZeRO-1 and 2 have gathered all units. Secondary copies of all
+    units are there from a forward on; the last backward of a step frees them one by one.
 
     Gradients wait for their reduction in the compute dtype, and are then copied into one buffer in the dtype of the
     reduction. While a layer's activations exist, only its last matrix has a gradient, and the buffer of the experts
     before it is free again. ZeRO-1 keeps the sum of all micro batches. In the update nothing of a pass is left.
-    `root_waits`: two stages of the rank add to the model's own unit; between them only its sum is kept.
+    `root_waits`: two stages of the rank add to the model's own unit; between them only its sum is kept. `goes_on`: the
+    step has other micro batches after the first.
     """
     layer, own, root, total = units.layer, units.own, units.root, units.total
     zero = zero if units.by_fsdp else WITHOUT_FSDP
@@ -85,7 +102,14 @@ def resting_bytes(
     at_begin = ((0 if root_waits else root[1]) + units.matrix) * shape.compute_bytes
     a_layer_later = at_begin + own[1] * shape.reduce_bytes
     last = (root[1] + first[1]) * shape.compute_bytes + max(root[1], first[1]) * shape.reduce_bytes
-    numbers = (at_loss, in_backward, in_backward, root[0] + at_end, 0, at_loss, in_backward, in_backward)
+    at_loss, in_backward = at_loss + units.copies, in_backward + units.copies
+    in_backward += units.sent * (units.sent < units.ahead)  # the code of a gather
+    if units.node:  # what `levels.py` puts in order, and exchanges between nodes
+        in_backward += units.sent + units.sent // units.node
+        a_layer_later += (own[1] + 2 * own[1] // units.node) * shape.reduce_bytes
+        last += (max(root[1], first[1]) + 2 * max(root[1], first[1]) // units.node) * shape.reduce_bytes
+    at_end += root[0] + units.copies * goes_on
+    numbers = (at_loss, in_backward, in_backward, at_end, 0, at_loss, in_backward, in_backward)
     waiting = (0, at_begin, a_layer_later, last, 0, 0, at_begin, a_layer_later)
     moments, more = {}, state.get(UPDATE, 0)
     state = {kind: size for kind, size in state.items() if kind != UPDATE}

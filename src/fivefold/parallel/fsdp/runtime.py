@@ -19,15 +19,19 @@ from fivefold.parallel.fsdp.copies import Copies
 from fivefold.parallel.fsdp.spec import (
     CastInputs,
     FsdpPlan,
+    KeepCopy,
     PrefetchWithinStages,
     RestAsDTensors,
+    SendOtherwise,
     Shard,
     StandIn,
     Unit,
     keeps_gathered,
 )
 from fivefold.parallel.mesh import Mesh
-from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_forget
+from fivefold.parallel.nodes.levels import Gather, Reduce, in_one_level, in_two_levels
+from fivefold.parallel.nodes.wire import Int8Wire, Part
+from fivefold.torch_internals import fsdp_cuts_own_shards, fsdp_drop_copy, fsdp_forget, fsdp_keep_copy, fsdp_sent
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 # Default precision of a model stored in such a dtype.
@@ -40,12 +44,15 @@ def master_dtype(precision: str) -> torch.dtype:
 
 
 def builders(
-    model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype, stand_ins: Callable[[], Copies], methods: Sequence[str]
-) -> Builders:
+    model: nn.Module, plan: FsdpPlan, mesh: Mesh, reduce_dtype: torch.dtype, stand_ins: Callable[[], Copies],
+    methods: Sequence[str],
+) -> Builders:  # fmt: skip
     """Builders that shard a model in place with FSDP2. `reduce_dtype`: the type of gradient sums. `stand_ins`: see
     `copies.py`. `methods`: those that run the model, besides its forward."""
     return {
         Shard: lambda edit: _shard(model.get_submodule(edit.path), edit.unit, mesh, reduce_dtype),
+        KeepCopy: lambda edit: leave_after_forward(model.get_submodule(edit.path), edit.unit, mesh),
+        SendOtherwise: lambda edit: _send_otherwise(model, edit.unit, mesh, plan),
         PrefetchWithinStages: lambda edit: _prefetch_within(model, edit.stages),
         RestAsDTensors: lambda edit: rest_in_dtensors(model, mesh),
         StandIn: lambda edit: stand_ins().around_model(model, methods),
@@ -65,6 +72,33 @@ def _shard(module: nn.Module, unit: Unit, mesh: Mesh, reduce_dtype: torch.dtype)
     if fsdp.size() > 1:
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
+
+
+def leave_after_forward(module: Any, unit: Unit, mesh: Mesh) -> None:
+    """Set what a unit's forward leaves for backward: all that was gathered, this rank's shard, or its part of a copy
+    that the ranks of a node share."""
+    drop, has_copy = not keeps_gathered(mesh.layout, unit.name), mesh.layout.hpz > 0
+    nodes = mesh.node_mesh(unit.over)
+    module.set_reshard_after_forward(drop and (not has_copy or nodes is not None), recurse=False)
+    if drop and nodes is not None:
+        fsdp_keep_copy(module, nodes)
+
+
+def _send_otherwise(model: nn.Module, unit: Unit, mesh: Mesh, plan: FsdpPlan) -> None:
+    module: Any = model.get_submodule(unit.name)
+    grid, whole = mesh.grid, mesh.groups[mesh.grid.fsdp_axis(unit.over)]
+    wire = _wire(model, module, plan) if plan.is_coded(unit) else None
+    exchange = in_one_level(whole)
+    if plan.has_levels(unit):
+        groups = mesh.groups[grid.node_axis(unit.over)], mesh.groups[grid.across_axis(unit.over)]
+        exchange = in_two_levels(*groups)
+        module.set_custom_reduce_scatter(Reduce(*groups))
+    module.set_custom_all_gather(Gather(whole.size(), exchange, wire))
+
+
+def _wire(model: nn.Module, module: FSDPModule, plan: FsdpPlan) -> Int8Wire:
+    names = {(owner, leaf): f"{path}.{leaf}" for path, owner in model.named_modules() for leaf in owner._parameters}
+    return Int8Wire([Part(numbers, plan.block(names[place])) for place, numbers in fsdp_sent(module)])
 
 
 def _prefetch_within(model: Any, stages: Sequence[Sequence[str]]) -> None:
@@ -97,6 +131,7 @@ def reshard(model: Any) -> None:
     for module in model.modules() if model.fivefold.plan.feature(FsdpPlan).is_used else ():
         if isinstance(module, FSDPModule):
             module.reshard()
+            fsdp_drop_copy(module)
     if copies := model.fivefold.copies:
         copies.put_back()
 

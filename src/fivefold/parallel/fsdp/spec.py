@@ -4,13 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Literal
 
+from fivefold.core.state_dtypes import block_length
+from fivefold.core.units import many
+from fivefold.core.violation import Violation
 from fivefold.models.anatomy import is_within
 from fivefold.models.facts import ModelFacts
 from fivefold.parallel.collectives import Call, Phase
 from fivefold.parallel.edits import Edit
 from fivefold.parallel.fsdp.unshards import Unshards, of_slots
-from fivefold.parallel.layout import Layout
+from fivefold.parallel.layout import KEYS, Layout
 from fivefold.parallel.pipeline.spec import PipelinePlan
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.ranks import Over
@@ -29,6 +33,7 @@ class Unit:
     frozen: frozenset[str] = frozenset()
 
 
+Sends = Literal["gather", "near", "reduce", "replicas"]
 COPIED_BYTES = 2**30  # more memory than this is worth the time of FSDP's hooks
 
 
@@ -135,6 +140,69 @@ class FsdpPlan:
         """Numbers of the largest parameter that a unit gathers."""
         return max((prod(self._placement.gathered_shape(name)) for name in unit.parameters), default=0)
 
+    def node_ranks(self, unit: Unit) -> int:
+        """Ranks that share the secondary copy of a unit, which a step's first forward leaves and its other passes
+        gather from; 1: each rank keeps the unit gathered; 0: there is no copy."""
+        if not (self._plan.layout.hpz and self.is_used) or keeps_gathered(self._plan.layout, unit.name):
+            return 0
+        return self._placement.grid.size(self._placement.grid.node_axis(unit.over))
+
+    def has_levels(self, unit: Unit) -> bool:
+        """True if a unit is gathered and reduced in two levels: within nodes, and between them."""
+        return self.is_used and self._placement.grid.size(self._placement.grid.across_axis(unit.over)) > 1
+
+    def block(self, name: str) -> int:
+        """Numbers of a parameter that share a scale in a gather; 0 if it is sent as it is computed with."""
+        shape = self._placement.shards[name].shape
+        return block_length(shape[-1]) if self._plan.layout.gathers == "int8" and len(shape) > 1 else 0
+
+    def is_coded(self, unit: Unit) -> bool:
+        """True if a gather of a unit sends eight bits for some of its parameters."""
+        return self.is_used and any(map(self.block, unit.parameters))
+
+    def sent_bytes(self, unit: Unit) -> int:
+        """Bytes of one gather of a unit over all ranks. A block of n numbers in eight bits is n + 4 bytes (n + 8
+        in fp64)."""
+        if not self.is_coded(unit):
+            return self.gathered_bytes(unit)
+        shards, compute = self._placement.grid.fsdp_shards(unit.over), self._plan.layout.compute_bytes
+        sizes = {name: _padded(self._placement.gathered_shape(name), shards) for name in unit.parameters}
+        blocks = {name: self.block(name) for name in sizes}
+        return sum(
+            size + max(4, compute) * (size // blocks[name]) if blocks[name] else size * compute
+            for name, size in sizes.items()
+        )
+
+    def sends(self, unit: Unit, reduce_bytes: int) -> dict[Sends, tuple[Call, ...]]:
+        """Collectives of one gather of a unit, of one gather from its secondary copy, of one reduction, and of one sum
+        over replicas.
+
+        In two levels each rank gathers its places' parts from the other nodes, and then those of its node. A reduction
+        sums within the node first; the parts of a rank's place are then exchanged between nodes, and summed.
+        """
+        grid, size, layer = self._placement.grid, self.sent_bytes(unit), unit.name
+        shards, numbers = grid.fsdp_shards(unit.over), self.padded_sizes(unit)[1]
+        whole, node, across = grid.fsdp_axis(unit.over), grid.node_axis(unit.over), grid.across_axis(unit.over)
+
+        def call(axis: str, kind: str, size: int, phase: Phase = "backward") -> Call:
+            return Call(axis=axis, kind=kind, bytes=size, phase=phase, layer=layer, overlaps=True)
+
+        reduced, ranks = numbers * reduce_bytes, grid.size(node)
+        in_two = self.has_levels(unit)
+        return {
+            "gather": (call(across, "all_gather", size // ranks), call(node, "all_gather", size)) if in_two
+            else (call(whole, "all_gather", size),),
+            "near": (call(node, "all_gather", self.gathered_bytes(unit)),),
+            "reduce": (call(node, "reduce_scatter", reduced), call(across, "all_to_all", reduced // ranks)) if in_two
+            else (call(whole, "reduce_scatter", reduced),),
+            "replicas": (call("dp_replicate", "all_reduce", numbers // shards * reduce_bytes),),
+        }  # fmt: skip
+
+    def copy_bytes(self, unit: Unit) -> int:
+        """Bytes of this rank's part of a unit's secondary copy."""
+        ranks = self.node_ranks(unit)
+        return self.gathered_bytes(unit) // ranks if ranks else 0
+
     def users(self, unit: Unit) -> frozenset[int]:
         """Stages of this rank in which a unit's parameters get a gradient."""
         users = {stage for name in unit.parameters for stage in self._placement.stages.users(name)}
@@ -144,7 +212,8 @@ class FsdpPlan:
         """Count how often FSDP gathers and reduces each unit of this rank in a step."""
         users = {unit.name: self.users(unit) for unit in self.units}
         order = self._plan.feature(PipelinePlan).schedule(micro_batches).orders[self._placement.coords.pp]
-        return of_slots(order, users, micro_batches, self._placement.own_stages, self._plan.layout.zero)
+        copied = {unit.name for unit in self.units if self.node_ranks(unit)}
+        return of_slots(order, users, micro_batches, self._placement.own_stages, self._plan.layout.zero, copied)
 
 
 def _inside(module: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -158,31 +227,43 @@ def _padded(shape: tuple[int, ...], shards: int) -> int:
 
 def calls(step: Step) -> Iterator[Call]:
     """Collectives of FSDP, which gathers a unit before it is used and reduce-scatters its gradients. Replicas
-    all-reduce their shards once a step."""
-    fsdp, grid, shape = step.plan.feature(FsdpPlan), step.plan.placement.grid, step.shape
+    all-reduce their shards once a step. Gathers from a secondary copy go over the ranks that share it."""
+    fsdp, shape = step.plan.feature(FsdpPlan), step.shape
     counts = fsdp.unshards(shape.micro_batches)
     for unit in filter(lambda unit: unit.parameters, fsdp.units):
-        shards, axis = grid.fsdp_shards(unit.over), grid.fsdp_axis(unit.over)
-        _, reduced = fsdp.padded_sizes(unit)
-        count, layer = counts[unit.name], unit.name
-        both: tuple[tuple[Phase, int], ...] = (("forward", count.forward), ("backward", count.backward))
-        size = fsdp.gathered_bytes(unit)
-        for phase, times in both:
-            if times:
-                yield Call(
-                    axis=axis, kind="all_gather", bytes=size, phase=phase, layer=layer, times=times, overlaps=True
-                )
-        if reduced:
-            size = reduced * shape.reduce_bytes
-            yield Call(
-                axis=axis, kind="reduce_scatter", bytes=size, phase="backward", layer=layer, times=count.reductions,
-                overlaps=True,
-            )  # fmt: skip
-            size = reduced // shards * shape.reduce_bytes
-            if step.plan.layout.copies_apart == 1:
-                yield Call(
-                    axis="dp_replicate", kind="all_reduce", bytes=size, phase="backward", layer=layer, overlaps=True
-                )
+        sent, count = fsdp.sends(unit, shape.reduce_bytes), counts[unit.name]
+        gathers: tuple[tuple[Sends, Phase, int], ...] = (
+            ("gather", "forward", count.forward), ("near", "forward", count.near_forward),
+            ("gather", "backward", count.backward), ("near", "backward", count.near_backward),
+        )  # fmt: skip
+        for what, phase, times in gathers:
+            yield from (replace(call, phase=phase, times=times) for call in sent[what] if times)
+        if fsdp.padded_sizes(unit)[1]:
+            yield from (replace(call, times=count.reductions) for call in sent["reduce"])
+            yield from sent["replicas"] if step.plan.layout.copies_apart == 1 else ()
+
+
+def violations(plan: ParallelPlan) -> Iterator[Violation]:
+    """A secondary copy and a gather in eight bits are made of plain tensors in the compute dtype, and tp cuts no block
+    of the latter."""
+    layout, why, more = plan.layout, "", "docs/explain/slow_links.md"
+    keys = {"hpz": layout.hpz > 0, "gathers": layout.gathers != "none"}
+    if layout.offload_parameters:
+        why = "memory.offload_parameters, whose gathers come from host memory"
+    elif plan.matmuls.sent:
+        why = f"{layout.matmul_words}, whose weights are sent in eight bits"
+    for name in (name for name, is_set in keys.items() if is_set and why):
+        what, place = f"{name} {getattr(layout, name)} with {why}", KEYS[name].place
+        yield Violation(name, what, f"leave {place} out", more=more)
+    if keys["gathers"] and plan.facts.has_adapter:
+        what = f"gathers {layout.gathers} with an adapter, whose frozen weights rest in the type that is computed in"
+        yield Violation("gathers", what, "leave precision.gathers out", more=more)
+    fsdp = plan.feature(FsdpPlan)
+    for name, spec in plan.placement.shards.items():
+        block, last = fsdp.block(name), len(spec.shape) - 1
+        if block and any(edge % block for part in spec.held for bounds in part[last] for edge in bounds):
+            what = f"gathers {layout.gathers} of {name} have blocks of {block} in a row of {spec.shape[-1]}"
+            yield Violation("tp", f"{what}, and tp {layout.tp} cuts one", "use less tp, or no int8 gathers", more=more)
 
 
 # ---- edits of modules ----------------------------------------------------------------------------------------------
@@ -203,6 +284,22 @@ class PrefetchWithinStages(Edit):
 
     kind = "attribute"
     stages: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class KeepCopy(Edit):
+    """Let passes leave a secondary copy of a unit, on ranks of one node."""
+
+    kind = "attribute"
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class SendOtherwise(Edit):
+    """Gather and reduce a unit within nodes and between them, or gather it in eight bits."""
+
+    kind = "attribute"
+    unit: Unit
 
 
 @dataclass(frozen=True)
@@ -232,6 +329,16 @@ def edits(plan: ParallelPlan) -> Iterator[Edit]:
     for unit in fsdp.sharded:
         axis = placement.grid.fsdp_axis(unit.over)
         yield Shard(unit.name, axis, "parameters gathered and reduced as one", unit)
+    for unit in filter(fsdp.node_ranks, fsdp.sharded):
+        axis, ranks = placement.grid.node_axis(unit.over), fsdp.node_ranks(unit)
+        yield KeepCopy(unit.name, axis, f"gathered once a step, then from a copy over {many(ranks, 'rank')}", unit)
+    for unit in fsdp.sharded:
+        if fsdp.has_levels(unit):
+            axis = placement.grid.across_axis(unit.over)
+            yield SendOtherwise(unit.name, axis, "gathered and reduced within a node and between nodes", unit)
+        elif fsdp.is_coded(unit):
+            axis = placement.grid.fsdp_axis(unit.over)
+            yield SendOtherwise(unit.name, axis, "gathered in eight bits", unit)
     if placement.stages.count > 1:
         stages = tuple(placement.stages.layers_of_stage(stage) for stage in placement.own_stages)
         yield PrefetchWithinStages("", "pp", "backward gathers ahead within a stage", stages)

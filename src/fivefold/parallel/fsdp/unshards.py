@@ -5,10 +5,12 @@
 | 1    | once a step         | once a step       |
 | 2    | once a step         | per micro batch   |
 | 3    | twice a micro batch (forward, backward) | per micro batch |
+
+A secondary copy (`layout.hpz`) is left by the first forward, from which all later passes of the step gather.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from fivefold.core.schedule import Slot
@@ -19,33 +21,41 @@ DEFERRED = {"I": 1, "W": -1}  # what a slot adds to the waiting gradients of wei
 
 @dataclass(frozen=True)
 class Unshards:
-    """Counts for one unit in a step: gathers in forward and in backward passes, and reductions."""
+    """Counts for one unit in a step: gathers in forward and in backward passes, and reductions. `near_...`: gathers
+    from the secondary copy."""
 
     forward: int
     backward: int
     reductions: int
+    near_forward: int = 0
+    near_backward: int = 0
 
 
 def of_slots(
-    order: Sequence[Slot], users: Mapping[str, frozenset[int]], micro_batches: int, own: Sequence[int], zero: int
-) -> dict[str, Unshards]:
+    order: Sequence[Slot], users: Mapping[str, frozenset[int]], micro_batches: int, own: Sequence[int], zero: int,
+    copied: Container[str] = (),
+) -> dict[str, Unshards]:  # fmt: skip
     """Apply the table at the top to a rank with slots in `order`. `users`: unit -> its stages here; `own`: all stages
-    here.
+    here. `copied`: units with a secondary copy.
 
     The model's own unit is gathered for every stage, like FSDP's root, and stays gathered after a forward.
     """
     progress, gathered = Progress(micro_batches, own, zero), set[str]()
     forward, backward, reductions = Counter[str](), Counter[str](), Counter[str]()
+    near, near_forward, near_backward = set[str](), Counter[str](), Counter[str]()
     used = {stage: [name for name, stages in users.items() if name == "" or stage in stages] for stage in own}
     for slot in order:
         progress.note(slot)
         for name in used[slot.stage]:
             reductions[name] += progress.reduces(slot, users[name])
             if slot.kind != "W":
-                (forward if slot.kind == "F" else backward)[name] += name not in gathered
+                far, close = (forward, near_forward) if slot.kind == "F" else (backward, near_backward)
+                (close if name in near else far)[name] += name not in gathered
                 stays = zero < 3 or (name == "" and slot.kind == "F")
                 (gathered.add if stays else gathered.discard)(name)
-    return {name: Unshards(forward[name], backward[name], reductions[name]) for name in users}
+                near |= {name} if name in copied else set()
+    counts = forward, backward, reductions, near_forward, near_backward
+    return {name: Unshards(*(count[name] for count in counts)) for name in users}
 
 
 class Progress:

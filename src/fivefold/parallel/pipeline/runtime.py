@@ -277,9 +277,10 @@ class _Flags:
 
     def __init__(self, model: Any, pipeline: Pipeline, plan: SchedulePlan) -> None:
         self._zero, self._splits = pipeline.plan.layout.zero, plan.record.splits_backward
-        self._units: list[tuple[FSDPModule, frozenset[int]]] = [
-            (model.get_submodule(unit.name), pipeline.plan.feature(FsdpPlan).users(unit))
-            for unit in pipeline.plan.feature(FsdpPlan).sharded
+        fsdp = pipeline.plan.feature(FsdpPlan)
+        self._units: list[tuple[FSDPModule, frozenset[int], bool]] = [
+            (model.get_submodule(unit.name), fsdp.users(unit), fsdp.node_ranks(unit) == 1)
+            for unit in fsdp.sharded
             if unit.parameters
         ]
         self._progress = Progress(plan.micro_batches, pipeline.plan.placement.own_stages, self._zero)
@@ -288,16 +289,17 @@ class _Flags:
         """Set what FSDP's hooks do in the backward that comes."""
         if slot.kind == "I" or not self._splits:
             self._progress.note(slot)
-        for module, users in self._units:
+        for module, users, is_kept in self._units:
             reduces = not self._splits and self._progress.reduces(slot, users)
+            is_last = reduces and self._progress.is_last(users)
             module.set_requires_gradient_sync(reduces, recurse=False)
-            module.set_requires_all_reduce(reduces and self._progress.is_last(users), recurse=False)
-            module.set_reshard_after_backward(self._zero == 3, recurse=False)
+            module.set_requires_all_reduce(is_last, recurse=False)
+            module.set_reshard_after_backward(self._zero == 3 and (is_last or not is_kept), recurse=False)
 
     def after_weights(self, slot: Slot) -> None:
         """Add up, and reduce, what the hooks have left."""
         self._progress.note(slot)
-        for module, users in self._units:
+        for module, users, _ in self._units:
             if slot.stage in users:
                 fsdp_add_late(module)
             if self._progress.reduces(slot, users):

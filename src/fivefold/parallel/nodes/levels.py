@@ -1,0 +1,91 @@
+"""FSDP's collectives in two levels, for nodes whose links are slower than those inside.
+
+Rank r of FSDP's R x N ranks has place r % N in node r // N. The slow link of a node carries (R - 1) / R of a buffer. In
+one level a ring through all ranks carries (R N - 1) / (R N) of it, and gloo, whose reduce-scatter is an all-reduce,
+twice that.
+
+    gather      nodes: all-gather of the shards of a place     [R, shard]
+                node:  all-gather of these                     [N, R, shard], and put in order
+    reduction   node:  reduce-scatter of the parts of a place  [R, shard]
+                nodes: all-to-all, and a sum in the order of nodes
+
+FSDP2 calls these objects in place of its own (`set_custom_all_gather`, `set_custom_reduce_scatter`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.parallel.nodes.wire import Int8Wire
+
+Exchange = Callable[[Tensor, Tensor], None]  # (what is received, what is sent)
+
+
+class Buffers:
+    """How FSDP allocates what is sent and received."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate one buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Buffers):
+    """All-gather of a unit over `ranks` by `exchange`, coded by `wire`; None: as it is. Over other ranks, as from a
+    secondary copy, it is a plain one."""
+
+    def __init__(self, ranks: int, exchange: Exchange, wire: Int8Wire | None) -> None:
+        self._ranks, self._exchange, self._wire = ranks, exchange, wire
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        """Gather into `output_tensor`."""
+        if group.size() != self._ranks:
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        elif self._wire is None:
+            self._exchange(output_tensor, input_tensor)
+        else:
+            coded = self._wire.encode(input_tensor)
+            received = coded.new_empty(self._ranks, coded.numel())
+            self._exchange(received.view(-1), coded)
+            self._wire.decode(received, output_tensor.view(self._ranks, -1))
+
+
+def in_one_level(group: dist.ProcessGroup) -> Exchange:
+    """Make an all-gather over all ranks at once."""
+    return lambda received, sent: dist.all_gather_into_tensor(received, sent, group=group)
+
+
+def in_two_levels(node: dist.ProcessGroup, across: dist.ProcessGroup) -> Exchange:
+    """Make an all-gather between nodes, and then within them."""
+    nodes, ranks = across.size(), node.size()
+
+    def exchange(received: Tensor, sent: Tensor) -> None:
+        of_place, by_place = sent.new_empty(nodes * sent.numel()), torch.empty_like(received)
+        dist.all_gather_into_tensor(of_place, sent, group=across)
+        dist.all_gather_into_tensor(by_place, of_place, group=node)
+        received.view(nodes, ranks, -1).copy_(by_place.view(ranks, nodes, -1).transpose(0, 1))
+
+    return exchange
+
+
+class Reduce(Buffers):
+    """Reduce-scatter of a unit's gradients in two levels. `node`: the ranks of this node; `across`: those with the same
+    place in the other nodes."""
+
+    def __init__(self, node: dist.ProcessGroup, across: dist.ProcessGroup) -> None:
+        self._node, self._across = node, across
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum into `output_tensor`."""
+        assert op == dist.ReduceOp.SUM, op
+        nodes, ranks = self._across.size(), self._node.size()
+        by_place = input_tensor.view(nodes, ranks, -1).transpose(0, 1).contiguous()
+        of_place = output_tensor.new_empty(nodes, output_tensor.numel())
+        dist.reduce_scatter_tensor(of_place.view(-1), by_place.view(-1), group=self._node)
+        exchanged = torch.empty_like(of_place)
+        dist.all_to_all_single(exchanged.view(-1), of_place.view(-1), group=self._across)
+        torch.sum(exchanged, 0, out=output_tensor)

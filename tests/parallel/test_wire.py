@@ -1,0 +1,77 @@
+"""FSDP gathers weights in eight bits (`+qwz`)."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.core.state_dtypes import block_length
+from fivefold.models.config_facts import facts_of_config
+from fivefold.parallel.calls import calls
+from fivefold.parallel.layout import Layout
+from fivefold.parallel.lower import lower
+from fivefold.parallel.nodes.by_hand import sent
+from fivefold.parallel.nodes.wire import Int8Wire, Part
+from tests.rehearsal import Rehearsal, rehearse
+from tests.tiers import put_off
+from tests.verification.cases import ProvedCase
+from tests.verification.mutation import prove
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_rank_gets_the_rounded_weights(dtype: torch.dtype) -> None:
+    """Of two matrices and a vector between them, over two ranks; the reference rounds the same numbers another way. No
+    error is more than half a step, 1 / 254 of its block's largest; a block of zeros stays."""
+    generator = torch.Generator().manual_seed(1)
+    first, vector, second = (torch.randn(*size, generator=generator).to(dtype) for size in ((6, 512), (10,), (4, 48)))
+    first[0] = 0
+    wire = Int8Wire([Part(3 * 512, block_length(512)), Part(5, 0), Part(2 * 48, block_length(48))])
+    shards = [torch.cat([whole.chunk(2)[rank].flatten() for whole in (first, vector, second)]) for rank in range(2)]
+    coded = torch.stack([wire.encode(shard) for shard in shards])
+    assert coded.shape == (2, 3 * 512 + 2 * 48 + max(4, dtype.itemsize) * (3 * 8 + 2 * 3) + 5 * dtype.itemsize)
+    found = torch.empty(2, shards[0].numel(), dtype=dtype)
+    wire.decode(coded, found)
+    expected = [
+        torch.cat([sent(w, dtype).chunk(2)[rank].flatten() for w in (first, vector, second)]) for rank in range(2)
+    ]
+    assert torch.equal(found, torch.stack(expected))
+    error, largest = (
+        (sent(first, dtype) - first).view(6, 8, 64).abs(),
+        first.view(6, 8, 64).abs().amax(-1, keepdim=True),
+    )
+    assert (error <= largest / 254 * (1 + 2 * torch.finfo(torch.float32).eps) + largest * torch.finfo(dtype).eps).all()
+    assert error.max() > largest.max() / 600
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", ["step shard2+qwz llama", put_off("step shard4+hpz2+hier2+qwz mixtral")])
+def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
+    case = ProvedCase.parse(line)
+    proved = prove(case.kind, case.model, case.layout, tmp_path, steps=2)
+    assert proved.found.rows and not proved.is_killed, proved.row or proved.found.refused
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("pp2.shard4+zbv+hpz2+qwz", "llama"), put_off("dp2.shard4.tp2+zero1+hier2+qwz", "llama"),
+        put_off("shard4.cp2.ep2+hpz4+qwz", "mixtral"),
+    ],
+)  # fmt: skip
+def test_what_is_done_and_sent_is_what_the_plan_lists(layout: str, family: str) -> None:
+    overrides = (("num_hidden_layers", 4),)
+    assert not rehearse(Rehearsal(layout, -1, family, overrides)).unlike
+
+
+def test_a_gather_has_half_the_bytes() -> None:
+    """Of a layer of Llama 3.2 1B: 8 bits for each number in matrices, and 32 for each block of 256; norms stay."""
+    facts = facts_of_config("llama-3.2-1b")
+    plain, coded = (lower(facts, Layout.parse(text), 0) for text in ("shard16", "shard16+qwz"))
+    sizes = [
+        {call.bytes for call in calls(plan, plan.step_shape(1, 4096, 1))
+         if call.layer == plan.anatomy.layers[0] and call.kind == "all_gather"}
+        for plan in (plain, coded)
+    ]  # fmt: skip
+    matrices, norms = 60_817_408, 4096
+    assert sizes == [{2 * (matrices + norms)}, {matrices + 4 * matrices // 256 + 2 * norms}]
