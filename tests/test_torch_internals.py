@@ -1,6 +1,7 @@
 """One contract test per private interface of torch: what `torch_internals` reads is there, and does what it says."""
 
 import ast
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import fully_shard
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.doctor import machine
+from fivefold.launch.nodes import FileBackend
 from tests.rehearsal import fake_world
 
 
@@ -497,3 +500,27 @@ def test_a_fake_group_is_never_carried() -> None:
         x = torch.ones(3)
         dist.all_reduce(x)
         assert x.tolist() == [1.0] * 3
+
+
+# ---- the nodes of a rendezvous ---------------------------------------------------------------------------------------
+
+
+def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that joined, and no longer those that have died, though torch has heard of them a moment ago."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+    def handler(*living: tuple[str, int]) -> Any:
+        backend = FileBackend(tmp_path / "state", lambda *node: node in living)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        return DynamicRendezvousHandler.from_backend("id", store, backend, 1, 1, local_addr="here")
+
+    here = ("here", os.getpid())
+    first, sees, misses = handler(here), handler(here), handler()
+    assert torch_internals.participants(first) == frozenset()
+    first.next_rendezvous()
+    for each in (sees, misses):
+        each.num_nodes_waiting()
+    (name,) = torch_internals.participants(first)
+    assert name.startswith(f"here_{os.getpid()}_")
+    assert torch_internals.participants(sees) == {name} and torch_internals.participants(misses) == frozenset()
+    first.shutdown()

@@ -16,16 +16,18 @@ torch allowed.
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
+| the state of a rendezvous | which nodes of an elastic run are there | |
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | no other use |
 """
 
 import itertools
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
@@ -777,6 +779,20 @@ def graph_breaks() -> dict[str, int]:
     return dict(import_module("torch._dynamo.utils").counters["graph_break"])
 
 
+def participants(rendezvous: Any) -> frozenset[str]:
+    """The nodes of the last round that give signs of life, by the state that a `DynamicRendezvousHandler` last read."""
+    return frozenset(map(str, rendezvous._state_holder.state.participants))
+
+
+def without_dead(state: bytes, lives: Callable[[str, int], bool]) -> bytes:
+    """The state of a rendezvous, as torch keeps it in a backend, with the signs of life of dead nodes outdated, so that
+    torch removes them. `lives(address, process id)`: whether a node does. The state is a pickle: trust its file."""
+    read = pickle.loads(state)
+    dead = [node for node in read.last_heartbeats if not lives(node.addr, node.pid)]
+    read.last_heartbeats |= dict.fromkeys(dead, datetime.min.replace(tzinfo=UTC))
+    return pickle.dumps(read) if dead else state
+
+
 # Feature tests -------------------------------------------------------------------------------------------------------
 
 
@@ -798,6 +814,8 @@ _NEEDED: Mapping[str, str] = {
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
+    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_state_holder",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "last_heartbeats participants",
     "distributed.tensor.DTensor": "_local_tensor _spec",
     f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
     f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "
