@@ -155,6 +155,13 @@ class Meeting:
             return GONE
         return CAME if waiting else ""
 
+    def has_news_within(self, seconds: float) -> bool:
+        """True if there are news, now or soon."""
+        deadline = time.monotonic() + seconds
+        while not (news := self.news()) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        return bool(news)
+
     def has_ended(self) -> bool:
         """True if the run has ended on another node."""
         return bool(self._rendezvous.is_closed())

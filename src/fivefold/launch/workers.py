@@ -92,15 +92,17 @@ def start_workers(
         if among is None:
             put_aside(logs)
         file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    room = room_for_failures(logs, workers.count, first=first)
-    with private_folder() as folder, room, workers.started(file, folder, among):
+    reserved = room_for_failures(logs, workers.count, first=first)
+    with private_folder() as folder, reserved, workers.started(file, folder, among):
         watch, pressure, news = Watch(folder, workers, patience), Pressure(), ""
         try:
             for _ in workers.turns():
                 pressure.look(workers.ids)
                 if watch.found_frozen():
                     break
-                before, news = news, (others.news() if others else "") or news
+                if not (others and workers.ids):  # nobody to end before the fork
+                    continue
+                before, news = news, others.news() or news
                 if news == GONE:  # its ranks are waited for in vain
                     workers.end(grace=LEAVE_SECONDS)
                     break

@@ -15,16 +15,17 @@ from fivefold.core import history
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.terminal import say
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import WorkerDied, put_aside
+from fivefold.launch.failure import WorkerDied, failures, put_aside
 from fivefold.launch.folder import last_logged_step, last_saved_step, open_folder
 from fivefold.launch.model import check_model
 from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
 from fivefold.launch.processes import Workers, private_folder
-from fivefold.launch.workers import NodesChanged, OtherNodes, start_workers
+from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
 from fivefold.launch.world import device_kind
 from fivefold.parallel.layout import Layout
 
 Settle = Callable[[RunConfig, int, int], RunConfig]  # (config, ranks, ranks of a node): with a layout, if it was auto
+_CONSEQUENCE = 1.5  # seconds to learn that a worker died because a node is gone
 _PAUSE = 0.2  # seconds between two looks of a node without ranks
 
 
@@ -59,12 +60,10 @@ def train(
         try:
             node.train()
         except Ended:
-            how = history.load(config.run_dir).starts[-1].how
-            if how != "finished":
-                raise RunFailed(
-                    f"the run has ended on the other nodes: {how or 'not recorded how'}",
-                    fix="look at what they have said",
-                ) from None
+            how = [start.how for start in history.load(config.run_dir).starts][-1:]
+            if how != ["finished"]:
+                why = f": {how[0]}" if how and how[0] else ""
+                raise RunFailed(f"the run has ended on the other nodes{why}", fix="look at what they say") from None
             say(f"the run is finished: {config.run_dir}")
         except UserError:
             meeting.end()
@@ -96,7 +95,9 @@ class _Node:
             except NodesChanged:
                 death = None
             except WorkerDied as died:
-                self._count(death := died)
+                death = None
+                if not self._meeting.has_news_within(_CONSEQUENCE):
+                    self._count(death := died)
 
     def _train_in(self, current: Round) -> None:
         chosen = json.loads(current.agreed(self._choice))
@@ -118,8 +119,15 @@ class _Node:
         request = {"config": config.to_yaml(), "device": device_kind(config.train.device), "may_be_unseen": True}
         start_workers(
             self._crew, request | self._told, logs=config.run_dir / "logs", patience=config.train.collective_timeout,
-            others=OtherNodes(ranks, self._meeting.news),
+            others=OtherNodes(ranks, self._news),
         )  # fmt: skip
+
+    def _news(self) -> str:
+        """The news of the meeting. After a run that is done nodes leave while rank 0 may still write; after a failure
+        all are gone."""
+        if self._meeting.has_ended():
+            return GONE if failures(self._config.run_dir / "logs") else ""
+        return self._meeting.news()
 
     def _choice(self, members: Sequence[Member]) -> str:
         """As the first node, choose the layout: for all nodes, or for the most with which it is legal."""
