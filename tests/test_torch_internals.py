@@ -2,10 +2,11 @@
 
 import ast
 import os
+import pickle
 import re
 import tomllib
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _NodeDesc,
+    _RendezvousState,
+)
 from torch.distributed.fsdp import fully_shard
 
 from fivefold import torch_internals
@@ -524,3 +529,14 @@ def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert name.startswith(f"here_{os.getpid()}_")
     assert torch_internals.participants(sees) == {name} and torch_internals.participants(misses) == frozenset()
     first.shutdown()
+
+
+def test_the_state_of_a_rendezvous_as_json() -> None:
+    state, here, there = _RendezvousState(), _NodeDesc("here", 1, 0), _NodeDesc("there", 2, 1)
+    now = datetime.now(UTC)
+    state.round, state.complete, state.deadline, state.participants = 3, True, now, {here: 0, there: 1}
+    state.wait_list, state.redundancy_list, state.last_heartbeats = {there}, {here}, {here: now, there: now}
+    text = torch_internals.rendezvous_to_json(pickle.dumps(state))
+    back = pickle.loads(torch_internals.rendezvous_of_json(text, lambda address, _: address == "here"))
+    assert vars(back) == {**vars(state), "last_heartbeats": {here: now, there: datetime.min.replace(tzinfo=UTC)}}
+    assert vars(pickle.loads(torch_internals.rendezvous_of_json(text, lambda *_: True))) == vars(state)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
@@ -129,13 +130,19 @@ def test_the_page_of_a_run_marks_where_the_nodes_changed(tmp_path: Path) -> None
 
 
 def test_the_state_of_a_meeting_changes_only_from_the_one_that_was_read(tmp_path: Path) -> None:
-    long, short = (pickle.dumps(SimpleNamespace(last_heartbeats={}, filler="x" * n)) for n in (900, 1))
+    states = [_RendezvousState() for _ in range(3)]
+    for number, state in enumerate(states):
+        state.round = 10 ** (5 * number)
+    first, second, third = map(pickle.dumps, states)
     backend, other = (FileBackend(tmp_path / "state", lambda *_: True) for _ in range(2))
     assert backend.get_state() is None
-    assert backend.set_state(long) == (long, long, True)
-    assert other.set_state(short) == (long, long, False)
-    assert other.set_state(short, long)[2] and backend.get_state() == (short, short)
-    assert not backend.set_state(b"late", long)[2]
+    found, token, is_set = backend.set_state(third)
+    assert is_set and pickle.loads(found).round == 10**10
+    assert other.set_state(first)[1:] == (token, False)
+    assert other.set_state(first, token)[2]
+    now = backend.get_state()
+    assert now is not None and pickle.loads(now[0]).round == 1  # shorter than what stood there
+    assert not backend.set_state(second, token)[2] and backend.set_state(second, now[1])[2]
 
 
 def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
@@ -155,7 +162,6 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) -> None:
-    """torch keeps it as a pickle."""
     (tmp_path / "state").write_bytes(b"code")
     (tmp_path / "state").chmod(mode)
     with pytest.raises(UserError, match="others may write to it"):
@@ -172,12 +178,12 @@ class Node(SimpleNamespace):
     """`fivefold train` on one of several nodes, as processes of this machine."""
 
     def __init__(self, file: Path, number: int) -> None:
-        log = (file.parent / f"node-{number}.log").open("ab")
         environment = os.environ | {"FIVEFOLD_CACHE": str(file.parent / "cache")}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fivefold", "train", str(file), "--nproc", "1"],
-            stdout=log, stderr=log, env=environment, start_new_session=True,
-        )  # fmt: skip
+        with (file.parent / f"node-{number}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fivefold", "train", str(file), "--nproc", "1"],
+                stdout=log, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
         super().__init__(process=process, log=Path(log.name))
 
     def kill(self) -> None:
@@ -222,7 +228,7 @@ def file_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
-    steps = 60
+    steps = 40
     alone = file_of(tmp_path, "alone", train__max_steps=steps)
     tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2")
     with started(tree, 2) as (both, _):

@@ -1,9 +1,9 @@
 """The meeting of the launchers of several nodes, `train.nodes`: torch's elastic rendezvous in the run folder.
 
 Nodes that train together see one run folder, so no node is special, and none needs the address of another before they
-meet. torch decides which nodes take part, and in what order. It keeps its state as a pickle: the file is private to
-this user, and refused otherwise. Each launcher holds a lock as long as it lives: the others see at once
-that it has ended. A machine that has lost its power or its way to the folder is gone when its signs of life stay out.
+meet. torch decides which nodes take part, and in what order. Its state is a file of JSON: a pickle would run what
+another user writes there. Each launcher holds a lock as long as it lives: the others see at once that it has ended. A
+machine that has lost its power or its way to the folder is gone when its signs of life stay out.
 """
 
 import json
@@ -36,7 +36,7 @@ from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
 from fivefold.launch.workers import CAME, GONE, NodesChanged
 from fivefold.launch.world import NodeRanks
-from fivefold.torch_internals import participants, without_dead
+from fivefold.torch_internals import participants, rendezvous_of_json, rendezvous_to_json
 
 FOLDER = ".nodes"
 LAST_CALL = timedelta(seconds=1)  # time for further nodes to come once the least number of them is there
@@ -177,7 +177,7 @@ class Meeting:
 
 
 class FileBackend(RendezvousBackend):
-    """torch's state of a rendezvous, in a private file, changed under a lock. `lives(address, process id)`: whether the
+    """torch's state of a rendezvous, as JSON in a file, changed under a lock. `lives(address, process id)`: whether the
     launcher of a node does."""
 
     def __init__(self, file: Path, lives: Callable[[str, int], bool]) -> None:
@@ -188,19 +188,20 @@ class FileBackend(RendezvousBackend):
         return "file"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """The state, which is its own fencing token; None if there is none."""
+        """The state, and its text as the fencing token; None if there is none."""
         with _Locked(self._file, exclusive=False) as locked:
-            state = locked.read()
-        return (without_dead(state, self._lives), state) if state else None
+            text = locked.read()
+        return (rendezvous_of_json(text, self._lives), text) if text else None
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool]:
         """Replace the state if it is still the one of `token`. Returns the state, its token, and whether it did."""
+        new = rendezvous_to_json(state)
         with _Locked(self._file, exclusive=True) as locked:
             before = locked.read()
-            if before != (token or b""):
-                return before, before, False
-            locked.write(state)
-        return state, state, True
+            if is_set := before == (token or ""):
+                locked.write(new)
+        text = new if is_set else before
+        return rendezvous_of_json(text, self._lives), text, is_set
 
 
 class _Locked:
@@ -222,13 +223,13 @@ class _Locked:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def read(self) -> bytes:
-        size = int.from_bytes(os.pread(self._descriptor, 8, 0), "big")
-        return os.pread(self._descriptor, size, 8)
+    def read(self) -> str:
+        """The first line; "" if there is none."""
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")[0].decode()
 
-    def write(self, content: bytes) -> None:
-        # In one call, so that a process that is killed leaves the old state or the new one.
-        os.pwrite(self._descriptor, len(content).to_bytes(8, "big") + content, 0)
+    def write(self, line: str) -> None:
+        # In one call, so that a process that is killed leaves the old line or the new one.
+        os.pwrite(self._descriptor, line.encode() + b"\n", 0)
 
 
 class _Presence:
@@ -285,8 +286,7 @@ class _Presence:
 
 
 def _open(file: Path) -> int:
-    """Open a file for reading and writing. Raises `UserError` if another user could have written it: torch would run
-    code from there."""
+    """Open a file for reading and writing. Raises `UserError` if another user could have written it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _OWN)
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

@@ -117,10 +117,8 @@ class _Node:
         told = "" if ranks.node == 0 else f"; {current.members[0].host} shows the run"
         say(f"node {ranks.node + 1} of {ranks.nodes}: {place} of {ranks.size}{told}")
         request = {"config": config.to_yaml(), "device": device_kind(config.train.device), "may_be_unseen": True}
-        start_workers(
-            self._crew, request | self._told, logs=config.run_dir / "logs", patience=config.train.collective_timeout,
-            others=OtherNodes(ranks, self._news),
-        )  # fmt: skip
+        logs, patience, others = config.run_dir / "logs", config.train.collective_timeout, OtherNodes(ranks, self._news)
+        start_workers(self._crew, {**request, **self._told}, logs=logs, patience=patience, others=others)
 
     def _news(self) -> str:
         """The news of the meeting. After a run that is done nodes leave while rank 0 may still write; after a failure
