@@ -35,9 +35,10 @@ from fivefold.core.json_lines import read
 from reliability.kills import below
 
 SMALL = (
-    "eval.every=0", "sample.every=0", "model.overrides.hidden_size=64", "model.overrides.intermediate_size=96",
-    "model.overrides.head_dim=16", "data.seq_length=64", "tokenizer.name_or_path=byte", "train.micro_batch_size=1",
-    "train.global_batch_size=12", "train.check_every=1", "train.max_restarts=20",
+    "eval.every=0", "sample.every=0", "model.overrides.hidden_size=32", "model.overrides.intermediate_size=48",
+    "model.overrides.head_dim=8", "model.overrides.num_hidden_layers=2", "tokenizer.name_or_path=byte",
+    f"data.train={Path(__file__).parents[1] / 'README.md'}", "data.seq_length=64", "data.validation=0",
+    "train.micro_batch_size=1", "train.global_batch_size=12", "train.check_every=1", "train.max_restarts=20",
 )  # fmt: skip
 TOLERANCE = 1e-4  # relative, of the loss of a step: sums in another order
 PATIENCE = 180.0  # seconds without a new step until a run is given up
@@ -83,7 +84,7 @@ def next_step(folder: Path, places: list[str]) -> dict[str, Any]:
 def kills(folder: Path, places: list[str], count: int) -> dict[str, Any]:
     """Kill and start random nodes until `count` have been killed, and compare with the run left alone."""
     rng, killed, seconds = random.Random(1), 0, list[float]()
-    steps = 40 * count + 100
+    steps = 20 * count + 60
     settings = (*SMALL, "checkpoint.every=5", f"train.max_steps={steps}")
     with Run(folder, "alone", "", places, *settings) as alone:
         alone.start(0)
@@ -166,7 +167,7 @@ class Run:
     def start(self, node: int) -> None:
         """Start a node, or start it again."""
         place = self._places[node]
-        env = os.environ | ({"GLOO_SOCKET_IFNAME": "eth0"} if place else {})
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "eth0"} if place else {})
         with (self.path.parent / f"{self.path.name}-{node}.log").open("ab") as log:
             self._nodes[node] = subprocess.Popen(
                 [*(["ip", "netns", "exec", place] if place else []), *self._command], stdout=log, stderr=log, env=env,
