@@ -1,10 +1,12 @@
 """One contract test per private interface of torch: what `torch_internals` reads is there, and does what it says."""
 
 import ast
+import os
+import pickle
 import re
 import tomllib
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _NodeDesc,
+    _RendezvousState,
+)
 from torch.distributed.fsdp import fully_shard
 
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.doctor import machine
+from fivefold.launch.nodes import FileBackend
 from tests.rehearsal import fake_world
 
 
@@ -534,3 +542,38 @@ def test_fsdp_cuts_the_shards_that_it_reads() -> None:
             fully_shard(model)
         assert asked.call_count and cast(Any, model.weight)._local_tensor.shape == (2, 2)
     assert _fsdp_param._chunk_with_empty is before
+
+
+# ---- the nodes of a rendezvous ---------------------------------------------------------------------------------------
+
+
+def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that joined, and no longer those that have died, though torch has heard of them a moment ago."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+    def handler(*living: tuple[str, int]) -> Any:
+        backend = FileBackend(tmp_path / "state", lambda *node: node in living)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        return DynamicRendezvousHandler.from_backend("id", store, backend, 1, 1, local_addr="here")
+
+    here = ("here", os.getpid())
+    first, sees, misses = handler(here), handler(here), handler()
+    assert torch_internals.participants(first) == frozenset()
+    first.next_rendezvous()
+    for each in (sees, misses):
+        each.num_nodes_waiting()
+    (name,) = torch_internals.participants(first)
+    assert name.startswith(f"here_{os.getpid()}_")
+    assert torch_internals.participants(sees) == {name} and torch_internals.participants(misses) == frozenset()
+    first.shutdown()
+
+
+def test_the_state_of_a_rendezvous_as_json() -> None:
+    state, here, there = _RendezvousState(), _NodeDesc("here", 1, 0), _NodeDesc("there", 2, 1)
+    now = datetime.now(UTC)
+    state.round, state.complete, state.deadline, state.participants = 3, True, now, {here: 0, there: 1}
+    state.wait_list, state.redundancy_list, state.last_heartbeats = {there}, {here}, {here: now, there: now}
+    text = torch_internals.rendezvous_to_json(pickle.dumps(state))
+    back = pickle.loads(torch_internals.rendezvous_of_json(text, lambda address, _: address == "here"))
+    assert vars(back) == {**vars(state), "last_heartbeats": {here: now, there: datetime.min.replace(tzinfo=UTC)}}
+    assert vars(pickle.loads(torch_internals.rendezvous_of_json(text, lambda *_: True))) == vars(state)

@@ -16,16 +16,19 @@ torch allowed.
 | `F.grouped_mm` | experts | 2.11: `torch._grouped_mm`; without it, a loop |
 | `_scaled_grouped_mm` | experts in fp8 | without it, emulated |
 | `_flash_attention_*` | packed attention with its log-sum-exp | |
+| the state of a rendezvous | which nodes of an elastic run are there | |
 | history of CUDA's allocator, Dynamo's metrics | `fivefold rehearse` | no other use |
 """
 
 import itertools
+import json
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import astuple, dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -858,6 +861,41 @@ def graph_breaks() -> dict[str, int]:
     return dict(import_module("torch._dynamo.utils").counters["graph_break"])
 
 
+def participants(rendezvous: Any) -> frozenset[str]:
+    """The nodes of the last round that give signs of life, by the state that a `DynamicRendezvousHandler` last read."""
+    return frozenset(map(str, rendezvous._state_holder.state.participants))
+
+
+def rendezvous_to_json(state: bytes) -> str:
+    """The state of a rendezvous as JSON. `state`: the pickle that torch has just made of it, in this process."""
+    fields = vars(pickle.loads(state))
+    tables = {name: [[*astuple(node), fields[name][node]] for node in fields[name]] for name in _OF_NODES}
+    tables["last_heartbeats"] = [[*row[:3], row[3].isoformat()] for row in tables["last_heartbeats"]]
+    deadline = fields["deadline"].isoformat() if fields["deadline"] else None
+    lists = {name: [astuple(node) for node in fields[name]] for name in ("wait_list", "redundancy_list")}
+    return json.dumps({**fields, **tables, **lists, "deadline": deadline})
+
+
+def rendezvous_of_json(text: str, lives: Callable[[str, int], bool]) -> bytes:
+    """The state of a rendezvous in the form that torch takes from a backend. The last signs of life of nodes that are
+    dead are outdated, so that torch removes them. `lives(address, process id)`: whether a node does."""
+    elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    state, fields = elastic._RendezvousState(), json.loads(text)
+    tables = {name: {elastic._NodeDesc(*row[:3]): row[3] for row in fields[name]} for name in _OF_NODES}
+    never = datetime.min.replace(tzinfo=UTC)
+    tables["last_heartbeats"] = {
+        node: datetime.fromisoformat(last) if lives(node.addr, node.pid) else never
+        for node, last in tables["last_heartbeats"].items()
+    }
+    lists = {name: {elastic._NodeDesc(*row) for row in fields[name]} for name in ("wait_list", "redundancy_list")}
+    deadline = datetime.fromisoformat(fields["deadline"]) if fields["deadline"] else None
+    vars(state).update({**fields, **tables, **lists, "deadline": deadline})
+    return pickle.dumps(state)
+
+
+_OF_NODES = ("participants", "last_heartbeats")  # tables of a rendezvous
+
+
 # Feature tests -------------------------------------------------------------------------------------------------------
 
 
@@ -879,6 +917,11 @@ _NEEDED: Mapping[str, str] = {
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
+    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_state_holder",
+    "distributed.elastic.rendezvous.dynamic_rendezvous": "_NodeDesc _RendezvousState",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "deadline last_heartbeats participants "
+    "redundancy_list wait_list",
     "distributed.tensor.DTensor": "_local_tensor _spec",
     f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
     f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "

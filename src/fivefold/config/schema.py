@@ -36,7 +36,7 @@ from fivefold.core.named_code import NamedCode
 from fivefold.core.optimizers import OPTIMIZERS, with_key
 from fivefold.core.shapes import shape_folder
 from fivefold.core.state_dtypes import StateDtype
-from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_steps
+from fivefold.core.units import parse_count, parse_fraction, parse_length, parse_nodes, parse_steps
 from fivefold.core.violation import refuse
 from fivefold.parallel.adapters.settings import AUTO, Lora
 from fivefold.parallel.experts.keys import ExpertKeys
@@ -118,6 +118,7 @@ Tracker = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 PathText = Annotated[str, AfterValidator(_findable)]
 Decay = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
 Every = Annotated[int, BeforeValidator(parse_count), Field(ge=0)]
+Nodes = Annotated[str, BeforeValidator(parse_nodes, json_schema_input_type=int | str)]
 # A number of steps, a part of the run between 0 and 1, or auto.
 Steps = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)] | float, BeforeValidator(parse_steps)]
 
@@ -288,6 +289,19 @@ class TrainSection(Section):
     max_restarts: Whole = Field(
         default=3, ge=0, description="restarts after a worker died, without a new checkpoint in between"
     )
+    nodes: Nodes | None = Field(
+        default=None,
+        description="nodes that train together, with one fivefold train on each: 2, or the least and the most, 2:4, to "
+        "go on with those that are left; not set: this machine alone, or what torchrun or srun has started",
+    )
+
+    @property
+    def node_range(self) -> tuple[int, int] | None:
+        """The least and the most of `nodes`; None if it is not set."""
+        if self.nodes is None:
+            return None
+        least, _, most = self.nodes.partition(":")
+        return int(least), int(most or least)
 
     @model_validator(mode="before")
     @classmethod

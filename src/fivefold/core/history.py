@@ -2,8 +2,8 @@
 
 One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
 machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, as
-the launcher reports), `skipped`, and `note`. It is for people and for `fivefold report`. The run itself reads only the
-day of its first start, for chat templates. No torch.
+the launcher reports), `nodes` (others train from here on, as a launcher reports), `skipped`, and `note`. It is for
+people and for `fivefold report`. The run itself reads only the day of its first start, for chat templates. No torch.
 """
 
 import platform
@@ -18,6 +18,7 @@ from fivefold.core.json_lines import JsonLines, read
 from fivefold.core.version import versions
 
 NAME = "history.jsonl"
+_ENDS = {"died": "a worker died", "nodes": "the nodes changed"}  # events of a launcher that end a start
 SECTIONS = ("versions", "machine", "schedule", "data")  # tables in the record of a start
 
 
@@ -90,8 +91,8 @@ def load(run: Path) -> History:
             when, how = str(row.get("time", "")), str(row.get("what", ""))
             starts[-1] = replace(starts[-1], last=step, ended=when, how=how)
         elif kind != "end":
-            if kind == "died" and starts and not starts[-1].ended:
-                starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how="a worker died")
+            if kind in _ENDS and starts and not starts[-1].ended:
+                starts[-1] = replace(starts[-1], last=step, ended=str(row.get("time", "")), how=_ENDS[kind])
             events.append(Event(step, kind, str(row.get("what", "")), number))
     return History(starts, events, [str(line) for line in lines.damaged])
 
@@ -132,6 +133,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"layout {before.get('layout')} → {now.get('layout')}")
     elif before.get("world") != now.get("world"):
         found.append(f"{before.get('world')} → {now.get('world')} ranks")
+    if before.get("nodes", 1) != now.get("nodes", 1):
+        found.append(f"{before.get('nodes', 1)} → {now.get('nodes', 1)} nodes")
     was, schedule = before.get("schedule") or {}, now.get("schedule") or {}
     words = {"name": "schedule", "peak": "learning rate", "warmup_steps": "warm-up steps", "total_steps": "steps"}
     found += [f"{words.get(key, key)} {was[key]} → {value}" for key, value in schedule.items()

@@ -20,5 +20,7 @@ RUN_FILES = {
     "tensorboard/": "events of TensorBoard; only with log.to: [tensorboard]",
     "report.html": "the page of fivefold report",
     "NAME.damaged": "lines of a .jsonl file that were damaged, set aside",
+    "logs/request-N.json": "the same for node N; only with train.nodes",
+    ".nodes/": "where the nodes of a run meet; only with train.nodes",
     ".lock": "held by the run that writes to the folder; the system drops it when its owner ends",
 }

@@ -48,6 +48,17 @@ def parse_steps(value: Any) -> int | float | str:
         raise ValueError(f"{error} (or as a part of the run such as 5%, or auto)") from None
 
 
+def parse_nodes(value: Any) -> str:
+    """Parse a number of nodes, `2`, or the least and the most, `2:4`. Raises `ValueError`."""
+    match = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", str(value).strip())
+    if isinstance(value, bool) or not match:
+        raise ValueError(f"{value!r} is not a number of nodes; write 2, or the least and the most as 2:4")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise ValueError(f"{value} is not a range of nodes: the least is 1 or more, and the most no smaller")
+    return str(least) if least == most else f"{least}:{most}"
+
+
 def human(number: float) -> str:
     """`1234567` as `1.23M`, three significant digits, as counts appear on the screen."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):

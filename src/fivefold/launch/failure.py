@@ -57,10 +57,10 @@ def _unfinished(logs: Path, rank: int) -> Path:
 
 
 @contextmanager
-def room_for_failures(logs: Path, ranks: int) -> Iterator[None]:
-    """Inside, disk space is reserved for a failure of each rank, as the failure may be a full disk. Raises `UserError`
-    if the disk is full already."""
-    places = [_unfinished(logs, rank) for rank in range(ranks)]
+def room_for_failures(logs: Path, ranks: int, *, first: int = 0) -> Iterator[None]:
+    """Inside, disk space is reserved for a failure of each of `ranks` ranks from `first` on, as the failure may be a
+    full disk. Raises `UserError` if the disk is full already."""
+    places = [_unfinished(logs, rank) for rank in range(first, first + ranks)]
     with writing(logs, instead=""):
         for place in places:
             with place.open("wb") as file:

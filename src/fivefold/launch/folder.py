@@ -40,8 +40,9 @@ def named(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def open_folder(config: RunConfig) -> Path:
-    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it.
+def open_folder(config: RunConfig, *, may_be_in_use: bool = False) -> Path:
+    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it, unless it
+    `may_be_in_use` by other nodes of this run.
 
     A new folder gets the resolved `run.yaml`. An existing `run.yaml` is replaced only after the resume checks have
     passed, in the workers.
@@ -49,7 +50,8 @@ def open_folder(config: RunConfig) -> Path:
     logs = config.run_dir / "logs"
     with writing(config.run_dir, instead=INSTEAD):
         logs.mkdir(parents=True, exist_ok=True)
-        FolderLock(config.run_dir).release()  # refuse a folder in use before touching anything in it
+        if not may_be_in_use:
+            FolderLock(config.run_dir).release()  # refuse a folder in use before touching anything in it
         check_place(config.run_dir / "checkpoints" / "step-*", instead=INSTEAD)  # perhaps on another disk
         if not (config.run_dir / "run.yaml").exists():
             replace(config.run_dir / "run.yaml", config.to_yaml().encode())

@@ -24,7 +24,7 @@ from typing import Any
 from fivefold.core import streams
 from fivefold.core.interrupts import ENDING
 from fivefold.launch.failure import WorkerDied
-from fivefold.launch.world import server_environment, worker_environment
+from fivefold.launch.world import NodeRanks, server_environment, worker_environment
 
 PAUSE_SECONDS = 0.05
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, for the others when one has ended
@@ -48,6 +48,7 @@ class Workers:
         """`count` processes of `body`, named as `package.module:function`."""
         self.signals: list[signal.Signals] = []
         self.body, self.count = body, count
+        self.first = 0  # the rank of the first of them
         self.ids: list[int] = []  # process ids by rank
         self._codes: dict[int, int] = {}
 
@@ -81,9 +82,9 @@ class Workers:
         os.close(self._reports)
 
     @contextmanager
-    def started(self, request: Path, folder: Path) -> Iterator[None]:
+    def started(self, request: Path, folder: Path, among: NodeRanks | None = None) -> Iterator[None]:
         """Inside, the workers run for the request in this file, and meet in `folder`; the remaining ones end with the
-        block.
+        block. `among`: their ranks among those of several nodes.
 
         Signals to this process are noted and passed on meanwhile, and the workers decide how to react.
         """
@@ -91,7 +92,8 @@ class Workers:
             self._close()
             self._open()
         self.signals, self.ids, self._codes = [], [], {}
-        places = [worker_environment(rank, self.count, folder) for rank in range(self.count)]
+        self.first = among.first if among else 0
+        places = [worker_environment(rank, self.count, folder, among) for rank in range(self.count)]
         start = {"request": str(request), "places": places, "unseen": streams.is_lost()}
         assert self._server.stdin is not None
         with self._hearing():
@@ -139,9 +141,10 @@ class Workers:
             yield
             self._listen(PAUSE_SECONDS)
 
-    def end(self, *, at_once: bool = False) -> None:
-        """End the running workers: SIGTERM, then SIGKILL; `at_once`: only SIGKILL, as for stopped processes."""
-        deadline = time.monotonic() + (0 if at_once else GRACE_SECONDS)
+    def end(self, *, at_once: bool = False, grace: float = GRACE_SECONDS) -> None:
+        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds; `at_once`: only SIGKILL, as for stopped
+        processes."""
+        deadline = time.monotonic() + (0 if at_once else grace)
         if not at_once:
             self.send(signal.SIGTERM, self.running)
         while self.running and time.monotonic() < deadline and not self._is_urgent:

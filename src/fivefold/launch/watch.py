@@ -68,6 +68,7 @@ class Watch:
 
     def __init__(self, folder: Path, workers: Workers, patience: float) -> None:
         self._folder, self._workers, self._patience = folder, workers, patience
+        self._first = workers.first  # files are named by rank, and workers numbered on this node
         self._pause = min(1.0, patience / 10)
         self._looked = time.monotonic()
         self._beats: dict[int, str] = {}
@@ -106,9 +107,9 @@ class Watch:
         """Leave a failure, with its stacks if available, for each frozen rank, and for each rank that does not answer
         after another rank found that it hangs; then end all. Returns True if there was one."""
         if not self._frozen and hang_flag(logs).exists():
-            self._wait(lambda: all(failure_file(logs, rank).exists() for rank in self._workers.running))
+            self._wait(lambda: all(failure_file(logs, self._first + rank).exists() for rank in self._workers.running))
             for rank in self._workers.running:
-                if not failure_file(logs, rank).exists():
+                if not failure_file(logs, self._first + rank).exists():
                     self._frozen[rank] = f"did not say where it stands{_why(self._workers.ids[rank])}"
         if self.server:
             self._workers.end(at_once=True)
@@ -118,16 +119,17 @@ class Watch:
         if TELL is not None:
             self._workers.send(TELL, ranks)
             self._workers.send(signal.SIGCONT, ranks)
-            self._wait(lambda: all(_ends_in_main(stack_file(self._folder, rank)) for rank in ranks))
+            self._wait(lambda: all(_ends_in_main(stack_file(self._folder, self._first + rank)) for rank in ranks))
         for rank in ranks:
-            stack = _read(stack_file(self._folder, rank))
+            stack = _read(stack_file(self._folder, self._first + rank))
             where = f", in {place(stack)}" if stack else ""
-            leave_failure(logs, rank, Frozen(self._frozen[rank] + where), stack=stack or "no stack could be had")
+            frozen = Frozen(self._frozen[rank] + where)
+            leave_failure(logs, self._first + rank, frozen, stack=stack or "no stack could be had")
         self._workers.end(at_once=True)
         return bool(ranks)
 
     def _gives_sign(self, rank: int, seconds: float) -> bool:
-        beat = _read(_beat_file(self._folder, rank))
+        beat = _read(_beat_file(self._folder, self._first + rank))
         state, cpu = _state(self._workers.ids[rank])
         computes = cpu - self._cpu.get(rank, 0.0) > COMPUTES * seconds
         is_new = beat != self._beats.get(rank)

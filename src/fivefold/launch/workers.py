@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from fivefold.launch.memory import Needs, Pressure, address_said, room
 from fivefold.launch.processes import Workers, private_folder
 from fivefold.launch.watch import Watch
 from fivefold.launch.worker import CLOSED, INTERRUPTED, TERMINATED
+from fivefold.launch.world import NodeRanks
 from fivefold.parallel.layout import Layout
 
 CPU_WORKERS = 2  # by default: the smallest number that trains in parallel
@@ -56,26 +58,57 @@ def worker_count(
     return workers
 
 
-def start_workers(workers: Workers, request: Mapping[str, Any], *, logs: Path, patience: float = 0) -> None:
+@dataclass(frozen=True)
+class OtherNodes:
+    """The nodes with which this one trains: its `ranks` among theirs. `news`: `GONE` if one of them is no longer there,
+    `CAME` if another one waits to take part, else ""."""
+
+    ranks: NodeRanks
+    news: Callable[[], str]
+
+
+CAME, GONE = "came", "gone"
+LEAVE_SECONDS = 2.0  # from SIGTERM to SIGKILL, for workers whose peers on another node are gone
+
+
+class NodesChanged(Exception):
+    """The workers ended because the nodes that train have changed; the last step is saved unless a node is gone."""
+
+
+def start_workers(
+    workers: Workers, request: Mapping[str, Any], *, logs: Path, patience: float = 0, others: OtherNodes | None = None
+) -> None:
     """Start `workers`, which call their `body(request, world)`, and wait for them.
 
     `request` is plain data for JSON with the kind of device under `device`. Rank 0 keeps this terminal; the others
-    write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: forever). Raises the first failing
-    worker's `UserError`, `WorkerDied` if it was no user's error, `KeyboardInterrupt` on Ctrl-C.
+    write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: forever). `others`: nodes with the
+    other ranks, which have put aside what was in `logs`. Raises the first failing worker's `UserError`, `WorkerDied` if
+    it was no user's error, `KeyboardInterrupt` on Ctrl-C, `NodesChanged` if `others` did.
     """
-    file = logs / "request.json"
+    among = others.ranks if others else None
+    file, first = logs / (f"request-{among.node}.json" if among else "request.json"), among.first if among else 0
     with writing(logs, instead=""):
         logs.mkdir(parents=True, exist_ok=True)
-        put_aside(logs)
+        if among is None:
+            put_aside(logs)
         file.write_text(json.dumps(request, indent=1), encoding="utf-8")
-    with private_folder() as folder, room_for_failures(logs, workers.count), workers.started(file, folder):
-        watch, pressure = Watch(folder, workers, patience), Pressure()
+    reserved = room_for_failures(logs, workers.count, first=first)
+    with private_folder() as folder, reserved, workers.started(file, folder, among):
+        watch, pressure, news = Watch(folder, workers, patience), Pressure(), ""
         try:
             for _ in workers.turns():
                 pressure.look(workers.ids)
                 if watch.found_frozen():
                     break
-            codes = workers.codes
+                if not (others and workers.ids):  # nobody to end before the fork
+                    continue
+                before, news = news, others.news() or news
+                if news == GONE:  # its ranks are waited for in vain
+                    workers.end(grace=LEAVE_SECONDS)
+                    break
+                if news != before:
+                    workers.send(signal.SIGTERM, workers.running)  # all ranks save and end after the same step
+            codes = {first + number: code for number, code in workers.codes.items()}
             frozen = watch.tell(logs)
         finally:
             _show_cursor()  # a killed display leaves none behind
@@ -85,6 +118,9 @@ def start_workers(workers: Workers, request: Mapping[str, Any], *, logs: Path, p
             died = WorkerDied(watch.server, more=f"logs: {logs}")
             died.cause = watch.server
             raise died
+        is_changed = any(codes.values()) and (news or {TERMINATED, INTERRUPTED} & {*codes.values()})
+        if others and is_changed and not any(failure["is_users"] for failure in failures(logs)):
+            raise NodesChanged(news)
         if frozen or watch.server or any(codes.values()):
             raise _first_failure(logs, codes, pressure, Needs.load(folder)) from None
 
@@ -121,6 +157,13 @@ def _final(death: WorkerDied, step: int, *, same: bool, restarts: int) -> Worker
     final = type(death)(what, fix=death.fix, more=death.more)
     vars(final).update({**vars(death), "what": what})
     return final
+
+
+def workers_of_node(*, kind: str, devices: int, nproc: int | None) -> int:
+    """The number of workers of one of several nodes: `nproc`, else every GPU, or 2 on CPU. Raises `UserError`."""
+    if kind == "cuda" and nproc is not None and nproc > devices:
+        raise UserError(f"--nproc is {nproc}, but this machine has {devices} GPUs", fix=f"--nproc {devices}")
+    return nproc or (devices if kind == "cuda" else CPU_WORKERS)
 
 
 def gpus() -> int:

@@ -27,6 +27,7 @@ TIMEOUT = timedelta(hours=1)  # of one collective, a backstop for the watchdog (
 
 LAUNCHER = "FIVEFOLD_LAUNCHER"  # in the environment of our own workers: the process that started them
 _FOLDER = "FIVEFOLD_WORKERS"  # in the environment of our own workers: `World.folder`
+_MEETS = "FIVEFOLD_MEETS"  # in the environment of workers of several nodes: host:port of rank 0
 _SHARED_OUT = "FIVEFOLD_SHARED_OUT"  # set with an OMP_NUM_THREADS that is ours, not the user's
 
 
@@ -36,7 +37,8 @@ class World:
 
     `device` is `cpu` or `cuda:N`. `rendezvous` is the meeting point of the ranks: `tcp://host:port`, `file://path`, or
     empty for a single process, which needs no network. `is_local`: all ranks are known to be on this machine. `folder`:
-    private to the workers and the launcher of this machine; empty under another launcher.
+    private to the workers and the launcher of this machine; empty under another launcher. `nodes`: machines, or parts
+    of one, with a launcher of their own.
     """
 
     rank: int = 0
@@ -48,6 +50,7 @@ class World:
     rendezvous: str = ""
     is_local: bool = False
     folder: str = ""
+    nodes: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -59,6 +62,20 @@ class World:
         """The ranks on this machine, which are consecutive."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRanks:
+    """The ranks of one node, from `first` on, among `size` of `nodes` nodes, of which this is number `node`.
+
+    `meets`: `host:port` where rank 0 opens the store of all ranks.
+    """
+
+    first: int
+    size: int
+    node: int
+    nodes: int
+    meets: str
 
 
 def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> World | None:
@@ -75,6 +92,29 @@ def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> Wor
     else:
         return None
     return _placed(found, device, env)
+
+
+def is_started_by_node(world: World | None, env: Mapping[str, str] = os.environ) -> bool:
+    """True if the ranks of several nodes are for this process to start: it is alone on its node, and no torchrun has
+    started it. Raises `UserError` if srun has started more than one task on a node."""
+    if world is None or "RANK" in env:
+        return world is None
+    if world.local_size > 1:
+        raise UserError(
+            f"train.nodes is set, and srun has started {world.local_size} tasks on a node",
+            fix="srun --ntasks-per-node 1, for fivefold to start the ranks; or leave train.nodes out",
+            more="docs/howto/elastic.md",
+        )
+    return True
+
+
+def check_nodes(nodes: tuple[int, int] | None, world: World | None) -> None:
+    """Raise `UserError` if torchrun has started another number of nodes than `nodes`, the least and the most."""
+    if nodes and world and not nodes[0] <= world.nodes <= nodes[1]:
+        raise UserError(
+            f"train.nodes is {nodes[0]} to {nodes[1]}, and torchrun has started {world.nodes}",
+            fix=f"torchrun --nnodes {nodes[0]}:{nodes[1]}, or leave train.nodes out",
+        )
 
 
 def _tasks(env: Mapping[str, str]) -> int:
@@ -231,9 +271,14 @@ def server_environment(size: int) -> dict[str, str]:
     return {**os.environ, **asked, "OMP_NUM_THREADS": str(threads_per_worker(size))}
 
 
-def worker_environment(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """Additional environment of worker `rank` of `size` on this machine; the workers meet in `folder`."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, _FOLDER: folder}
+def worker_environment(rank: int, size: int, folder: Path, among: NodeRanks | None = None) -> dict[str, str]:
+    """Additional environment of worker `rank` of `size` on this machine; the workers meet in `folder`. `among`: they
+    are the ranks of one of several nodes, and meet at a port."""
+    place: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": size, _MEETS: ""}
+    if among:
+        place = {"RANK": among.first + rank, "WORLD_SIZE": among.size, _MEETS: among.meets}
+        place |= {"GROUP_RANK": among.node, "GROUP_WORLD_SIZE": among.nodes}
+    place |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, _FOLDER: folder}
     if "OMP_NUM_THREADS" not in os.environ:
         place[_SHARED_OUT] = 1
     return {name: str(value) for name, value in place.items()}
@@ -302,7 +347,8 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         )
     size = _number(env, "WORLD_SIZE", least=1)
     rank = _number(env, "RANK", most=size - 1)
-    meeting = f"{FILE}{folder}/store" if folder else f"{TCP}{env['MASTER_ADDR']}:{_port(env)}"
+    meets = env.get(_MEETS, "") if folder else f"{env['MASTER_ADDR']}:{_port(env)}"
+    meeting = f"{TCP}{meets}" if meets else f"{FILE}{folder}/store"
     return World(
         rank=rank,
         local_rank=_number(env, "LOCAL_RANK", rank, most=size - 1),
@@ -311,6 +357,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         rendezvous=meeting if size > 1 else "",
         is_local=env.get("LOCAL_WORLD_SIZE") == str(size),
         folder=folder,
+        nodes=_number(env, "GROUP_WORLD_SIZE", 1, least=1, most=size),
     )
 
 

@@ -120,7 +120,7 @@ def speeds(rows: Rows) -> tuple[float | None, float | None, float | None]:
 
 
 def marks(history: History, rows: Rows) -> list[Mark]:
-    """Events during the run, in order of time: `kind` is `start`, `layout`, `skipped`, `died` or `note`."""
+    """Events during the run, in order of time: `kind` is `start`, `layout`, `nodes`, `skipped`, `died` or `note`."""
     found: list[tuple[int, Mark]] = []
     for number, (before, start) in enumerate(zip(history.starts, history.starts[1:], strict=False), start=1):
         found.append((number, _resumed(before, start, rows)))
@@ -146,7 +146,7 @@ def _resumed(before: Start, start: Start, rows: Rows) -> Mark:
 
 def _event(event: Event, history: History) -> Mark:
     again = "" if history.is_left(event) else " (this step was done again since)"
-    kind = event.kind if event.kind in ("skipped", "died") else "note"
+    kind = event.kind if event.kind in ("skipped", "died", "nodes") else "note"
     return Mark(event.step, kind, f"{event.what}{again}")
 
 

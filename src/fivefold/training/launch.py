@@ -30,8 +30,8 @@ from fivefold.launch.model import check_data, check_model
 from fivefold.launch.processes import Workers
 from fivefold.launch.sagemaker import find_hosts
 from fivefold.launch.worker import execute
-from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count
-from fivefold.launch.world import device_kind, find_world, join
+from fivefold.launch.workers import gpus, start_workers, with_restarts, worker_count, workers_of_node
+from fivefold.launch.world import check_nodes, device_kind, find_world, is_started_by_node, join
 from fivefold.parallel.layout import Layout
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ def run(
     with one_voice(world):
         config = load_config(path, overrides)
         check_supported(config)
+        if config.train.node_range and is_started_by_node(world):
+            if path is None and not any(override.startswith("run.name=") for override in overrides):
+                raise UserError("train.nodes is set, and the run has no name that all nodes know", fix="run.name=demo")
+            return _on_nodes(config, nproc, prove, listener)
+        check_nodes(config.train.node_range, world)
         workers = _workers(config, nproc) if world is None else world.size
         if nproc not in (None, workers):
             raise UserError(f"--nproc is {nproc}, but {workers} workers started", fix="leave --nproc out")
@@ -94,6 +99,22 @@ def run(
         if prove:
             prove(config, config.layout.resolve(here.size))
         execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
+    return config.run_dir
+
+
+def _on_nodes(config: RunConfig, nproc: int | None, prove: Prove | None, listener: Listener | None) -> Path:
+    """Train with the other nodes on which this command was started."""
+    from fivefold.training import nodes  # imports torch
+
+    kind = device_kind(config.train.device)
+    workers = workers_of_node(kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=nproc)
+    nodes.check(config)
+    check_model(config, layout=None)
+    with Workers(BODY, count=workers) as crew:
+        data = _prepare(config, show=True)
+        check_data(config, data)
+        if not _is_finished(config, data):
+            nodes.train(config, crew, listener, settle=partial(_settled, is_fresh=False), prove=prove)
     return config.run_dir
 
 

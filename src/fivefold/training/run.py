@@ -192,6 +192,7 @@ class Trainer(Job):
             "layout": str(state_of(self.model).plan.layout),
             "world": self.world.size,
             "devices_per_node": self.world.local_size,
+            "nodes": self.world.nodes,
             "resumed": resumed.where,
             "damages": list(resumed.damages),
             "schedule": self.schedule,

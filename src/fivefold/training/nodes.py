@@ -1,0 +1,170 @@
+"""Training on several nodes with a launcher on each, `train.nodes`: rounds of the nodes that are there.
+
+A round lasts until the run is done, a node is gone or another one comes. Then the workers of all nodes end, the nodes
+meet anew, the first one derives the layout for their number, and the run goes on from its newest checkpoint. The rows
+of a step and their order depend on no layout, so the curve is that of a run whose nodes never changed.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+
+from fivefold.config import RunConfig
+from fivefold.core import history
+from fivefold.core.errors import RunFailed, UserError
+from fivefold.core.terminal import say
+from fivefold.launch.events import Listener, following
+from fivefold.launch.failure import WorkerDied, failures, put_aside
+from fivefold.launch.folder import last_logged_step, last_saved_step, open_folder
+from fivefold.launch.model import check_model
+from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
+from fivefold.launch.processes import Workers, private_folder
+from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
+from fivefold.launch.world import device_kind
+from fivefold.parallel.layout import Layout
+
+Settle = Callable[[RunConfig, int, int], RunConfig]  # (config, ranks, ranks of a node): with a layout, if it was auto
+_CONSEQUENCE = 1.5  # seconds to learn that a worker died because a node is gone
+_PAUSE = 0.2  # seconds between two looks of a node without ranks
+
+
+def check(config: RunConfig) -> None:
+    """Raise `UserError` if the run cannot go on with another number of nodes."""
+    least, most = config.train.node_range or (1, 1)
+    if least < most and not config.is_automatic and config.written_layout.dp_shard != -1:
+        raise UserError(
+            f"train.nodes is {config.train.nodes}, and the layout {config.written_layout} is for one number of nodes",
+            fix="set layout.dp_shard: -1, or layout: auto",
+            more="docs/howto/elastic.md",
+        )
+
+
+def train(
+    config: RunConfig, crew: Workers, listener: Listener | None, *, settle: Settle,
+    prove: Callable[[RunConfig, Layout], object] | None,
+) -> None:  # fmt: skip
+    """Train with the other nodes until the run is done.
+
+    Raises what `start_workers` raises, and `RunFailed` if the run failed while this node waited.
+    """
+    least, most = config.train.node_range or (1, 1)
+    open_folder(config, may_be_in_use=True)
+    say(f"waiting for nodes ({config.train.nodes}) in {config.run_dir} ...")
+    with (
+        closing(Meeting(config.run_dir, least, most, timeout=config.launch.timeout)) as meeting,
+        private_folder() as own,
+        following(listener, own) as told,
+    ):
+        node = _Node(config, crew, meeting, least, settle, prove, told)
+        try:
+            node.train()
+        except Ended:
+            how = [start.how for start in history.load(config.run_dir).starts][-1:]
+            if how != ["finished"]:
+                why = f": {how[0]}" if how and how[0] else ""
+                raise RunFailed(f"the run has ended on the other nodes{why}", fix="look at what they say") from None
+            say(f"the run is finished: {config.run_dir}")
+        except UserError:
+            meeting.end()
+            raise
+        else:
+            meeting.end()
+
+
+class _Node:
+    """This node: what it knows of the rounds so far, and how often its workers died."""
+
+    def __init__(
+        self, config: RunConfig, crew: Workers, meeting: Meeting, least: int, settle: Settle,
+        prove: Callable[[RunConfig, Layout], object] | None, told: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self._config, self._crew, self._meeting, self._least = config, crew, meeting, least
+        self._settle, self._prove, self._told = settle, prove, told
+        self._members: Sequence[Member] = ()
+        self._restarts, self._saved = 0, -1
+
+    def train(self) -> None:
+        """Go from round to round until the run is done. Raises `Ended` if it was done without this node."""
+        death: WorkerDied | None = None
+        while True:
+            try:
+                current = self._meeting.join(self._crew.count)
+                self._tell(current, death)
+                return self._train_in(current)
+            except NodesChanged:
+                death = None
+            except WorkerDied as died:
+                death = None
+                if not self._meeting.has_news_within(_CONSEQUENCE):
+                    self._count(death := died)
+
+    def _train_in(self, current: Round) -> None:
+        chosen = json.loads(current.agreed(self._choice))
+        ranks = current.ranks(chosen["nodes"])
+        if ranks is None:
+            say(f"node {current.node + 1} of {len(current.members)} waits: {chosen['why']}")
+            while not self._meeting.news():
+                if self._meeting.has_ended():
+                    raise Ended
+                time.sleep(_PAUSE)
+            raise NodesChanged
+        config = self._config.with_layout(Layout.parse(chosen["layout"])) if chosen["layout"] else self._config
+        if self._prove and ranks.node == 0:
+            self._prove(config, config.layout.resolve(ranks.size))
+        last = ranks.first + self._crew.count - 1
+        place = f"rank {ranks.first}" if last == ranks.first else f"ranks {ranks.first} to {last}"
+        told = "" if ranks.node == 0 else f"; {current.members[0].host} shows the run"
+        say(f"node {ranks.node + 1} of {ranks.nodes}: {place} of {ranks.size}{told}")
+        request = {"config": config.to_yaml(), "device": device_kind(config.train.device), "may_be_unseen": True}
+        logs, patience, others = config.run_dir / "logs", config.train.collective_timeout, OtherNodes(ranks, self._news)
+        start_workers(self._crew, {**request, **self._told}, logs=logs, patience=patience, others=others)
+
+    def _news(self) -> str:
+        """The news of the meeting. After a run that is done nodes leave while rank 0 may still write; after a failure
+        all are gone."""
+        if self._meeting.has_ended():
+            return GONE if failures(self._config.run_dir / "logs") else ""
+        return self._meeting.news()
+
+    def _choice(self, members: Sequence[Member]) -> str:
+        """As the first node, choose the layout: for all nodes, or for the most with which it is legal."""
+        put_aside(self._config.run_dir / "logs")
+        why: UserError | None = None
+        for used in range(len(members), self._least - 1, -1):
+            size = sum(member.workers for member in members[:used])
+            try:
+                config = self._settle(self._config, size, members[0].workers)
+                check_model(config, layout=config.layout.resolve(size), weights=False)
+            except UserError as error:
+                why = why or error
+                continue
+            layout = str(config.layout) if self._config.is_automatic else ""
+            return json.dumps({"nodes": used, "layout": layout, "why": why.what if why else ""})
+        assert why is not None
+        raise why
+
+    def _tell(self, current: Round, death: WorkerDied | None) -> None:
+        """Say how this round differs from the one before, here and, by one node that was in both, in the history."""
+        before, self._members = self._members, current.members
+        if not before:
+            return
+        saved = last_saved_step(self._config)
+        origin = f"goes on from step {saved}" if saved else "starts again"
+        difference = changed(before, current.members)
+        what = difference or (f"{death.what}; restart {self._restarts}" if death else "")
+        if not what:
+            return
+        say(f"{what}; {origin}")
+        stayed = [node for node, member in enumerate(current.members) if member in before]
+        if current.node == stayed[0]:
+            with closing(history.Log(self._config.run_dir, say)) as log:
+                event = "nodes" if difference else "died"
+                log.write(event, last_logged_step(self._config), what=f"{what}; {origin}", nodes=len(current.members))
+
+    def _count(self, death: WorkerDied) -> None:
+        """Count a death. Raises it if it is certain to recur, or if there were too many without a new checkpoint."""
+        newest, most = last_saved_step(self._config), self._config.train.max_restarts
+        self._restarts, self._saved = (self._restarts if newest <= self._saved else 0) + 1, newest
+        if death.comes_again or self._restarts > most:
+            raise death

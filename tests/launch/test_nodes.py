@@ -1,0 +1,244 @@
+"""Nodes that come and go: how they meet, what ranks they get, and a run that goes on with those that are left."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+
+from fivefold.config import RunConfig, load_config
+from fivefold.core import history
+from fivefold.core.errors import UserError
+from fivefold.core.units import parse_nodes
+from fivefold.launch.nodes import FileBackend, Member, Round, _Presence, changed
+from fivefold.launch.workers import workers_of_node
+from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
+from fivefold.report import story
+from fivefold.training import nodes
+from tests.launch.test_preemption import with_descendants
+from tests.launch.test_restart import _last, _wait
+from tests.training.bodies import column, run_dir, run_file, train
+
+A, B, C = Member("a", 1, 2), Member("b", 2, 2), Member("c", 3, 3)
+
+
+def met(node: int, *members: Member) -> Round:
+    return Round(node, members, "a:1", store=None, wait=lambda keys: None)
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("written", "nodes"), [("2:4", (2, 4)), (3, (3, 3)), ("2:2", (2, 2)), (None, None)])
+def test_the_nodes_of_a_run_file(written: Any, nodes: tuple[int, int] | None, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"train: {{nodes: {'null' if written is None else written}}}\n")
+    config = load_config(tmp_path / "run.yaml")
+    assert config.train.node_range == nodes
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "again.yaml").train.node_range == nodes
+
+
+@pytest.mark.parametrize("written", ["4:2", "0", "0:2", "2:", "two", "1:2:3", "-1", True])
+def test_what_is_no_number_of_nodes_is_refused(written: Any) -> None:
+    with pytest.raises(ValueError, match="nodes"):
+        parse_nodes(written)
+
+
+def test_a_layout_for_one_number_of_nodes_is_refused() -> None:
+    nodes.check(load_config(None, ["train.nodes=2", "layout=shard4"]))
+    nodes.check(load_config(None, ["train.nodes=2:4", "layout=auto"]))
+    nodes.check(load_config(None, ["train.nodes=2:4", "layout=shard-1.tp2"]))
+    with pytest.raises(UserError, match=r"train\.nodes is 2:4, and the layout shard4"):
+        nodes.check(load_config(None, ["train.nodes=2:4", "layout=shard4"]))
+
+
+def test_who_starts_the_ranks() -> None:
+    a_node = World(rank=1, size=2, local_size=1)
+    assert is_started_by_node(None, {}) and is_started_by_node(a_node, {"SLURM_PROCID": "1"})
+    assert not is_started_by_node(a_node, {"RANK": "1"})
+    with pytest.raises(UserError, match="srun has started 2 tasks on a node"):
+        is_started_by_node(World(rank=1, size=4, local_rank=1, local_size=2), {})
+    check_nodes((1, 2), World(size=4, nodes=2))
+    with pytest.raises(UserError, match=r"train\.nodes is 3 to 4, and torchrun has started 2"):
+        check_nodes((3, 4), World(size=4, nodes=2))
+    assert [workers_of_node(kind="cuda", devices=8, nproc=n) for n in (None, 3)] == [8, 3]
+    assert workers_of_node(kind="cpu", devices=0, nproc=None) == 2
+    with pytest.raises(UserError, match="this machine has 2 GPUs"):
+        workers_of_node(kind="cuda", devices=2, nproc=3)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_may_have_different_numbers_of_workers(tmp_path: Path) -> None:
+    ranks = met(1, A, B, C).ranks(3)
+    assert ranks == NodeRanks(first=2, size=7, node=1, nodes=3, meets="a:1")
+    assert met(2, A, B, C).ranks(2) is None
+    env = worker_environment(1, 2, tmp_path, ranks)
+    found = find_world("cpu", env)
+    assert found is not None and (found.rank, found.local_rank, found.size, found.local_size) == (3, 1, 7, 2)
+    assert (found.rendezvous, found.is_local, found.nodes, found.folder) == ("tcp://a:1", False, 3, str(tmp_path))
+
+
+def choice(config: RunConfig, *members: Member, least: int = 1) -> dict[str, Any]:
+    node = nodes._Node(
+        config, cast(Any, None), cast(Any, None), least, lambda settled, size, local_size: settled, None, {}
+    )
+    return cast(dict[str, Any], json.loads(node._choice(members)))
+
+
+def test_as_many_nodes_train_as_the_batch_allows(tmp_path: Path) -> None:
+    keys = [f"run.dir={tmp_path}", "train.global_batch_size=8", "train.micro_batch_size=1", "train.nodes=1:4"]
+    config = load_config(None, keys)
+    assert choice(config, A, B) == {"nodes": 2, "layout": "", "why": ""}
+    fewer = choice(config, A, B, A)  # 6 ranks do not divide 8 rows
+    assert fewer["nodes"] == 2 and "8" in fewer["why"]
+    with pytest.raises(UserError, match="global_batch_size"):
+        choice(config, A, B, A, least=3)
+
+
+def test_a_difference_is_told_in_words() -> None:
+    assert changed([A, B], [A, B]) == ""
+    assert changed([A, B], [A]) == "2 → 1 nodes: without b (process 2)"
+    assert changed([A, B], [B, C]) == "2 → 2 nodes: without a (process 1), with c (process 3)"
+
+
+def test_the_page_of_a_run_marks_where_the_nodes_changed(tmp_path: Path) -> None:
+    log = history.Log(tmp_path, print)
+    log.write("start", 0, layout="shard-1", world=4, nodes=2)
+    log.write("nodes", 7, what="2 → 1 nodes: without b (process 2); goes on from step 5", nodes=1)
+    log.write("start", 5, layout="shard-1", world=2, nodes=1, resumed="x/step-000005")
+    log.close()
+    found = history.load(tmp_path)
+    assert found.starts[0].how == "the nodes changed" and found.starts[0].last == 7
+    marks = story.marks(found, [{"step": step} for step in range(1, 9)])
+    assert [mark.kind for mark in marks] == ["nodes", "start"]
+    assert "4 → 2 ranks; 2 → 1 nodes" in marks[1].what
+
+
+# ---- the meeting -----------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_a_meeting_changes_only_from_the_one_that_was_read(tmp_path: Path) -> None:
+    states = [_RendezvousState() for _ in range(3)]
+    for number, state in enumerate(states):
+        state.round = 10 ** (5 * number)
+    first, second, third = map(pickle.dumps, states)
+    backend, other = (FileBackend(tmp_path / "state", lambda *_: True) for _ in range(2))
+    assert backend.get_state() is None
+    found, token, is_set = backend.set_state(third)
+    assert is_set and pickle.loads(found).round == 10**10
+    assert other.set_state(first)[1:] == (token, False)
+    assert other.set_state(first, token)[2]
+    now = backend.get_state()
+    assert now is not None and pickle.loads(now[0]).round == 1  # shorter than what stood there
+    assert not backend.set_state(second, token)[2] and backend.set_state(second, now[1])[2]
+
+
+def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
+    presence = _Presence(tmp_path / ".nodes", "here")
+    other = _Presence(tmp_path / ".nodes", "there")
+    assert presence.lives("there", os.getpid()) and not presence.lives("elsewhere", os.getpid())
+    other.release()
+    assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
+    (tmp_path / ".nodes" / "state").touch()
+    other = _Presence(tmp_path / ".nodes", "there")
+    assert (tmp_path / ".nodes" / "state").exists()  # the first one is still there
+    for each in (presence, other):
+        each.release()
+    _Presence(tmp_path / ".nodes", "here").release()
+    assert not (tmp_path / ".nodes" / "state").exists()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(b"code")
+    (tmp_path / "state").chmod(mode)
+    with pytest.raises(UserError, match="others may write to it"):
+        FileBackend(tmp_path / "state", lambda *_: True).get_state()
+    (tmp_path / "link").symlink_to(tmp_path / "state")
+    with pytest.raises(Exception, match="link"):
+        FileBackend(tmp_path / "link", lambda *_: True).get_state()
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Node(SimpleNamespace):
+    """`fivefold train` on one of several nodes, as processes of this machine."""
+
+    def __init__(self, file: Path, number: int) -> None:
+        environment = os.environ | {"FIVEFOLD_CACHE": str(file.parent / "cache")}
+        with (file.parent / f"node-{number}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fivefold", "train", str(file), "--nproc", "1"],
+                stdout=log, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+        super().__init__(process=process, log=Path(log.name))
+
+    def kill(self) -> None:
+        """End all processes of the node at once, as a loss of power does."""
+        for pid in list(with_descendants([self.process.pid])):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def started(tree: dict[str, Any], count: int) -> Iterator[tuple[list[Node], Callable[[], Node]]]:
+    """Nodes that train, and a function that starts another one; all end with the block."""
+    file = run_dir(tree).parent / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    all_nodes = [Node(file, number) for number in range(count)]
+
+    def another() -> Node:
+        all_nodes.append(Node(file, len(all_nodes)))
+        return all_nodes[-1]
+
+    try:
+        yield list(all_nodes), another
+    finally:
+        for node in all_nodes:
+            node.kill()
+
+
+def check_parity(tree: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Every step once, over the rows of the order (the ledger is checked at each), with the curve of a run left
+    alone."""
+    steps = column(alone, "step")
+    assert column(tree, "step") == steps
+    assert column(tree, "train/tokens_seen") == column(alone, "train/tokens_seen")
+    assert column(tree, "train/loss") == pytest.approx(column(alone, "train/loss"), rel=1e-4)
+
+
+def file_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    return run_file(folder, run__name=name, train__check_every=1, checkpoint__every=5, layout__dp_shard=-1, **changes)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
+    steps = 40
+    alone = file_of(tmp_path, "alone", train__max_steps=steps)
+    tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2")
+    with started(tree, 2) as (both, _):
+        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
+        both[1].kill()
+        code = both[0].process.wait(60)
+        said = both[0].log.read_text()
+    assert code == 0, said
+    assert "node 1 of 2: rank 0 of 2" in said or "node 2 of 2: rank 1 of 2" in said
+    assert "2 → 1 nodes: without" in said and "node 1 of 1: rank 0 of 1" in said
+    assert train(alone, 1).error is None
+    check_parity(tree, alone)
+    assert {event.kind for event in history.load(run_dir(tree)).events} == {"nodes"}
