@@ -42,7 +42,7 @@ def doctor(
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, at a model, at one rank of a layout, or at all ranks of an allocation.
+    """Look at this machine, a model, a rank of a layout, or every node of a cluster.
 
     Example: fivefold doctor llama-3.1-8b --tp 8
     Example: fivefold doctor llama-3.1-8b --layout shard4.tp2 --rank 5
