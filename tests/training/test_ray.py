@@ -132,7 +132,7 @@ def test_a_node_that_is_lost_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         lost = cluster.add_node(num_cpus=1)
         driver = subprocess.Popen(
-            [sys.executable, "job.py"], env=os.environ | {"RAY_ADDRESS": cluster.address},
+            [sys.executable, "-c", DRIVER], env=os.environ | {"RAY_ADDRESS": cluster.address},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         checkpoints = run_dir(tree) / "checkpoints"
@@ -152,6 +152,8 @@ def test_a_node_that_is_lost_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 STEPS = 300
+# As `ray job submit --working-dir .`, which needs Ray's dashboard.
+DRIVER = "import ray, runpy; ray.init(runtime_env={'working_dir': '.'}); runpy.run_path('job.py')"
 PATIENCE = 600  # seconds: Ray starts a dozen processes, and gives up on a busy machine otherwise
 PATIENT = {
     "RAY_worker_register_timeout_seconds": str(PATIENCE),
