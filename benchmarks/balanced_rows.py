@@ -1,8 +1,8 @@
 """Rows shared out over data ranks by their cost (`data.balance_rows`) and by order: how long the ranks wait.
 
-    python benchmarks/balanced_rows.py             writes results/balanced_rows.json and the tables of
-                                                   docs/evidence/balanced_rows.md; some minutes on one core
-    python benchmarks/balanced_rows.py --rows 0    the arithmetic, on the screen alone
+    python benchmarks/balanced_rows.py              writes results/balanced_rows.json and the table of
+                                                    docs/evidence/balanced_rows.md; seconds
+    python benchmarks/balanced_rows.py --times 96   times that many rows as well, on the screen alone; minutes on a core
 
 Lengths of documents are lognormal with a long tail (median 1,000 tokens, sigma 1.5). Longer ones than a row are cut,
 and all are packed into rows as in a run.
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from common import RESULTS, SEED, machine
+from common import RESULTS, SEED
 from fivefold.data.batch import Piece, assemble
 from fivefold.data.pack import pack
 from fivefold.data.shares import row_cost, shares, waiting
@@ -40,11 +40,11 @@ from fivefold.training.step import accumulate
 from pages import put_between
 
 RESULT, DOCS = RESULTS / "balanced_rows.json", Path(__file__).parents[1] / "docs" / "evidence" / "balanced_rows.md"
-BEGIN, END = "<!-- table of {}: python benchmarks/balanced_rows.py -->", "<!-- end of {} -->"
+BEGIN, END = "<!-- table: python benchmarks/balanced_rows.py -->", "<!-- end of rows -->"
 MEDIAN, SIGMA = 1000, 1.5  # tokens of a document
 MODEL, PLANNED_BATCHES = "llama-3.1-8b", 20
 LENGTHS, PLANNED = (8192, 32768, 131072), ((8, 8), (64, 8), (64, 1))  # data ranks, micro batches of a rank
-ROWS, BATCH, LENGTH, VOCABULARY, RANKS = 96, 16, 4096, 2048, (2, 4, 8)
+BATCH, LENGTH, VOCABULARY, RANKS = 16, 4096, 2048, (2, 4, 8)
 KINDS = {"by order": False, "by cost": True}
 
 
@@ -160,24 +160,16 @@ def timed_table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, and write the results of a full measurement."""
+    """Compute the waiting by FLOPs, and time rows if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=ROWS)
-    rows = parser.parse_args().rows
-    tables = {"arithmetic": planned_table(arithmetic := planned())}
-    print(tables["arithmetic"], flush=True)
-    if not rows:
-        return
-    tables["times"] = timed_table(times := timed(rows))
-    print(tables["times"])
-    if rows < ROWS:
-        return
-    about = machine()
-    result = {"machine": about, "arithmetic": arithmetic, "times": times}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    tables["times"] += f"\n\n`python benchmarks/balanced_rows.py`: {about['cpu']}, torch {about['torch']}."
-    for name, text in tables.items():
-        put_between(BEGIN.format(name), END.format(name), text, DOCS)
+    parser.add_argument("--times", type=int, default=0, help=f"rows to time, a multiple of {BATCH}")
+    rows = parser.parse_args().times
+    table = planned_table(arithmetic := planned())
+    print(table, flush=True)
+    RESULT.write_text(json.dumps({"arithmetic": arithmetic}, indent=1) + "\n", encoding="utf-8")
+    put_between(BEGIN, END, f"{table}\n\n`python benchmarks/balanced_rows.py`.", DOCS)
+    if rows:
+        print(timed_table(timed(rows)))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,20 @@ import pytest
 import torch
 from torch import nn
 
+from fivefold.checkpoint.size import manifest_bytes
 from fivefold.core.errors import UserError
+from fivefold.models.build import build_meta
+from fivefold.models.discover import facts_of
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import by_group, differing, summed, total
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.lower import lower
 from fivefold.parallel.outer import spec
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
-from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, pieces, proof, reference_model
+from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, hf_config, pieces, proof, reference_model
 from tests.pool import run_ranks
 
 RATE, MOMENTUM, STEPS = 0.7, 0.9, 5
@@ -162,6 +166,15 @@ def test_what_does_not_go_with_outer_steps_is_refused() -> None:
     assert str(Layout.parse("dp2+outer5")) == "dp2+outer5"
     with pytest.raises(UserError, match=r"outer_every is 0 or more"):
         Layout(outer_every=-1)
+
+
+def test_a_checkpoint_has_each_replica_and_what_they_have_in_common() -> None:
+    """Of AdamW: three tensors of a parameter for each of two replicas, the outer weights and their momentum."""
+    facts = facts_of(build_meta(hf_config(Case("single"))))
+    plain, apart = (lower(facts, Layout.parse(text), 0).placement for text in ("dp2.shard4", "dp2.shard4+outer5"))
+    states = [*plain.shards] * 2
+    assert 3 * manifest_bytes(apart, states) == 8 * manifest_bytes(plain, states)
+    assert 3 * apart.checkpoint_bytes(states, 4) == 8 * plain.checkpoint_bytes(states, 4)
 
 
 def test_buckets_hold_every_parameter_once_in_order() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from fivefold.checkpoint.manifest import MOST_BYTES
 from fivefold.core.errors import UserError
 from fivefold.core.units import human_bytes
+from fivefold.parallel.outer.keys import KEPT
 from fivefold.parallel.placement import Placement
 
 SLICE_BYTES = 152  # of a slice in JSON, beside its tensor's name (docs/evidence/thousands.md)
@@ -18,7 +19,7 @@ FEW = 256  # ranks among which no model that exists comes near the limit
 def check_manifest(placement: Placement, kept: Iterable[str]) -> None:
     """Raise `UserError` if the manifest of a checkpoint would be too large to be read. `kept`: the parameter of each
     tensor of the optimizer's state."""
-    ranks = placement.world // placement.layout.dp_replicate
+    ranks = placement.world // placement.layout.dp_replicate * placement.layout.copies_apart
     if ranks <= FEW:
         return
     size = manifest_bytes(placement, kept)
@@ -32,9 +33,12 @@ def check_manifest(placement: Placement, kept: Iterable[str]) -> None:
 
 
 def manifest_bytes(placement: Placement, kept: Iterable[str]) -> int:
-    """Estimate the bytes of a manifest. Parameters that are cut alike are counted once."""
+    """Estimate the bytes of a manifest. Parameters that are cut alike are counted once. Replicas that train apart save
+    their own, besides what they have in common."""
     found, size = dict[object, int](), 0
-    for name in [*placement.shards, *kept]:
+    copies, names = placement.layout.copies_apart, [*placement.shards]
+    in_common = names * KEPT if copies > 1 else []
+    for name in [*[*names, *kept] * copies, *in_common]:
         spec = placement.shards[name]
         alike = spec.shape, spec.splits, spec.over
         if alike not in found:
