@@ -57,11 +57,12 @@ CHECKSUM = "0" * 32
 def layouts(world: int) -> dict[str, Layout]:
     """The layouts of a world: one FSDP group; replicas of 64 shards; and a pipeline of tp, with shards and replicas."""
     shards = min(8, world // 32)
-    return {
+    found = {
         "flat": Layout(dp_shard=world),
         "replicas": Layout(dp_replicate=world // 64, dp_shard=64),
         "pipeline": Layout(pp=4, tp=8, dp_shard=shards, dp_replicate=world // (32 * shards)),
     }
+    return {kind: layout for kind, layout in found.items() if kind != "replicas" or layout.dp_replicate > 1}
 
 
 # ---- a rank's program ------------------------------------------------------------------------------------------------
