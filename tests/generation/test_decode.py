@@ -85,7 +85,14 @@ def test_the_end_of_text_is_the_last_token() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("gather_once", every([True, False], 2))
 @pytest.mark.parametrize(
-    "layout", ["shard2+fp32+zero1", "shard2.tp2+fp32+zero2", put_off("shard2+fp32"), put_off("tp2+fp32")]
+    "layout",
+    [
+        "shard2+fp32+zero1",
+        "shard2.tp2+fp32+zero2",
+        put_off("shard2+fp32"),
+        put_off("tp2+fp32"),
+        put_off("shard4+hpz2+hier2+fp32"),
+    ],
 )
 def test_samples_leave_training_as_it_was(layout: str, gather_once: bool) -> None:
     case = Case(layout)
