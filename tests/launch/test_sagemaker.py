@@ -104,11 +104,11 @@ def test_two_hosts_train_one_run_and_are_stopped_saved(tmp_path: Path) -> None:
                 break
         for host in hosts:
             host.send_signal(signal.SIGTERM)
-        said = [host.communicate(timeout=100)[0] for host in hosts]
+        said = [host.communicate(timeout=400)[0] for host in hosts]
         reached = column(tree, "step")[-1]
         assert 0 < reached < 5000 and f"stopped by SIGTERM after step {reached}" in said[0]
         hosts = [start(name, f"train.max_steps={reached + 2}") for name in names]
-        said = [host.communicate(timeout=100)[0] for host in hosts]
+        said = [host.communicate(timeout=400)[0] for host in hosts]
         assert [host.returncode for host in hosts] == [0, 0], said
     finally:
         for host in hosts:
