@@ -10,7 +10,7 @@ from fivefold import cli
 from fivefold.config import load_config
 from fivefold.parallel.layout import Layout
 from fivefold.planner.estimate import Workload, estimate
-from fivefold.planner.failures import Failures, best_interval, failures, goodput
+from fivefold.planner.failures import HANG_SECONDS, Failures, best_interval, failures, goodput
 from fivefold.planner.plan import price_list
 
 SMALL = ("llama-3.2-1b", "--cluster", "2xH100", "--seq-length", "2k", "--global-batch-size", "16", "--top", "2")
@@ -60,6 +60,11 @@ def test_formulas_at_their_ends() -> None:
     assert best_interval(30, 10) == 10
     assert goodput(100, 0, 0, 1e12) == pytest.approx(1)
     assert goodput(100, 0, 1e6, 10) == 0.0
+
+
+def test_a_hang_is_named_after_the_time_out_of_a_run() -> None:
+    """The planner loads no run file; the number of one stands in it all the same."""
+    assert load_config(None).train.collective_timeout + 5 == HANG_SECONDS
 
 
 def test_the_failures_of_llama_3() -> None:
