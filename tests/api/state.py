@@ -70,12 +70,12 @@ class Odd(torch.optim.Optimizer):
                 if not state:
                     state |= {"count": 0, "share": 0.0, "begun": True, "root": np.sqrt(2.0)}
                     state |= {"seen": torch.zeros((), dtype=torch.int64)}
-                    state |= {"moment": torch.zeros_like(p, dtype=torch.bfloat16), "pair": torch.zeros(2)}
+                    state |= {"moment": torch.zeros_like(p, dtype=torch.bfloat16), "pair": p.new_zeros(2)}
                 state["count"] += 1
                 state["share"] = 1 / (2 + state["count"])
                 state["seen"] += 3
                 state["moment"].copy_(p.grad)
-                state["pair"] += torch.tensor([1.0, 0.25])
+                state["pair"].mul_(0.5).add_(1.0)
                 p.add_(p.grad, alpha=-group["lr"])
 
 

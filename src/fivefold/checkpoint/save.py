@@ -281,10 +281,16 @@ def collect(
                     offset = tuple(one.start for one in whole)
                     yield OwnedSlice(outer.prefix + kind, name, shape, offset, local(tensor)[here])
             elif placement.shard_index(name).part == placement.shard_index(name).fsdp_rank == 0:
-                yield _whole(outer.prefix + kind, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+                yield _whole(outer.prefix + kind, name, _same_on_all(tensor))
     if placement.is_first_of_stage and not gradients:
         kept = placement.buffers.keys() & stored.keys()
         yield from (_whole(WEIGHT, name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def _same_on_all(tensor: Tensor) -> Tensor:
+    """A tensor of an optimizer that is no part of a parameter: the trial has shown that all ranks have it."""
+    is_here = isinstance(tensor, DTensor) and all(placement.is_replicate() for placement in tensor.placements)
+    return local(tensor) if is_here or not isinstance(tensor, DTensor) else tensor.full_tensor()
 
 
 def _in_common(outer: OuterSteps, name: str) -> Iterator[OwnedSlice]:

@@ -141,10 +141,10 @@ class Workers:
             yield
             self._listen(PAUSE_SECONDS)
 
-    def end(self, *, at_once: bool = False, grace: float = GRACE_SECONDS) -> None:
-        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds; `at_once`: only SIGKILL, as for stopped
-        processes."""
-        deadline = time.monotonic() + (0 if at_once else grace)
+    def end(self, *, at_once: bool = False, grace: float | None = None) -> None:
+        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds (GRACE_SECONDS); `at_once`: only SIGKILL,
+        as for stopped processes."""
+        deadline = time.monotonic() + (0 if at_once else GRACE_SECONDS if grace is None else grace)
         if not at_once:
             self.send(signal.SIGTERM, self.running)
         while self.running and time.monotonic() < deadline and not self._is_urgent:
