@@ -142,8 +142,8 @@ class Workers:
             self._listen(PAUSE_SECONDS)
 
     def end(self, *, at_once: bool = False, grace: float | None = None) -> None:
-        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds, by default GRACE_SECONDS. `at_once`: only
-        SIGKILL, as for stopped processes."""
+        """End the running workers: SIGTERM, then SIGKILL after `grace` seconds, else GRACE_SECONDS. `at_once`: SIGKILL
+        alone, as for stopped processes."""
         deadline = time.monotonic() + (0 if at_once else GRACE_SECONDS if grace is None else grace)
         if not at_once:
             self.send(signal.SIGTERM, self.running)
