@@ -32,7 +32,7 @@ PYTEST := $(VENV)/bin/python -m pytest $(PYTEST_FLAGS) --numprocesses 2 --dist l
 test: $(STAMP)
 	$(PYTEST) -m "not full and not campaign and not rehearsal"
 
-test-rest: $(VENV)/.trackers
+test-rest: $(STAMP)
 	$(PYTEST) -m "full and not campaign and not rehearsal"
 
 test-all: test test-rest
@@ -43,7 +43,7 @@ $(VENV)/.trackers: $(STAMP)
 		echo "the trackers are not installed: their test is skipped"
 	@touch $@
 
-campaign: $(STAMP)
+campaign: $(VENV)/.trackers
 	$(VENV)/bin/python benchmarks/campaign.py
 
 # With the usual build of torch for Linux, which has CUDA, in the versions that the table was measured with; REHEARSAL

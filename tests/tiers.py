@@ -44,20 +44,6 @@ def covering(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]],
     return [case if at in kept else put_off(case) for at, case in enumerate(listed)]
 
 
-def first_with_news(cases: Iterable[Any], facts: Callable[[Any], Collection[Hashable]]) -> list[Any]:
-    """The cases, all but those with a fact that none before them has marked `campaign`.
-
-    Example: of `["ab", "ac", "cb"]` the last one is put off.
-    """
-    met = set[Hashable]()
-    found: list[Any] = []
-    for case in cases:
-        is_new = not met.issuperset(facts(case))
-        met.update(facts(case))
-        found.append(case if is_new else put_off(case))
-    return found
-
-
 def every(cases: Iterable[Any], step: int) -> list[Any]:
     """The cases, all but the first of every `step` marked `campaign`."""
     return [case if index % step == 0 else put_off(case) for index, case in enumerate(cases)]

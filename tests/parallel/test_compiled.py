@@ -148,7 +148,7 @@ CASES = [
     )
     for case, backend, quick in (
         (Case("tp2+mb8+fp64", tied=True, overrides=(LAYERS,)), "aot_eager_decomp_partition", True),
-        (Case("pp2.tp2+mb2+fp64", overrides=(LAYERS,)), "aot_eager", True),
+        (Case("pp2.tp2+mb2+fp64", overrides=(LAYERS,)), "aot_eager", False),
         (Case("tp2+mb8+full+fp64", overrides=(LAYERS,)), "aot_eager", False),
         (Case("tp2+mb8+selective+fp64", overrides=(LAYERS,)), "aot_eager", False),
         (Case("pp2.tp2+zb+mb2+fp64", overrides=(LAYERS,)), "aot_eager", False),

@@ -1,6 +1,6 @@
 """The trackers themselves, on this machine alone: a run and its resume are one run of each, with every row once.
 
-`make test-rest` installs them (extra `trackers`). W&B is offline, MLflow writes to a folder, Trackio to a database.
+`make campaign` installs them (extra `trackers`). W&B is offline, MLflow writes to a folder, Trackio to a database.
 """
 
 import json
@@ -29,7 +29,7 @@ run: {name: tracked}
 """
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_run_that_goes_on_is_one_run_of_each_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "mlflow", "trackio"):
         pytest.importorskip(name)
