@@ -223,7 +223,8 @@ def test_the_teacher_itself_has_nothing_to_learn(tmp_path: Path, teacher: Path) 
 @pytest.mark.parametrize(
     ("layout", "world"),
     [
-        ({"pp": 2}, 2), put_off({"dp_shard": 2, "tp": 2}, 4), put_off({"tp": 2}, 2), put_off({"cp": 2}, 2), put_off({}, 1),
+        ({"pp": 2}, 2),
+        put_off({"dp_shard": 2, "tp": 2}, 4), put_off({"tp": 2}, 2), put_off({"cp": 2}, 2), put_off({}, 1),
     ],
 )  # fmt: skip
 def test_every_layout_asks_and_follows_alike(tmp_path: Path, teacher: Path, layout: dict[str, int], world: int) -> None:
