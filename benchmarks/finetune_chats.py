@@ -29,6 +29,7 @@ from fivefold.launch.world import threads_per_worker
 from fivefold.training.peak_memory import PeakMemory
 
 CHATS, HELD_OUT, STEPS, WARMUP = 90, 30, 30, 2
+LAYOUTS = {1: ("single",), 2: ("shard2", "dp2")}  # of fivefold, by processes; dp2 is what TRL's two are, on a CPU
 ROWS, LENGTH, RATE, RANK, ALPHA = 2, 256, 2e-4, 16, 32
 EXAMPLES = Path(__file__).parents[1] / "examples" / "questions.jsonl"
 
@@ -112,9 +113,9 @@ def _records(batch: MicroBatch) -> Iterator[Record]:
 
 def fivefold(ask: dict[str, Any]) -> dict[str, Any]:
     """The command's own function, which starts its workers."""
-    began, name = time.perf_counter(), f"fivefold-{ask['ranks']}"
+    began, name = time.perf_counter(), f"fivefold-{ask['layout']}"
     os.environ.pop("OMP_NUM_THREADS", None)  # it is this process's: the workers share the cores out
-    layout = {"layout": "shard2" if ask["ranks"] == 2 else "single", "run.name": name}
+    layout = {"layout": ask["layout"], "run.name": name}
     run = ff.train(Path(ask["folder"]) / "run.yaml", {**layout, "checkpoint.resume": "never"}, nproc=ask["ranks"])
     rows = [json.loads(line) for line in (Path(run.path) / "metrics.jsonl").read_text().splitlines()]
     steps = [row["perf/step_seconds"] for row in rows]

@@ -5,7 +5,8 @@
     python benchmarks/finetune_speed.py --quick          a toy model, one repeat, writes nothing: does it run?
     python benchmarks/finetune_speed.py --only dpo       tasks whose name has this, on the screen alone
     python benchmarks/finetune_speed.py --chats          SmolLM2-135M learns from 90 chats (`finetune_chats.py`); writes
-                                                         results/finetune_chats.json
+                                                         results/finetune_chats.json and a table of docs
+    python benchmarks/finetune_speed.py --chats --processes 2   ... on two processes alone; the other rows stay
     python benchmarks/finetune_speed.py --chats --quick  ... with two layers and three steps, on the screen alone
 
 Needs `trl` and `peft` (the `dev` extra). Tasks: supervised tuning of prompts and answers of unequal lengths, and DPO on
@@ -22,7 +23,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -51,6 +52,8 @@ CPU = torch.device("cpu")
 RESULT, DOCS = RESULTS / "finetune_speed.json", Path(__file__).parents[1] / "docs" / "evidence" / "benchmarks.md"
 CHATS = RESULTS / "finetune_chats.json"
 BEGIN, END = "<!-- table: python benchmarks/finetune_speed.py -->", "<!-- end of finetune_speed -->"
+BEGIN_CHATS = "<!-- table: python benchmarks/finetune_speed.py --chats -->"
+END_CHATS = "<!-- end of finetune_speed --chats -->"
 TASKS = ("sft", "sft+lora", "dpo", "dpo+lora")
 TRAINERS = ("fivefold", "trl")
 RECORDS, WARMUP, RANK, ALPHA, BETA = 8, 2, 16, 32.0, 0.1
@@ -233,16 +236,21 @@ def row_of(runs: Any, task: str, ranks: int, shape: str, steps: int) -> dict[str
     }  # fmt: skip
 
 
-def measure_chats(folder: Path, *, repeats: int, layers: int | None, steps: int) -> dict[str, Any]:
-    """The chats, by turns: speed and memory as of the other tasks, and the loss of chats held out."""
+def measure_chats(
+    folder: Path, *, processes: Sequence[int], repeats: int, layers: int | None, steps: int
+) -> dict[str, Any]:
+    """The chats, by turns: speed and memory as of the other tasks, and the loss of chats held out. fivefold is there in
+    each layout of so many processes."""
     chats.prepared(folder, layers=layers, steps=steps)
     runs: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for repeat in range(repeats):
-        for ranks in (1, 2):
-            for name in TRAINERS if repeat % 2 == 0 else TRAINERS[::-1]:
-                ask = {"kind": f"chats-{name}", "folder": str(folder), "ranks": ranks}
+        for ranks in processes:
+            contenders = (*chats.LAYOUTS[ranks], "trl")
+            for name in contenders if repeat % 2 == 0 else contenders[::-1]:
+                ask = {"kind": "chats-trl" if name == "trl" else "chats-fivefold", "layout": name}
+                ask |= {"folder": str(folder), "ranks": ranks}
                 # `fivefold train` starts its workers itself.
-                of_ranks = run_ranks(Path(__file__), ask, ranks=1 if name == "fivefold" else ranks)
+                of_ranks = run_ranks(Path(__file__), ask, ranks=ranks if name == "trl" else 1)
                 adapter = Path(of_ranks[0]["adapter"])
                 sample = {
                     "step_seconds": max(median(each["steps"]) for each in of_ranks),
@@ -256,7 +264,11 @@ def measure_chats(folder: Path, *, repeats: int, layers: int | None, steps: int)
     return {
         "machine": machine() | {name: _version(name) for name in ("trl", "peft")}, "chats": chats.CHATS,
         "steps": steps, "repeats": repeats, "untrained_loss": chats.held_out_loss(folder, None),
-        "rows": [row_of_chats(ranks, runs[ranks, "fivefold"], runs[ranks, "trl"]) for ranks in (1, 2)],
+        "rows": [
+            row_of_chats(ranks, runs[ranks, layout], runs[ranks, "trl"]) | {"layout": layout}
+            for ranks in processes
+            for layout in chats.LAYOUTS[ranks]
+        ],
     }  # fmt: skip
 
 
@@ -277,18 +289,24 @@ def row_of_chats(ranks: int, ours: list[dict[str, Any]], theirs: list[dict[str, 
 def chats_markdown(result: dict[str, Any]) -> str:
     """The table of the chats."""
     lines = [
-        "| processes | fivefold, s/step | TRL, s/step | speed, ours / theirs | (range) | whole run | memory, ours / "
-        "theirs | held-out loss, fivefold | TRL |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| processes | layout | fivefold, s/step | TRL, s/step | speed, ours / theirs | (range) | whole run | memory, "
+        "ours / theirs | held-out loss, fivefold | TRL |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
         seconds, loss, (low, high) = row["step_seconds"], row["held_out_loss"], row["speed_range"]
         lines.append(
-            f"| {row['ranks']} | {seconds['fivefold']:.2f} | {seconds['trl']:.2f} | **{row['speed']:.2f}** | {low:.2f} "
-            f"to {high:.2f} | {row['whole']:.2f} | **{row['memory']:.2f}** | {loss['fivefold']:.4f} | "
-            f"{loss['trl']:.4f} |"
+            f"| {row['ranks']} | `{row['layout']}` | {seconds['fivefold']:.2f} | {seconds['trl']:.2f} | "
+            f"**{row['speed']:.2f}** | {low:.2f} to {high:.2f} | {row['whole']:.2f} | **{row['memory']:.2f}** | "
+            f"{loss['fivefold']:.4f} | {loss['trl']:.4f} |"
         )
-    return "\n".join(lines) + f"\n\nUntrained, the held-out loss is {result['untrained_loss']:.4f}."
+    machine = result["machine"]
+    about = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "trl", "peft"))
+    return (
+        "\n".join(lines)
+        + f"\n\nUntrained, the held-out loss is {result['untrained_loss']:.4f}. {result['steps']} steps, "
+        f"{result['repeats']} repeats. {machine['cpu']}, {machine['cores']} cores; {about}; commit {machine['commit']}."
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -327,14 +345,19 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--chats", action="store_true", help="SmolLM2-135M on 90 chats, instead of the other tasks")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of the chats")
     args = parser.parse_args()
     if args.chats:
         with tempfile.TemporaryDirectory() as folder:
             few = {"repeats": 1, "layers": 2, "steps": 3}
             whole = {"repeats": args.repeats, "layers": None, "steps": chats.STEPS}
-            result = measure_chats(Path(folder), **(few if args.quick else whole))
+            result = measure_chats(Path(folder), processes=args.processes, **(few if args.quick else whole))
         if not args.quick:
+            before = json.loads(CHATS.read_text())["rows"] if CHATS.exists() else []
+            kept = [row for row in before if row["ranks"] not in args.processes]
+            result["rows"] = sorted([*kept, *result["rows"]], key=lambda row: row["ranks"])
             CHATS.write_text(json.dumps(result, indent=1) + "\n")
+            put_between(BEGIN_CHATS, END_CHATS, chats_markdown(result), DOCS)
         print(chats_markdown(result))
         return 0
     tasks = [task for task in TASKS if args.only in task]
