@@ -31,9 +31,6 @@ from tests.verification.mutation import prove
 MODEL, GATHER = "llama-3.2-1b", "all_gather"
 COPIES = 2 * 16 * 60_821_504 // 8  # bytes: an eighth of the layers of Llama 3.2 1B in bf16
 
-GATHER = "all_gather"
-COPIES = 2 * 16 * 60_821_504 // 8  # bytes: an eighth of the layers of Llama 3.2 1B in bf16
-
 
 def plan(layout: str) -> ParallelPlan:
     return lower(facts_of_config(MODEL), Layout.parse(layout), 0)

@@ -17,7 +17,7 @@ from fivefold.core.units import many
 from fivefold.hardware.cluster import Cluster, nodes_of
 from fivefold.launch.cluster import cluster_here
 from fivefold.launch.once import run_once
-from fivefold.launch.workers import CPU_WORKERS, gpus
+from fivefold.launch.workers import gpus, workers_of_node
 from fivefold.launch.world import device_kind, find_world
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
@@ -70,8 +70,9 @@ def examine(
         raise UserError("--nproc starts workers, and this process is one of several already", fix="leave --nproc out")
     workers = layout
     if here is None and not layout:
-        devices = gpus() if device_kind(device) == "cuda" else CPU_WORKERS
-        workers = str(Layout(dp_shard=nproc or devices))
+        kind = device_kind(device)
+        usual = workers_of_node(kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=None)
+        workers = str(Layout(dp_shard=nproc or usual))
     told = run_once(MEASURE, request, layout=workers, device=device, what="doctor")
     return None if told is None else judge(told, cluster)
 

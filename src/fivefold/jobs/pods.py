@@ -1,5 +1,6 @@
 """The pods of Kubernetes, the same under each of its kinds of job: what runs, with what, and how it is watched."""
 
+from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
@@ -32,6 +33,18 @@ def metadata(job: Job) -> dict[str, Any]:
         "name": job.label,
         "labels": {"app.kubernetes.io/name": "fivefold", "app.kubernetes.io/instance": job.label},
     }
+
+
+def queued_metadata(job: Job) -> Note:
+    """Name and labels of the object that starts the pods."""
+    return Note(
+        metadata(job), "Under Kueue, the label kueue.x-k8s.io/queue-name lets it wait for room for all of its pods."
+    )
+
+
+def apply(file: Path) -> tuple[str, ...]:
+    """The command that submits a file of objects."""
+    return ("kubectl", "apply", "-f", str(file))
 
 
 def run_file(job: Job) -> dict[str, Any]:

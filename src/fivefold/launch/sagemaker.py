@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.core.errors import UserError
+from fivefold.launch.workers import gpus, workers_of_node
 from fivefold.launch.world import device_kind
 
 RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
@@ -65,7 +66,10 @@ def torchrun(
 ) -> list[str]:
     """The command that trains on this host as one node of `hosts`. `arguments`: of `fivefold train`. `nproc`: ranks of
     a host; None for every GPU, or 2 on a CPU."""
-    devices = nproc or int(env.get("SM_NUM_GPUS") or 0) or _devices()
+    devices = nproc or int(env.get("SM_NUM_GPUS") or 0)
+    if not devices:
+        kind = device_kind("auto")
+        devices = workers_of_node(kind=kind, devices=gpus() if kind == "cuda" else 0, nproc=None)
     return [
         *(sys.executable, "-m", "fivefold.launch.torchrun"),
         *("--nnodes", str(len(hosts.names)), "--node-rank", str(hosts.rank), "--nproc-per-node", str(devices)),
@@ -79,11 +83,3 @@ def set_for_hosts(hosts: Hosts, env: MutableMapping[str, str] = os.environ) -> N
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         env.setdefault(name, hosts.interface)
     env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE)
-
-
-def _devices() -> int:
-    if device_kind("auto") == "cpu":
-        return 2
-    from torch import cuda
-
-    return cuda.device_count()

@@ -16,10 +16,7 @@ def text(job: Job) -> str:
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": Note(
-            pods.metadata(job),
-            "Under Kueue, the label kueue.x-k8s.io/queue-name lets it wait for room for all of its pods.",
-        ),
+        "metadata": pods.queued_metadata(job),
         "spec": spec(job, meets),
     }
     return commented.written(head, [pods.run_file(job), jobset])
@@ -70,6 +67,6 @@ ENGINE = Engine(
     title="a JobSet of Kubernetes with its run file",
     suffix=".jobset.yaml",
     text=text,
-    submit=lambda file: ("kubectl", "apply", "-f", str(file)),
+    submit=pods.apply,
     install=pods.KUBECTL,
 )

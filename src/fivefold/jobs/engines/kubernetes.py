@@ -34,10 +34,7 @@ def _job(job: Job) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": Note(
-            pods.metadata(job),
-            "Under Kueue, the label kueue.x-k8s.io/queue-name lets it wait for room for all of its pods.",
-        ),
+        "metadata": pods.queued_metadata(job),
         "spec": {
             "completions": Note(job.nodes, "A pod a node, all at once; each knows its index."),
             "parallelism": job.nodes,
@@ -70,6 +67,6 @@ ENGINE = Engine(
     title="an indexed Job of Kubernetes with its Service and run file",
     suffix=".job.yaml",
     text=text,
-    submit=lambda file: ("kubectl", "apply", "-f", str(file)),
+    submit=pods.apply,
     install=pods.KUBECTL,
 )

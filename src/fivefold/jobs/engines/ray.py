@@ -1,13 +1,10 @@
 """Ray: a script that gives the worker of `fivefold.training.ray` to a `TorchTrainer`, for `ray job submit`."""
 
-import json
-from functools import partial
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.job import Engine, Job
+from fivefold.jobs.template import filled
 
 RESTARTS = 3  # of all workers, after a failure
 EXAMPLE = "REGISTRY/fivefold:TAG"  # of an image
@@ -23,12 +20,10 @@ def text(job: Job) -> str:
         )
     if job.minutes is not None:
         raise UserError("Ray has no limit of the time that a job takes", fix="leave --time out")
-    template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    template.filters["python"] = partial(json.dumps, ensure_ascii=False)  # text is the same in both
     runs = Path(job.runs).absolute()
-    return template.from_string(Path(__file__).with_suffix(".py.j2").read_text(encoding="utf-8")).render(
-        job=job,
-        head="# " + job.head.replace("\n", "\n# "),
+    return filled(
+        Path(__file__).with_suffix(".py.j2"),
+        job,
         overrides=[*job.overrides, f"run.dir={runs}"],
         storage=str(runs / "ray"),
         restarts=RESTARTS,

@@ -1,13 +1,10 @@
 """SageMaker: a script that makes a training job with the SDK's own `ModelTrainer` (version 3 of `sagemaker`)."""
 
-import json
-from functools import partial
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.job import Engine, Job
+from fivefold.jobs.template import filled
 
 INSTANCES = {8: "ml.p5.48xlarge", 4: "ml.g6e.12xlarge", 1: "ml.p5.4xlarge"}  # by their GPUs: H100, L40S, H100
 ON_CPU = "ml.m7i.4xlarge"
@@ -34,16 +31,14 @@ def text(job: Job) -> str:
         )
     runs = RUNS if job.nodes == 1 else f"/opt/ml/input/data/{CHANNEL}"
     workers = ["--nproc", str(job.devices)] if job.on_cpu else []
-    template = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    template.filters["python"] = partial(json.dumps, ensure_ascii=False)  # text is the same in both
-    return template.from_string(Path(__file__).with_suffix(".py.j2").read_text(encoding="utf-8")).render(
-        job=job,
+    return filled(
+        Path(__file__).with_suffix(".py.j2"),
+        job,
         arguments=[*job.arguments, f"run.dir={runs}", *workers],
         runs=runs,
         channel=CHANNEL,
         instance=ON_CPU if job.on_cpu else INSTANCES[job.devices],
         seconds=60 * (job.minutes or HOURS * 60),
-        head="# " + job.head.replace("\n", "\n# "),
     )
 
 

@@ -1,12 +1,11 @@
 """Slurm: a batch script for `sbatch`, whose `srun` starts one task a device."""
 
 from pathlib import Path
-from shlex import join, quote
-
-from jinja2 import Environment, StrictUndefined
+from shlex import join
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.job import Engine, Job
+from fivefold.jobs.template import filled
 
 SAVES = 300  # seconds before the end of the allotment at which Slurm sends SIGTERM to the tasks
 EXAMPLE = "nvcr.io#nvidia/pytorch:25.09-py3"  # of an image, in the words of enroot
@@ -19,10 +18,9 @@ def text(job: Job) -> str:
             f"--time of {job.minutes} minutes: the last {SAVES} s are for a save, and nothing would be trained before",
             fix=f"--time {2 * SAVES // 60}m or more",
         )
-    template = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    template.filters["quote"] = quote
-    return template.from_string(Path(__file__).with_suffix(".sbatch.j2").read_text(encoding="utf-8")).render(
-        job=job,
+    return filled(
+        Path(__file__).with_suffix(".sbatch.j2"),
+        job,
         run=job.run.as_posix(),
         overrides=join(job.overrides),
         time=f"{job.minutes // 60}:{job.minutes % 60:02}:00" if job.minutes else "",

@@ -40,10 +40,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
     return {
         "apiVersion": VERSION,
         "kind": "TrainJob",
-        "metadata": Note(
-            pods.metadata(job),
-            "Under Kueue, the label kueue.x-k8s.io/queue-name lets it wait for room for all of its pods.",
-        ),
+        "metadata": pods.queued_metadata(job),
         "spec": {
             "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.label},
             "trainer": {"numNodes": job.nodes, "numProcPerNode": job.devices},
@@ -56,6 +53,6 @@ ENGINE = Engine(
     title="a TrainJob of Kubeflow Trainer with its runtime and run file",
     suffix=".trainjob.yaml",
     text=text,
-    submit=lambda file: ("kubectl", "apply", "-f", str(file)),
+    submit=pods.apply,
     install=pods.KUBECTL,
 )
