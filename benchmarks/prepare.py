@@ -16,7 +16,7 @@ command together (proportional set size, looked at every 200 ms).
 
 - **join** is the last shard's time beyond its tokenising: the digest of all text, the store, its rows.
 - **as one process**: `fivefold data` without `--prepare` made the same tokens and rows, byte for byte. It is compared
-  for the smallest n, and for the most too if `--compare` is given.
+  for the smallest n, and for the most too if `--compare` is given. It runs beside the shards, at the lowest priority.
 - **workers** is the time of `--prepare --workers N` over the text of two shares, a cache that is empty each time, for 1
   and 2 workers and for as many as there are cores, repeated in turns. The time includes the start of the processes.
   Their CPU seconds tell more than the time where other things run on the machine.
@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -86,18 +87,23 @@ class Bench:
         """Run `fivefold data`: its seconds, its memory, and what `--json` says."""
         keys = [f"data.train={path}", f"tokenizer.name_or_path={self.tokenizer}", "data.validation=0.01"]
         command = [sys.executable, "-m", "fivefold", "data", *keys, "data.seq_length=2048", *options]
-        out = self.folder / "said.json"
+        out, text = self.folder / f"said-{cache}.json", self.folder / f"log-{cache}"
         environment = os.environ | {"FIVEFOLD_CACHE": str(self.folder / cache)}
         began, before, most = time.perf_counter(), cpu(), 0
-        with (self.folder / "log").open("w") as log:
+        with text.open("w") as log:
             process = subprocess.Popen([*command, "--json", str(out)], env=environment, stdout=log, stderr=log)
             while process.poll() is None:
                 most = max(most, memory(process.pid))
                 time.sleep(0.2)
         if process.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{(self.folder / 'log').read_text()}")
+            raise SystemExit(f"{' '.join(command)}\n{text.read_text()}")
         said = json.loads(out.read_text())
         return {"seconds": time.perf_counter() - began, "cpu": cpu() - before, "peak": most, "said": said}
+
+    def alone(self, path: Path) -> dict[str, Any]:
+        """One process over a whole text, at the lowest priority."""
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread, and of what it starts
+        return self.command(path, "alone", "--rows", "0")
 
     def prepare(self, path: Path, cache: str, workers: int, shard: str = "") -> dict[str, Any]:
         """`--prepare`, with the seconds that went into tokenising."""
@@ -134,13 +140,16 @@ def shards(bench: Bench, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         is_whole = args.all or number in (min(args.shards), max(args.shards))
         measured = range(number) if is_whole else sorted({0, number // 2, number - 1})
         turns = []
+        is_compared = is_whole and (number == min(args.shards) or args.compare)
+        beside = ThreadPoolExecutor(1)
+        one_process = beside.submit(bench.alone, path) if is_compared else None
         for at in measured:
             turns.append(bench.prepare(path, cache, 1, f"{at}/{number}"))
             print(f"{at}/{number}", json.dumps({k: v for k, v in turns[-1].items() if k != "said"}), flush=True)
         join = turns[-1]["seconds"] - turns[-1]["tokenising"] if is_whole else None
         compared = None
-        if is_whole and (number == min(args.shards) or args.compare):
-            alone = bench.command(path, "alone", "--rows", "0")
+        if one_process:
+            alone = one_process.result()
             print("one process", json.dumps({k: v for k, v in alone.items() if k != "said"}), flush=True)
             compared = {**alone, "same": bench.same("alone", cache), "said": None}
             if not compared["same"]:
