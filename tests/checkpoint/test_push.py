@@ -55,9 +55,11 @@ def test_a_pushed_export_is_the_folder(
     assert ended.value.code == 0 and hub.repositories == {"me/it": True} and hub.messages == ["step 12 of one"]
     assert hub.files["me/it", "step-12"] == {".gitattributes": b"", **files_of(out)}
     assert set(hub.files["me/it", "main"]) == {".gitattributes"}
-    assert f"pushed to {hub.address}/me/it/tree/step-12" in said and "vllm serve me/it" in said
+    assert f"pushed to {hub.address}/me/it/tree/step-12" in said and "vllm serve me/it --revision step-12" in said
+    assert "pretrained=me/it,revision=step-12" in said and 'from_pretrained("me/it", revision="step-12")' in said
     text = (out / "README.md").read_text()
-    assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0" and 'from_pretrained("me/it")' in text
+    assert yaml.safe_load(text.split("---")[1])["license"] == "apache-2.0"
+    assert 'from_pretrained("me/it", revision="step-12")' in text
     again = export(run, out, force=True, push=Repository("me/it"))
     assert again.pushed == f"{hub.address}/me/it" and hub.files["me/it", "main"]["config.json"]
 
@@ -106,7 +108,7 @@ def test_what_an_export_is_to_its_base(tmp_path: Path, adapted: int, relation: s
     (tmp_path / "run.yaml").write_text(load_config(None, options).to_yaml())
     manifest = SimpleNamespace(step=3, state={"tokens_seen": 7}, versions={}, layout="single")
     checkpoint: Any = SimpleNamespace(path=tmp_path, manifest=manifest)
-    text = card.model_card(checkpoint, tmp_path, name="me/it", dtype="bfloat16", adapted=adapted)
+    text = card.model_card(checkpoint, tmp_path, arguments='"me/it"', dtype="bfloat16", adapted=adapted)
     front = yaml.safe_load(text.split("---")[1])
     assert (front["base_model"], front["base_model_relation"]) == ("org/base", relation)
     assert (

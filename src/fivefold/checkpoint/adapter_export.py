@@ -88,14 +88,14 @@ class CheckpointAdapter:
         return _Whole(merged), check
 
     def write(
-        self, out: Path, run: str | Path, dtype: str | None, *, name: str, force: bool
+        self, out: Path, run: str | Path, dtype: str | None, *, arguments: str, force: bool
     ) -> tuple[int, torch.dtype]:
         """Write a folder of `peft`, with the tokenizer and its chat template; returns its bytes, and the type of its
-        weights. The card loads it by `name`. Raises `UserError`, `RunFailed`."""
+        weights. The card loads it by these `arguments` of `from_pretrained`. Raises `UserError`, `RunFailed`."""
         source = self.checkpoint.source()
         kind = export_dtype(dtype, trained=source.dtype(source.ordered[0]))
         card = model_card(
-            self.checkpoint, run, name=name, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
+            self.checkpoint, run, arguments=arguments, dtype=str(kind).removeprefix("torch."), adapted=self.parameters,
         )  # fmt: skip
         base, folder = self.config.model.name_or_path, self.checkpoint.model_folder
         files = {str(path.relative_to(folder)): path.read_bytes() for path in tokenizer_files(folder)}

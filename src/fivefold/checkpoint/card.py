@@ -22,18 +22,18 @@ _LOAD = """```python
 from {package} import {model_class}
 from transformers import AutoTokenizer
 
-model = {model_class}.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {model_class}.from_pretrained({arguments})
+tokenizer = AutoTokenizer.from_pretrained({arguments})
 ```
 """
 
 
-def model_card(checkpoint: Checkpoint, run: str | Path, *, name: str, dtype: str, adapted: int = 0) -> str:
+def model_card(checkpoint: Checkpoint, run: str | Path, *, arguments: str, dtype: str, adapted: int = 0) -> str:
     """The text of README.md: front matter as the hub reads it, tables, and the lines that load it.
 
-    `name`: of the folder or repository that it goes to. `adapted`: parameters of an adapter, 0 for a model. Unknown
-    entries are left out, except the licence: the base model's if its folder states one, else unknown. Files are named
-    without their folders.
+    `arguments` of `from_pretrained` load it, as Python: `"me/it"`. `adapted`: parameters of an adapter, 0 for a model.
+    Unknown entries are left out, except the licence: the base model's if its folder states one, else unknown. Files are
+    named without their folders.
     """
     file = checkpoint.path / "run.yaml"
     config = parse_config(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -53,7 +53,8 @@ def model_card(checkpoint: Checkpoint, run: str | Path, *, name: str, dtype: str
         front["datasets"] = datasets
     rows = {**(_training(config, adapted) if config else {}), **_results(checkpoint, dtype)}
     load = _LOAD.format(
-        package=package, model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM", name=name,
+        package=package, model_class="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM",
+        arguments=arguments,
     )  # fmt: skip
     terms = "Licence: unknown. Those" if licence == _UNKNOWN else f"Licence of the base model: {licence}. The terms"
     return (

@@ -72,23 +72,23 @@ def export(
         raise UserError(f"the best step and step {step} are both asked for", fix="leave one out")
     checkpoint = find_checkpoint(run, best_step(run) if best else step)
     if push is None:
-        return _export(checkpoint, run, out, out.name, dtype, force, merge, room, file_bytes)
+        return _export(checkpoint, run, out, f'"{out.name}"', dtype, force, merge, room, file_bytes)
     push.open()  # before a large model is written
-    done = _export(checkpoint, run, out, push.name, dtype, force, merge, room, file_bytes)
+    done = _export(checkpoint, run, out, push.arguments, dtype, force, merge, room, file_bytes)
     return replace(done, pushed=push.push(out, f"step {done.step} of {Path(str(run)).name}"))
 
 
 def _export(
-    checkpoint: Checkpoint, run: str | Path, out: Path, name: str, dtype: str | None, force: bool, merge: bool,
+    checkpoint: Checkpoint, run: str | Path, out: Path, arguments: str, dtype: str | None, force: bool, merge: bool,
     room: int | None, file_bytes: int,
 ) -> Exported:  # fmt: skip
-    """Write `checkpoint`; its card loads it by `name`. See `export`."""
+    """Write `checkpoint`; its card loads it by these `arguments` of `from_pretrained`. See `export`."""
     source: WholeTensors = checkpoint.source()
     beside = adapter_export.of(checkpoint)
     if beside is None and merge:
         raise UserError(f"{run} has no adapter to merge: the whole model was trained", fix="leave --merge out")
     if beside is not None and not merge:
-        size, kind = beside.write(out, run, dtype, name=name, force=force)
+        size, kind = beside.write(out, run, dtype, arguments=arguments, force=force)
         return Exported(out, checkpoint.manifest.step, beside.parameters, size, kind, is_adapter=True)
     came_in = model_folder.came_in(checkpoint.model_folder)
     target = export_dtype(dtype, came_in=came_in, trained=checkpoint.source().dtype(checkpoint.source().ordered[0]))
@@ -97,7 +97,7 @@ def _export(
         _check_free(out, force)
         source, check = beside.merged(target, room)
     files = model_folder.contents(checkpoint.model_folder)
-    files[CARD] = model_card(checkpoint, run, name=name, dtype=_name(target)).encode()
+    files[CARD] = model_card(checkpoint, run, arguments=arguments, dtype=_name(target)).encode()
     known = known_of(checkpoint.model_folder)
     size = write_folder(source, out, files, target, known, force=force, file_bytes=file_bytes)
     parameters = sum(prod(source.shape(name)) for name in source.ordered if name not in known.buffers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fivefold.cli.options import Debug
-from fivefold.core.hub import repository
+from fivefold.core.hub import Repository, repository
 from fivefold.core.terminal import say
 from fivefold.core.units import human
 from fivefold.launch.worker import imported
@@ -60,10 +60,10 @@ def export(
     from fivefold.checkpoint.export import export as export_run
     from fivefold.launch.memory import room
 
-    free = room()
+    free, to = room(), repository(push, private, revision)
     done = export_run(
         run, out, step=step, best=best, dtype=dtype.value if dtype else None, force=force, merge=merge,
-        push=repository(push, private, revision), room=free.free if free else None,
+        push=to, room=free.free if free else None,
     )  # fmt: skip
     if best:
         say(f"step {done.step} had the best validation")
@@ -72,7 +72,7 @@ def export(
         say(f"{out} is a PEFT adapter: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
         if done.pushed:
             say(f"pushed to {done.pushed}")
-        for line in uses_of_adapter(push or str(out), run, str(out)):
+        for line in uses_of_adapter(to or out, run, str(out)):
             say(line)
         return
     say(f"{out} is a Hugging Face folder: {human(done.parameters)} parameters in {kind}, {human(done.bytes)}B")
@@ -80,7 +80,7 @@ def export(
         say(_compared(done.check, kind))
     if done.pushed:
         say(f"pushed to {done.pushed}")
-    for line in uses(push or str(out)):
+    for line in uses(to or out):
         say(line)
 
 
@@ -92,25 +92,33 @@ def _compared(check: "MergeCheck", kind: str) -> str:
     return found if check.written == check.merged else f"{found}, {check.written:.1e} with weights in {kind}"
 
 
-def uses_of_adapter(name: str, run: str, folder: str) -> list[str]:
-    """Lines on how to use an exported adapter, by its folder or its `name` on the hub."""
+def uses_of_adapter(place: Path | Repository, run: str, folder: str) -> list[str]:
+    """Lines on how to use an exported adapter, in its folder or on the hub."""
     return [
         "",
         "from peft import AutoPeftModelForCausalLM",
-        f"model = AutoPeftModelForCausalLM.from_pretrained({name!r})",
+        f"model = AutoPeftModelForCausalLM.from_pretrained({_arguments(place)})",
         "",
         f"fivefold export {quote(run)} {quote(folder + '-merged')} --merge   # a model folder with the adapter in it",
     ]
 
 
-def uses(folder: str) -> list[str]:
-    """Lines on how to use an exported folder or repository, to paste into a shell or into Python."""
+def uses(place: Path | Repository) -> list[str]:
+    """Lines on how to use an exported model, to paste into a shell or into Python."""
+    name, revision = (str(place), None) if isinstance(place, Path) else (place.name, place.revision)
+    branch = f" --revision {quote(revision)}" if revision else ""
+    loaded = f"pretrained={name}" + (f",revision={revision}" if revision else "")
     return [
         "",
-        f"vllm serve {quote(folder)}",
-        f"lm_eval --model hf --model_args {quote(f'pretrained={folder}')} --tasks hellaswag",
+        f"vllm serve {quote(name)}{branch}",
+        f"lm_eval --model hf --model_args {quote(loaded)} --tasks hellaswag",
         "",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        f"model, tokenizer = (each.from_pretrained({folder!r}) for each in (AutoModelForCausalLM, AutoTokenizer))",
+        f"model = AutoModelForCausalLM.from_pretrained({_arguments(place)})",
+        f"tokenizer = AutoTokenizer.from_pretrained({_arguments(place)})",
         "print(tokenizer.decode(model.generate(**tokenizer('The', return_tensors='pt'), max_new_tokens=20)[0]))",
     ]
+
+
+def _arguments(place: Path | Repository) -> str:
+    return repr(str(place)) if isinstance(place, Path) else place.arguments

@@ -62,6 +62,11 @@ class Repository:
         if not _is_repository(self.name):
             raise UserError(f"{self.name} is no repository of the hub", fix="write org/name, or user/name")
 
+    @property
+    def arguments(self) -> str:
+        """The arguments of `from_pretrained` that load what was pushed, as Python."""
+        return f'"{self.name}"' + (f', revision="{self.revision}"' if self.revision else "")
+
     def open(self) -> None:
         """Create the repository and the branch where they do not exist. Raises `UserError` with the reason."""
         from huggingface_hub import HfApi
