@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.core.errors import UserError
+from fivefold.core.parts import in_parts
 from fivefold.parallel.dtensor import local, put_local, with_local
 from fivefold.parallel.edits import Builders
 from fivefold.parallel.lanes import Copies, Lane
@@ -213,18 +214,12 @@ def _tensors(state: Any) -> list[tuple[str, Tensor]]:
 
 
 def _parts(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
-    part, size = list[Tensor](), 0
-    most = part_bytes(sum(local(parameter).nbytes for parameter in parameters))
-    for parameter in parameters:
-        own = local(parameter).nbytes
-        if part and size + own > most:
-            yield part
-            part, size = [], 0
-        part.append(parameter)
-        size += own
-    if part:
-        yield part
+    """Lists of parameters of at most `part_bytes` each; a larger parameter is a part of its own."""
+    return in_parts(parameters, _bytes, part_bytes(sum(map(_bytes, parameters))))
+
+
+def _bytes(parameter: Tensor) -> int:
+    return local(parameter).nbytes
 
 
 @contextmanager

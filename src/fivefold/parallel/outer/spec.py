@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from fivefold.core.parts import in_parts
 from fivefold.core.violation import Violation
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.outer.keys import KEPT, MORE
@@ -29,16 +30,7 @@ def averaged(plan: ParallelPlan) -> Mapping[str, int]:
 
 def buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
     """Parameters, in order, that are averaged at once: at most `BUCKET` numbers, or one parameter."""
-    bucket: list[str] = []
-    held = 0
-    for name, size in sizes.items():
-        if bucket and held + size > BUCKET:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(name)
-        held += size
-    if bucket:
-        yield bucket
+    return in_parts(sizes, sizes.__getitem__, BUCKET)
 
 
 def calls(plan: ParallelPlan, master_bytes: int) -> Iterator[Call]:
