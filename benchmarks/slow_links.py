@@ -1,13 +1,19 @@
-"""FSDP over two nodes with a slow link between them: bytes on the link, and seconds of a step beside the planner's.
+"""Layouts over two nodes with a slow link between them: bytes on the link, and seconds of a step beside the planner's.
 
     python benchmarks/slow_links.py                    1 Gbit/s, 200 and 50 Mbit/s, as root on Linux
-    python benchmarks/slow_links.py --rates 200 --layouts shard4,shard4+hpz2 --steps 5
+    python benchmarks/slow_links.py --rates 200 --layouts shard4,shard4+hpz2 --steps 5 --out /tmp/some.json
+    python benchmarks/slow_links.py --write-docs       the results into docs/explain/slow_links.md, and the picture
 
 The nodes are two network namespaces of this machine, with two ranks each and a pair of virtual Ethernet devices
 between them, which `tc ... tbf` limits in both directions. Ranks of a node share memory, and each node has a /dev/shm
-of its own. Bytes are counted by the devices: all that a node sends, headers included. The planner has the chip `cpu`
-with one number from here: a speed that makes the first layout without a limit take as long as it took. From then on
-only the rate is changed. Writes benchmarks/results/slow_links.json.
+of its own. Under each limit the ranks first measure themselves as `fivefold calibrate --nodes` does, and then train as
+`fivefold train` does, layout after layout. The planner knows what was calibrated, and that two ranks share a core; it
+is not fitted to any step.
+
+- **MB a node sends** in a step are counted by the device: headers included.
+- **waits** is what the limit adds: seconds of a step beyond those of the same layout without one.
+- **loss** is that of step 20, without a limit.
+- the best by plan stands beside the best by measurement.
 """
 
 import argparse
@@ -17,23 +23,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
+
+from pages import put_between
 
 NODES, RANKS, PORT = ("ffslow0", "ffslow1"), 2, 29631
 ADDRESS = "10.77.0.1"
-LAYOUTS = ("shard4", "dp2.shard2", "shard4+hpz2", "shard4+hier2", "shard4+hpz2+hier2", "shard4+hpz2+hier2+qwz")
+OUTER = 20
+LAYOUTS = (
+    "shard4", "shard4+hpz2", "shard4+hier2", "shard4+hpz2+hier2", "shard4+hpz2+hier2+qwz", "dp2.shard2", "shard2.pp2",
+    f"dp2.shard2+outer{OUTER}",
+)  # fmt: skip
 RATES = (0, 1000, 200, 50)  # Mbit/s; 0: no limit
-LENGTH, ROWS, ACCUMULATION = 256, 8, 2  # tokens of a row; rows and micro batches of a step
+LENGTH, ROWS = 256, 8  # tokens of a row, rows of a step
 LLAMA = {
-    "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "vocab_size": 2048, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 688,
+    "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 2048,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+TEXT = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "explain" / "slow_links.md"
+PICTURE = PAGE.with_suffix(".svg")
+RESULT = Path(__file__).parent / "results" / "slow_links.json"
+BEGIN, END = "<!-- table: python benchmarks/slow_links.py --write-docs -->", "<!-- end of slow_links -->"
 Row = dict[str, Any]
 
 
@@ -41,21 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--rates", default=",".join(map(str, RATES)), help="Mbit/s; 0 is no limit")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="steps that are timed under a limit")
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "slow_links.json")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--write-docs", action="store_true", help="from what was measured before")
     args = parser.parse_args(arguments)
     if args.node is not None:
         return run_node(args)
+    if args.write_docs:
+        rows = json.loads(RESULT.read_text())["rows"]
+        draw(rows, PICTURE)
+        return put_between(BEGIN, END, table(rows), PAGE)
     if why := lacks():
         parser.exit(1, f"no slow link here: {why}\n")
     with tempfile.TemporaryDirectory() as folder, namespaces():
-        out = Path(folder) / "rows.json"
-        started = [start(node, args, out) for node in range(len(NODES))]
+        args.folder = Path(folder)
+        (args.folder / "model").mkdir()
+        (args.folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+        started = [start(node, args) for node in range(len(NODES))]
         if any([process.wait() for process in started]):
             parser.exit(1, "a node failed\n")
-        rows = with_plans(json.loads(out.read_text()))
-    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        found = json.loads((args.folder / "found.json").read_text())
+    from common import machine
+
+    rows = with_plans(found["rows"], found["hardware"])
+    args.out.write_text(json.dumps({"machine": machine(), **found, "rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 
@@ -109,9 +138,9 @@ def sent_bytes() -> int:
 # ---- a node ----------------------------------------------------------------------------------------------------------
 
 
-def start(node: int, args: argparse.Namespace, out: Path) -> subprocess.Popen[bytes]:
+def start(node: int, args: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start a node: in its namespace, with a /dev/shm of its own."""
-    own = [sys.executable, __file__, "--node", str(node), "--out", str(out), "--steps", str(args.steps)]
+    own = [sys.executable, __file__, "--node", str(node), "--folder", str(args.folder), "--steps", str(args.steps)]
     own += ["--layouts", args.layouts, "--rates", args.rates]
     alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs shm /dev/shm && exec "$@"', "sh"]
     return subprocess.Popen(["ip", "netns", "exec", NODES[node], *alone, *own])
@@ -124,96 +153,167 @@ def run_node(args: argparse.Namespace) -> None:
 
 
 def run_rank(local: int, node: int, args: argparse.Namespace) -> None:
-    """One rank; the first of all writes the rows."""
+    """One rank; the first of all writes what was found: the hardware under each rate, and a row for each layout."""
     import torch
     import torch.distributed as dist
+
+    from fivefold.launch.world import World
 
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
-    rank, world = node * RANKS + local, len(NODES) * RANKS
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESS}:{PORT}", rank=rank, world_size=world)
-    rows = [row for layout in args.layouts.split(",") for row in measured(layout, args, is_first=local == 0)]
-    if rank == 0:
-        args.out.write_text(json.dumps(rows))
+    world = World(rank=node * RANKS + local, size=len(NODES) * RANKS, local_rank=local, local_size=RANKS, nodes=2)
+    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESS}:{PORT}", rank=world.rank, world_size=world.size)
+    hardware, rows = {}, []
+    for rate in map(int, args.rates.split(",")):
+        if local == 0:
+            limit(rate)
+        dist.barrier()
+        hardware[rate] = calibrated(world, rate)
+        rows += [trained(layout, rate, world, args) for layout in args.layouts.split(",")]
+        if world.is_first:
+            print(*(json.dumps(row) for row in rows if row["rate"] == rate), sep="\n", flush=True)
+    if world.is_first:
+        (args.folder / "found.json").write_text(json.dumps({"hardware": hardware, "rows": rows}))
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(layout: str, args: argparse.Namespace, *, is_first: bool) -> Iterator[Row]:
-    """A layout under each rate: median seconds of a step, and MB that a node sends in one. `is_first`: of its node."""
-    import torch
+def calibrated(world: Any, rate: int) -> str:
+    """The hardware file of `fivefold calibrate --nodes`, on the first rank. A slow link gets fewer bytes to carry."""
+    from fivefold.calibration import probes
+    from fivefold.calibration.calibrate import written
+    from fivefold.calibration.found import Found, Sizes
+    from fivefold.hardware.cluster import Cluster
+
+    messages = (2**12, 2**16, 2**20, *([2**22] if rate == 0 or rate > 100 else []))
+    sizes = Sizes((64, 256, 1024), (128, 256, 512, 1024), (LENGTH,), 2**24, messages, 0.02)
+    told = probes.on_rank({"sizes": asdict(sizes)}, world)
+    if told is None:
+        return ""
+    found = [Found.of_json(one) for one in told["ranks"]]
+    return written(Cluster.parse(f"{len(NODES)}x{RANKS}xcpu"), found)[0]
+
+
+def trained(layout: str, rate: int, world: Any, args: argparse.Namespace) -> Row:
+    """A run of a layout: seconds of a step, MB that a node sends in one, and the last loss. The first step warms up."""
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    import fivefold as ff
+    from fivefold.launch.events import Listener
+    from fivefold.training.run import train
 
-    torch.manual_seed(1)
-    model = ff.parallelize(AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA)), layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, LLAMA["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
-    own = tokens[model.data_rank :: model.data_ranks].chunk(ACCUMULATION)
-    batch = [{"input_ids": part, "labels": part} for part in own]
-    for rate in map(int, args.rates.split(",")):
-        if is_first:
-            limit(rate)
-        ff.train_step(model, optimizer, batch)
-        seconds, loss, before = [], 0.0, sent_bytes()
-        for _ in range(args.steps):
-            dist.barrier()
-            began = time.perf_counter()
-            loss = ff.train_step(model, optimizer, batch).loss
-            seconds.append(time.perf_counter() - began)
-        dist.barrier()
-        sent = (sent_bytes() - before) / args.steps
-        yield {"layout": layout, "rate": rate, "seconds": median(seconds), "mb": sent / 1e6, "loss": loss}
+    steps = OUTER if "+outer" in layout or rate == 0 else 1 + args.steps
+    seconds, sent, losses = list[float](), list[int](), list[float]()
+
+    def on_step(row: Row) -> None:
+        seconds.append(row["perf/step_seconds"])
+        losses.append(row["train/loss"])
+        sent.append(sent_bytes())
+
+    config = config_of(args.folder / "model", layout, steps, args.folder / f"{layout}-{rate}")
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+        train(config, world, events=Listener(on_step=on_step) if world.is_first else None)
+    dist.barrier()
+    if not world.is_first:
+        return {"rate": rate}
+    usual = mean if "+outer" in layout else median  # some of its steps send, and others do not
+    after = [second - first for first, second in pairwise(sent)]
+    return {
+        "layout": layout, "rate": rate, "seconds": usual(seconds[1:]), "mb": mean(after) / 1e6, "loss": losses[-1],
+        "steps": steps,
+    }  # fmt: skip
+
+
+def config_of(model: Path, layout: str, steps: int, folder: Path) -> Any:
+    """The run file: the same batches whatever the layout."""
+    from fivefold.config import load_config
+
+    return load_config(None, [
+        f"model.name_or_path={model}", "model.init=random", "tokenizer.name_or_path=byte", f"data.train={TEXT}",
+        f"data.seq_length={LENGTH}", "data.validation=0", "eval.every=0", "sample.every=0", f"train.max_steps={steps}",
+        f"train.global_batch_size={ROWS}", "train.micro_batch_size=1", "optimizer.name=adamw",
+        "optimizer.learning_rate=1e-3", "scheduler.warmup_steps=2", f"layout={layout}+fp32", f"run.dir={folder}",
+    ])  # fmt: skip
 
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
 
 
-def with_plans(rows: list[Row]) -> list[Row]:
-    """Add the planner's seconds to the rows. Its chip is made as fast as the first row without a limit says."""
+def with_plans(rows: list[Row], hardware: dict[str, str]) -> list[Row]:
+    """Add the planner's seconds to the rows."""
     from transformers import LlamaConfig
 
     from fivefold.hardware.cluster import Cluster
     from fivefold.models.build import build_meta
     from fivefold.models.discover import facts_of
-    from fivefold.parallel.layout import Layout
     from fivefold.planner.engines import ENGINES
     from fivefold.planner.estimate import Step, Workload
     from fivefold.planner.price import PriceList
 
-    facts, cluster = facts_of(build_meta(LlamaConfig(**LLAMA))), Cluster.parse(f"{len(NODES)}x{RANKS}xcpu")
-    free = next((row for row in rows if row["rate"] == 0), None)
+    facts, cores = facts_of(build_meta(LlamaConfig(**LLAMA))), len(os.sched_getaffinity(0))
 
-    def planned(row: Row, speed: float) -> float:
-        gbs = (row["rate"] or 20_000) / 8e3 / RANKS  # of a device: ranks of a node share its link
-        between = replace(cluster.node.between, gbs=gbs, fraction=0.95, decay=0.0)
-        at = replace(cluster, chip=cluster.chip.times(speed), node=replace(cluster.node, between=between))
-        prices, layout = PriceList(facts, at, ENGINES["fivefold"]), Layout.parse(row["layout"])
-        rows_of_pass = ROWS // ACCUMULATION // layout.data_ranks
-        return Step(prices, replace(layout, micro_batch_size=rows_of_pass), Workload(LENGTH, ROWS)).seconds
+    def planned(row: Row) -> float:
+        cluster = Cluster.of_toml(hardware[str(row["rate"])], "what was calibrated")
+        share = min(1.0, cores / cluster.world)  # of a core: both nodes are on this machine
+        chip = replace(cluster.chip.times(share), launch_us=cluster.chip.launch_us / share)
+        prices = PriceList(facts, replace(cluster, chip=chip), ENGINES["fivefold"])
+        layout = config_of(Path("model"), row["layout"], 1, Path("runs/none")).layout.resolve(cluster.world)
+        return Step(prices, layout, Workload(LENGTH, ROWS)).seconds
 
-    speed = 1.0
-    if free:
-        low, high = 0.01, 100.0
-        for _ in range(40):
-            speed = (low * high) ** 0.5
-            low, high = (speed, high) if planned(free, speed) > free["seconds"] else (low, speed)
-    return [{**row, "planned": planned(row, speed)} for row in rows]
+    return [{**row, "planned": planned(row)} for row in rows]
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def named(rate: int) -> str:
+    return f"{rate:,} Mbit/s" if rate else "no limit"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line for each layout: MB that a node sends in a step; seconds, and the planner's, under each rate."""
+    """For each layout: MB that a node sends in a step, the loss, and under each rate the seconds of a step, how many of
+    them it waits for the link, and how far off the plan is. Then what is best under each rate."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    heads = [f"{rate} Mbit/s" if rate else "no limit" for rate in rates]
-    lines = ["| " + " | ".join(["layout", "MB a node sends", *(f"{head}: s, planned" for head in heads)]) + " |"]
-    lines.append("|" + " --- |" * (len(rates) + 2))
+    free = {row["layout"]: row["seconds"] for row in rows if row["rate"] == 0}
+    lines = ["| layout | MB | loss | " + " | ".join(f"{named(rate)}: s (waits), planned" for rate in rates) + " |"]
+    lines.append("| --- |" + " ---: |" * (len(rates) + 2))
     for layout in dict.fromkeys(row["layout"] for row in rows):
         of = {row["rate"]: row for row in rows if row["layout"] == layout}
-        times = [f"{of[rate]['seconds']:.2f}, {of[rate]['planned']:.2f}" for rate in rates]
-        sent = median(row["mb"] for row in of.values())
-        lines.append("| " + " | ".join([f"`{layout}`", f"{sent:.1f}", *times]) + " |")
+        times = []
+        for rate in rates:
+            waits = f" ({max(of[rate]['seconds'] - free[layout], 0):.2f})" if rate and layout in free else ""
+            off = of[rate]["planned"] / of[rate]["seconds"] - 1
+            times.append(f"{of[rate]['seconds']:.2f}{waits}, {of[rate]['planned']:.2f} ({off:+.0%})")
+        sent, loss = median(row["mb"] for row in of.values()), of[rates[0]]["loss"]
+        lines.append(f"| `{layout}` | {sent:.1f} | {loss:.4f} | " + " | ".join(times) + " |")
+    best = []
+    for rate in rates:
+        of_rate = [row for row in rows if row["rate"] == rate]
+        by = [min(of_rate, key=lambda row, key=key: row[key])["layout"] for key in ("planned", "seconds")]  # type: ignore[misc]
+        best.append(f"| {named(rate)} | `{by[0]}` | `{by[1]}` |")
+    off = [abs(row["planned"] / row["seconds"] - 1) for row in rows]
+    lines += ["", "| link | best by plan | best by measurement |", "| --- | --- | --- |", *best, ""]
+    lines.append(f"The plan is {median(off):.0%} off at the median of {len(off)} steps, {max(off):.0%} at most.")
     return "\n".join(lines)
+
+
+def draw(rows: Sequence[Row], target: Path) -> None:
+    """Bars of the seconds of a step for each layout, a panel for each rate; the plan is a mark on each."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.rcParams["svg.hashsalt"] = "fivefold"
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    figure, panels = plt.subplots(1, len(rates), figsize=(3.1 * len(rates), 3.4), sharey=True, layout="constrained")
+    for panel, rate in zip(panels, rates, strict=True):
+        found = [row for row in rows if row["rate"] == rate][::-1]
+        names = [row["layout"] for row in found]
+        panel.barh(names, [row["seconds"] for row in found], color="#7aa6c2", label="measured")
+        panel.plot([row["planned"] for row in found], names, "k|", markersize=12, markeredgewidth=2, label="planned")
+        panel.set_title(named(rate), fontsize=10)
+        panel.set_xlabel("seconds of a step")
+    panels[-1].legend(fontsize=8)
+    figure.savefig(target, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ STARTERS = (
     "fivefold.training.launch",
     "fivefold.launch.once",
     "fivefold.verification.launch",
-    "fivefold.calibration.calibrate",
 )
 
 
@@ -79,7 +78,8 @@ def _on_rank(
     verb: str, request: Mapping[str, Any], folder: Path, environment: dict[str, str], fault: str | None
 ) -> str:
     screen = io.StringIO()
-    world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     with ExitStack() as stack:
         stack.enter_context(chdir(folder))
         stack.enter_context(redirect_stdout(screen))

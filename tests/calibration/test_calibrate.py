@@ -17,6 +17,7 @@ from fivefold.calibration.fit import _positive, errors, fitted
 from fivefold.calibration.found import Collective, Found, Matmul, Sizes
 from fivefold.core.errors import UserError
 from fivefold.hardware.cluster import Cluster
+from fivefold.launch import once
 from fivefold.launch.failure import WorkerDied
 from fivefold.parallel.collectives import Call
 from fivefold.planner.compute import Product, attention_seconds, matmul_seconds
@@ -37,10 +38,10 @@ def found_on(cluster: Cluster) -> Found:
                     took = matmul_seconds(chip, Product(rows, inputs, outputs), dtype)
                     yield dtype, rows, inputs, outputs, took
 
-    meeting = cluster.node.inside.meet_us * 1e-6
+    inside, between = cluster.node.inside.meet_us * 1e-6, cluster.node.between.meet_us * 1e-6
 
-    def collectives() -> Iterator[Collective]:
-        span = cluster.tier_of(range(cluster.world))
+    def collectives(ranks: int, meeting: float) -> Iterator[Collective]:
+        span = cluster.tier_of(range(ranks))
         for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
             for size in (2**12, 2**18, 2**26):
                 call = Call(axis="", kind=kind, bytes=size, phase="forward")
@@ -48,12 +49,15 @@ def found_on(cluster: Cluster) -> Found:
 
     return Found(
         matmuls=list(matmuls()), attention=[("bf16", 1e12, attention_seconds(chip, 1e12, "bf16"))],
-        traffic=chip.memory_bytes_per_second, launch=chip.launch_us * 1e-6, collectives=list(collectives()),
-        memory=chip.memory_bytes, context=int(chip.context_gib * 2**30), host=chip.host_gbs * 1e9, meeting=meeting,
+        traffic=chip.memory_bytes_per_second, launch=chip.launch_us * 1e-6,
+        collectives=list(collectives(cluster.devices_per_node, inside)), memory=chip.memory_bytes,
+        context=int(chip.context_gib * 2**30), host=chip.host_gbs * 1e9, meeting=inside,
+        between=list(collectives(cluster.world, between)) if cluster.nodes > 1 else [],
+        meeting_between=between if cluster.nodes > 1 else 0.0,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["8xA100-80", "4xcpu"])
+@pytest.mark.parametrize("text", ["8xA100-80", "4xcpu", "2x8xA100-80", "3x2xcpu"])
 def test_a_fit_finds_the_machine_again(text: str) -> None:
     """Of one that is slower than the tables say, and has other links."""
     table = Cluster.parse(text)
@@ -68,11 +72,15 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
                 table.node.inside, gbs=0.3 * table.node.inside.gbs, latency_us=55.0,
                 meet_us=1230.0 * table.chip.is_host,
             ),
+            between=replace(
+                table.node.between, gbs=0.1 * table.node.between.gbs, latency_us=780.0, decay=0.0,
+                meet_us=4560.0 * table.chip.is_host,
+            ),
         ),
     )  # fmt: skip
     mine = hardware_file.parsed(hardware_file.text({"cluster": table.text, **fitted(table, [found_on(slow)] * 2)}))
     if table.chip.is_host:  # as many processes as cores: each has its own
-        assert (mine.node.cores, mine.crowding) == (4, 1)
+        assert (mine.node.cores, mine.crowding) == (table.devices_per_node, 1)
     found = found_on(mine), found_on(slow)
     assert [each[-1] for each in found[0].matmuls] == pytest.approx([each[-1] for each in found[1].matmuls], rel=0.02)
     for dtype in ("fp32", "bf16"):
@@ -83,6 +91,11 @@ def test_a_fit_finds_the_machine_again(text: str) -> None:
     assert inside.bytes_per_second == pytest.approx(slow.node.inside.bytes_per_second, rel=0.02)
     assert inside.latency_us == pytest.approx(55, rel=0.02)
     assert inside.meet_us == pytest.approx(slow.node.inside.meet_us)
+    if table.nodes > 1:
+        between = mine.node.between
+        assert between.bytes_per_second == pytest.approx(slow.node.between.bytes_per_second, rel=0.05)
+        assert between.latency_us == pytest.approx(780, rel=0.05)
+        assert (between.meet_us, between.decay) == (pytest.approx(slow.node.between.meet_us), 0)
 
 
 def test_two_factors_are_positive_and_heed_no_outlier() -> None:
@@ -143,11 +156,14 @@ def test_the_command_writes_a_file_that_plan_takes(tmp_path: Path) -> None:
     mine = Cluster.parse(str(tmp_path / "mine.toml"))
     assert (mine.text, mine.node.cores) == ("1x2xcpu", 2)
     assert (tmp_path / "mine.toml").read_text().startswith("# Measured by fivefold calibrate on ")
-    said = fivefold(["plan", "llama-3.2-1b", "--cluster", "mine.toml", "--seq-length", "256"], tmp_path)
+    said = fivefold(["plan", "qwen3-0.6b", "--cluster", "mine.toml", "--seq-length", "256"], tmp_path)
     assert "1x2xcpu" in said
 
 
 def test_calibrate_is_called_once_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with --nodes on each rank."""
+    with pytest.raises(UserError, match="ranks that torchrun or srun has started"):
+        calibration.calibrate(device="cpu", nodes=True)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="starts its own workers"):
@@ -158,12 +174,12 @@ def test_what_a_killed_one_leaves_the_next_removes_and_a_log_that_is_named_stays
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def dies(crew: object, request: dict[str, Any], **_: object) -> None:
-        assert (Path(request["out"]) / ".owner").exists()
+        assert (Path(request["result"]).parent / ".owner").exists()
         raise WorkerDied("rank 0 was killed by SIGKILL", fix="look at its log")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(calibration, "Workers", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(calibration, "start_workers", dies)
+    monkeypatch.setattr(once, "Workers", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(once, "start_workers", dies)
     with pytest.raises(WorkerDied):
-        calibration.calibrate(device="cpu", nproc=1)
+        calibration.calibrate(device="cpu", nproc=2)
     assert len(list(tmp_path.glob("fivefold-calibrate-*"))) == 1

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ class Fixed(Timer):
 
 
 TIMER = Fixed(torch.device("cpu"), 0.0)
+
+
+def of(size: int) -> Any:
+    """A group of so many ranks."""
+    return SimpleNamespace(size=lambda: size)
 
 
 def test_a_third_of_the_passes_of_a_matmul_is_its_forward() -> None:
@@ -52,15 +58,15 @@ def test_bytes_of_a_collective_are_of_its_larger_buffer(monkeypatch: pytest.Monk
         call = lambda *tensors, name=name, group=None: sizes.update({name: tuple(each.numel() for each in tensors)})  # noqa: E731
         monkeypatch.setattr(probes.dist, name, call)
     monkeypatch.setattr(probes.dist, "barrier", lambda: None)
-    monkeypatch.setattr(probes, "_pass_on", lambda mine, theirs: sizes.update(send=(mine.numel(), theirs.numel())))
-    found = list(probes._collectives(TIMER, (4096,), 4))
+    monkeypatch.setattr(probes, "_pass_on", lambda mine, theirs, _: sizes.update(send=(mine.numel(), theirs.numel())))
+    found = list(probes._collectives(TIMER, (4096,), of(4)))
     assert found == [
         (kind, 4096, 42.0) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     ]
     assert sizes == dict(
         zip((*names, "send"), ((1024,), (1024, 256), (256, 1024), (1024, 1024), (1024, 1024)), strict=True)
     )
-    assert list(probes._collectives(TIMER, (4096,), 1)) == []
+    assert list(probes._collectives(TIMER, (4096,), of(1))) == []
 
 
 def test_ranks_meet_in_what_a_collective_takes_more_behind_a_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +74,8 @@ def test_ranks_meet_in_what_a_collective_takes_more_behind_a_matmul(monkeypatch:
     took = cycle((5.0, 2.0, 8.0))
     monkeypatch.setattr(probes.dist, "barrier", lambda: None)
     monkeypatch.setattr(type(TIMER), "seconds", lambda self, work, **how: next(took))
-    assert probes._meeting(TIMER, SIZES, 2) == 1.0
-    assert probes._meeting(TIMER, SIZES, 1) == 0.0
+    assert probes._meeting(TIMER, SIZES, of(2)) == 1.0
+    assert probes._meeting(TIMER, SIZES, of(1)) == 0.0
 
 
 def test_a_send_says_nothing_of_how_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +83,7 @@ def test_a_send_says_nothing_of_how_ranks_meet(monkeypatch: pytest.MonkeyPatch) 
     took = iter(number for more in (1.0, 1.0, 2.0, 3.0, 50.0) for number in (5.0, 2.0, 7.0 + more))
     monkeypatch.setattr(probes.dist, "barrier", lambda: None)
     monkeypatch.setattr(type(TIMER), "seconds", lambda self, work, **how: next(took))
-    assert probes._meeting(TIMER, SIZES, 2) == 1.5
+    assert probes._meeting(TIMER, SIZES, of(2)) == 1.5
 
 
 def test_seconds_are_of_one_call() -> None:

@@ -7,20 +7,22 @@ from functools import partial
 
 from fivefold.calibration import hardware_file
 from fivefold.calibration.fit import errors, fitted
-from fivefold.calibration.found import FOUND, Found, Sizes
+from fivefold.calibration.found import Found, Sizes
 from fivefold.core import interrupts
 from fivefold.core.errors import UserError
 from fivefold.core.units import many
 from fivefold.core.version import versions
 from fivefold.hardware.chip import chip_of_device
-from fivefold.hardware.cluster import Cluster
-from fivefold.launch.processes import Workers, kept_if_one_dies
-from fivefold.launch.workers import gpus, start_workers
+from fivefold.hardware.cluster import Cluster, nodes_of
+from fivefold.launch.once import run_once
+from fivefold.launch.workers import gpus
 from fivefold.launch.world import cores, device_kind, find_world
+from fivefold.parallel.layout import Layout
 from fivefold.report.table import Report
 
 NOISY = 0.5  # above this median error, other work has disturbed the measurement: 0.1 to 0.3 are usual
-BODY = "fivefold.calibration.probes:on_worker"
+MEASURE = "fivefold.calibration.probes"
+PATIENCE = 120  # seconds that a worker may be silent
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,34 @@ class Measured:
 
 
 def calibrate(
-    *, device: str = "auto", nproc: int | None = None, chip: str | None = None, sizes: Sizes | None = None
-) -> tuple[str, Report[Measured]]:
-    """Measure this machine; return the text of its hardware file, and a comparison with the planner's table.
+    *, device: str = "auto", nproc: int | None = None, chip: str | None = None, sizes: Sizes | None = None,
+    nodes: bool = False,
+) -> tuple[str, Report[Measured]] | None:  # fmt: skip
+    """Measure this machine, or with `nodes` all ranks that torchrun or srun has started; return the text of its
+    hardware file, and a comparison with the planner's table. None on the ranks that do not report.
 
     `device`: auto, cpu or cuda. `nproc`: workers that measure at once; by default one for each GPU, or for each core.
     `chip`: a chip whose table supplies what is not measured, if this device has none. Raises `UserError`.
     """
-    if find_world(device) is not None:
-        raise UserError("calibrate starts its own workers", fix="call it once on the machine, without torchrun or srun")
-    kind = device_kind(device)
-    cluster = _table(kind, nproc or (gpus() if kind == "cuda" else cores()), chip)
-    with interrupts.sigterm_raises(), kept_if_one_dies("calibrate") as folder:
-        request = {"device": kind, "out": str(folder), "sizes": asdict(sizes or Sizes.of(kind))}
-        with Workers(BODY, count=cluster.world) as crew:
-            start_workers(crew, request, logs=folder / "logs", patience=120)
-        found = [Found.load(folder / FOUND.format(rank)) for rank in range(cluster.world)]
-    return written(cluster, found)
+    here, kind = find_world(device), device_kind(device)
+    if nodes != (here is not None):
+        raise UserError(
+            "--nodes measures ranks that torchrun or srun has started" if nodes else "calibrate starts its own workers",
+            fix="srun fivefold calibrate --nodes; without --nodes, call it once on the machine",
+        )
+    if here is not None and nproc is not None:
+        raise UserError("--nproc starts workers, and this process is one of several already", fix="leave --nproc out")
+    count = here.size if here else nproc or (gpus() if kind == "cuda" else cores())
+    known = _table(kind, count, chip)  # refused before anything is measured
+    request = {"sizes": asdict(sizes or Sizes.of(kind))}
+    with interrupts.sigterm_raises():
+        told = run_once(
+            MEASURE, request, layout=str(Layout(dp_shard=count)), device=device, what="calibrate", patience=PATIENCE
+        )
+    if told is None:
+        return None
+    found = [Found.of_json(one) for one in told["ranks"]]
+    return written(Cluster.parse(known.text, nodes_of(len(found), told["local_size"])), found)
 
 
 def written(cluster: Cluster, found: Sequence[Found]) -> tuple[str, Report[Measured]]:
@@ -75,7 +88,8 @@ def _table(kind: str, count: int, chip: str | None) -> Cluster:
 
 
 def _where(cluster: Cluster) -> str:
-    return f"{cluster.chip.name}, {many(cluster.world, 'worker')} at once"
+    at = f", {many(cluster.nodes, 'node')}" if cluster.nodes > 1 else ""
+    return f"{cluster.chip.name}, {many(cluster.world, 'worker')} at once{at}"
 
 
 def _versions() -> str:
@@ -97,6 +111,10 @@ def _rows(mine: Cluster, table: Cluster) -> Iterator[Measured]:
     yield row("links of a device, GB/s", lambda fit: fit.node.inside.bytes_per_second / 1e9)
     yield row("a hop, us", lambda fit: fit.node.inside.latency_us)
     yield row("until ranks have met, us", lambda fit: fit.node.inside.meet_us)
+    if mine.nodes > 1:
+        yield row("links between nodes, of a device, GB/s", lambda fit: fit.node.between.bytes_per_second / 1e9)
+        yield row("a hop between nodes, us", lambda fit: fit.node.between.latency_us)
+        yield row("until ranks of all nodes have met, us", lambda fit: fit.node.between.meet_us)
 
 
 def _tflops(cluster: Cluster, dtype: str) -> float:

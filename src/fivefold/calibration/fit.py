@@ -4,7 +4,7 @@ The fit uses the planner's own functions: `matmul_seconds` for matmuls, `links.s
 the values whose prices come nearest to the measurements.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import exp, log
@@ -15,7 +15,7 @@ import numpy as np
 
 from fivefold.calibration.found import Attention, Collective, Found, Matmul
 from fivefold.core.units import GIB
-from fivefold.hardware.chip import Chip, Link
+from fivefold.hardware.chip import Chip
 from fivefold.hardware.cluster import Cluster
 from fivefold.parallel.collectives import Call
 from fivefold.planner.compute import Product, matmul_seconds
@@ -47,10 +47,18 @@ def fitted(cluster: Cluster, found: Sequence[Found]) -> Table:
         **{key: list(value) if isinstance(value, tuple) else value for key, value in curve.items()},
     }
     node: Table = {"cores": cluster.devices_per_node} if chip.is_host else {}
-    if all_at_once.collectives:
-        node["inside"] = link(cluster, all_at_once.collectives)
-        node["inside"] |= {"meet_us": _short(all_at_once.meeting * 1e6)} if chip.is_host else {}
+    for tier, collectives, meeting in _tiers(all_at_once):
+        if collectives:
+            node[tier] = link(cluster, tier, collectives)
+            node[tier] |= {"meet_us": _short(meeting * 1e6)} if chip.is_host else {}
+            cluster = _with_link(cluster, tier, **{key: value for key, value in node[tier].items() if key != "meet_us"})
     return {"chip": fields, "node": node}
+
+
+def _tiers(found: Found) -> Iterator[tuple[str, Sequence[Collective], float]]:
+    """The links of a cluster, as it names them: their collectives, and the seconds until ranks have met."""
+    yield "inside", found.collectives, found.meeting
+    yield "between", found.between, found.meeting_between
 
 
 def _joined(found: Sequence[Found]) -> Found:
@@ -69,6 +77,8 @@ def _joined(found: Sequence[Found]) -> Found:
         context=max(one.context for one in found),
         host=min(one.host for one in found),
         meeting=max(one.meeting for one in found),
+        between=each((one.between for one in found), max),
+        meeting_between=max(one.meeting_between for one in found),
     )
 
 
@@ -126,22 +136,36 @@ def attention_fraction(chip: Chip, found: Sequence[Attention]) -> float:
     return _short(median(flops / took / (chip.flops_per_second(dtype) or flops) for dtype, flops, took in found))
 
 
-def link(cluster: Cluster, found: Sequence[Collective]) -> Table:
-    """Fit the link inside a node to collectives over all its devices: the latency of a hop and the bandwidth with the
-    smallest relative errors."""
-    slow, fast = replace(cluster.node.inside, fraction=1.0), 1e9
-    by_hop = [_priced(cluster, replace(slow, latency_us=1.0, gbs=fast), sample) for sample in found]
-    by_byte = [_priced(cluster, replace(slow, latency_us=0.0, gbs=1.0), sample) for sample in found]
-    columns = np.array([by_hop, by_byte]).T / np.array([[sample[-1]] for sample in found])
+def link(cluster: Cluster, tier: str, found: Sequence[Collective]) -> Table:
+    """Fit the link `inside` a node to collectives over its devices, or the one `between` nodes to those over all: the
+    latency of a hop and the bandwidth with the smallest relative errors. The hops inside, which are fitted first, are
+    not counted again; their bytes move while others pass between nodes."""
+    endless = {"gbs": 1e9, "fraction": 1.0, "decay": 0.0}
+    around = _with_link(cluster, "inside", **endless) if tier == "between" else cluster
+
+    def priced(**link: float) -> list[float]:
+        return [_priced(_with_link(around, tier, **{**endless, **link}), tier, sample) for sample in found]
+
+    alone = priced(latency_us=0.0)
+    by_hop, by_byte = priced(latency_us=1.0), priced(latency_us=0.0, gbs=1.0)
+    taken = [max(sample[-1] - least, sample[-1] / 10) for sample, least in zip(found, alone, strict=True)]
+    columns = (np.array([by_hop, by_byte]) - np.array(alone)).T / np.array(taken)[:, None]
     latency, inverse = _positive(columns)
-    return {**_rate("gbs", "fraction", cluster.node.inside.gbs, 1 / inverse), "latency_us": _short(latency)}
+    table = getattr(cluster.node, tier).gbs
+    decay = {"decay": 0.0} if tier == "between" else {}  # of more nodes than these nothing is known
+    return {**_rate("gbs", "fraction", table, 1 / inverse), "latency_us": _short(latency), **decay}
 
 
-def _priced(cluster: Cluster, inside: Link, of: Collective) -> float:
+def _with_link(cluster: Cluster, tier: str, **fields: float) -> Cluster:
+    changed = replace(getattr(cluster.node, tier), **fields)
+    return replace(cluster, node=replace(cluster.node, **{tier: changed}))
+
+
+def _priced(cluster: Cluster, tier: str, of: Collective) -> float:
     """Price a collective right after another, when all ranks are there."""
-    there = replace(cluster, node=replace(cluster.node, inside=replace(inside, meet_us=0.0)))
-    kind, size, _ = of
-    return seconds(there, there.tier_of(range(there.world)), Call(axis="", kind=kind, bytes=size, phase="forward"))
+    there, (kind, size, _) = _with_link(cluster, tier, meet_us=0.0), of
+    ranks = range(there.world if tier == "between" else there.devices_per_node)
+    return seconds(there, there.tier_of(ranks), Call(axis="", kind=kind, bytes=size, phase="forward"))
 
 
 def _positive(columns: np.ndarray) -> tuple[float, float]:
@@ -164,7 +188,9 @@ def errors(cluster: Cluster, found: Sequence[Found]) -> tuple[float, float]:
     one, span = _joined(found), [0.0]
     matmuls = [abs(log(_planned(cluster.chip, matmul) / matmul[-1])) for matmul in one.matmuls]
     span += [
-        abs(log(_priced(cluster, cluster.node.inside, collective) / collective[-1])) for collective in one.collectives
+        abs(log(_priced(cluster, tier, collective) / collective[-1]))
+        for tier, collectives, _ in _tiers(one)
+        for collective in collectives
     ]
     return exp(median(matmuls)) - 1, exp(median(span)) - 1
 

@@ -1,12 +1,9 @@
 """Sizes to measure, and a worker's results. No torch."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-FOUND = "found-{}.json"  # one for each rank
 CPU_ROWS, CPU_WIDTHS = (64, 256, 1024), (128, 256, 512, 1024, 2048)
 GPU_ROWS, GPU_WIDTHS = (512, 2048, 8192), (1024, 2048, 4096, 8192)
 
@@ -45,7 +42,8 @@ class Found:
     """Measurements of one worker, or of all together. `traffic`: bytes a second of element-wise work. `launch`: host
     seconds of an operation. `memory`, `context`: bytes of the device, and those taken before anything is allocated.
     `host`: bytes a second to host memory, each way; 0 on a CPU. `meeting`: additional seconds of a collective between
-    computations, compared with one right after another, on a CPU."""
+    computations, compared with one right after another, on a CPU. `collectives` are those of a node's ranks;
+    `between` and `meeting_between` those of all ranks of several nodes."""
 
     matmuls: list[Matmul]
     attention: list[Attention]
@@ -56,10 +54,11 @@ class Found:
     context: int
     host: float
     meeting: float = 0.0
+    between: list[Collective] = field(default_factory=list)
+    meeting_between: float = 0.0
 
     @staticmethod
-    def load(file: Path) -> "Found":
-        """Load the file that `probes.py` wrote."""
-        values = json.loads(file.read_text(encoding="utf-8"))
-        lists = {key: [tuple(row) for row in values[key]] for key in ("matmuls", "attention", "collectives")}
+    def of_json(values: Mapping[str, Any]) -> "Found":
+        """What a worker told."""
+        lists = {key: [tuple(row) for row in values[key]] for key in ("matmuls", "attention", "collectives", "between")}
         return Found(**{**values, **lists})

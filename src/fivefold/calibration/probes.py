@@ -1,12 +1,11 @@
 """Measurements of one worker: matmuls by shape and type, attention, memory traffic, the launch of an operation, and
-collectives by size. All workers of the machine measure at once, as they train at once."""
+collectives by size, within its node and between nodes. All workers measure at once, as they train at once."""
 
-import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,11 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fivefold.calibration.found import FOUND, Attention, Collective, Found, Matmul, Sizes
+from fivefold.calibration.found import Attention, Collective, Found, Matmul, Sizes
 from fivefold.core.units import GIB
 from fivefold.launch.memory import room
+from fivefold.launch.once import as_worker
 from fivefold.launch.world import World, multiplies_bf16
-from fivefold.parallel import shared_memory
+from fivefold.parallel import plain, shared_memory
 from fivefold.parallel.fsdp.runtime import COMPUTE_DTYPES
 from fivefold.training.peak_memory import resident
 
@@ -27,26 +27,47 @@ CHAIN = 64  # operations of one autograd graph
 HEAD = 64  # features of a head
 
 
-def on_worker(request: Mapping[str, Any], world: World) -> None:
-    """Body of a worker: measure, and write the results to the folder `out`. `sizes`: fields of `Sizes`."""
+def on_rank(request: Mapping[str, Any], world: World) -> Any:
+    """Measure, and return what all ranks found, on the first rank; None on the others. `sizes`: fields of `Sizes`."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives
     sizes = Sizes.of_json(request["sizes"])
     device = torch.device(world.device)
     memory, context = _memory(device, world)
     timer = Timer(device, sizes.seconds)
-    if dist.group.WORLD is not None:
-        shared_memory.connect(dist.group.WORLD)  # as training does
+    node, has_others = _node(world)
+    for group in filter(None, (node, dist.group.WORLD)):
+        shared_memory.connect(group)  # as training does
+    meets = device.type == "cpu"
     found = Found(
         matmuls=list(_matmuls(timer, sizes)),
         attention=list(_attention(timer, sizes)),
         traffic=_traffic(timer, sizes.traffic),
         launch=_launch(timer),
-        collectives=list(_collectives(timer, sizes.messages, world.size)),
+        collectives=list(_collectives(timer, sizes.messages, node)),
         memory=memory,
         context=context,
         host=_host(timer, sizes.traffic) if device.type == "cuda" else 0.0,
-        meeting=_meeting(timer, sizes, world.size) if device.type == "cpu" else 0.0,
+        meeting=_meeting(timer, sizes, node) if meets else 0.0,
+        between=list(_collectives(timer, sizes.messages, dist.group.WORLD)) if has_others else [],
+        meeting_between=_meeting(timer, sizes, dist.group.WORLD) if has_others and meets else 0.0,
     )
-    Path(request["out"], FOUND.format(world.rank)).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    ranks = plain.everywhere(asdict(found)) if world.size > 1 else [asdict(found)]
+    return {"local_size": world.local_size, "ranks": ranks} if world.is_first else None
+
+
+on_worker = as_worker(on_rank)
+
+
+def _node(world: World) -> tuple[dist.ProcessGroup | None, bool]:
+    """The group of this node's ranks, None for one rank alone, and whether there are other nodes."""
+    if world.size == 1:
+        return None, False
+    firsts = plain.everywhere(world.rank - world.local_rank)
+    nodes = {first: [rank for rank, its in enumerate(firsts) if its == first] for first in firsts}
+    if len(nodes) == 1:
+        return dist.group.WORLD, False
+    groups = {first: dist.new_group(ranks) for first, ranks in nodes.items()}  # all ranks make all groups
+    return groups[world.rank - world.local_rank], True
 
 
 @dataclass(frozen=True)
@@ -151,12 +172,12 @@ def _launch(timer: Timer) -> float:
     return timer.own_seconds(chain) / (2 * CHAIN)
 
 
-def _collectives(timer: Timer, messages: tuple[int, ...], ranks: int) -> Iterator[Collective]:
-    """Time training's collectives, over all ranks. Bytes are of the larger buffer, or of what a rank sends."""
-    if ranks == 1:
+def _collectives(timer: Timer, messages: tuple[int, ...], group: dist.ProcessGroup | None) -> Iterator[Collective]:
+    """Time training's collectives, over a group. Bytes are of the larger buffer, or of what a rank sends."""
+    if group is None or group.size() == 1:
         return
     for size in messages:
-        for kind, whole, issue in issues(timer.device, size, ranks):
+        for kind, whole, issue in issues(timer.device, size, group.size(), group):
             dist.barrier()
             yield kind, whole, timer.seconds(issue, together=True)
 
@@ -174,20 +195,20 @@ def issues(
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send": lambda: _pass_on(whole, other),
+        "send": lambda: _pass_on(whole, other, group),
     }
     yield from ((kind, whole.numel() * 4, issue) for kind, issue in work.items())
 
 
-def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
+def _meeting(timer: Timer, sizes: Sizes, group: dist.ProcessGroup | None) -> float:
     """Additional seconds of a collective after a matmul, as training issues it, compared with one after another: ranks
     arrive at different times, and waiting ranks have lost their core. The median over kinds and some sizes."""
-    if ranks == 1:
+    if group is None or group.size() == 1:
         return 0.0
     width, found = sizes.widths[len(sizes.widths) // 2], []
     weight, x = (torch.zeros(rows, width) for rows in (width, sizes.rows[-1]))
     for size in sizes.messages[::3]:
-        for kind, _, issue in issues(timer.device, size, ranks):
+        for kind, _, issue in issues(timer.device, size, group.size(), group):
             work = (lambda: F.linear(x, weight)), issue, (lambda issue=issue: (F.linear(x, weight), issue()))
             dist.barrier()
             alone, behind, both = (timer.seconds(function, together=True, pick=median) for function in work)
@@ -195,11 +216,13 @@ def _meeting(timer: Timer, sizes: Sizes, ranks: int) -> float:
     return max(0.0, median(found))
 
 
-def _pass_on(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Send to the next rank, while receiving from the previous one."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sends = dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, theirs, (rank - 1) % size)
-    for pending in dist.batch_isend_irecv(list(sends)):
+def _pass_on(mine: torch.Tensor, theirs: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Send to the next rank of a group, while receiving from the previous one."""
+    ranks = dist.get_process_group_ranks(group)
+    at = ranks.index(dist.get_rank())
+    after, before = ranks[(at + 1) % len(ranks)], ranks[at - 1]
+    sends = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, theirs, before, group)]
+    for pending in dist.batch_isend_irecv(sends):
         pending.wait()
 
 

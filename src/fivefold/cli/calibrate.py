@@ -26,6 +26,10 @@ def calibrate(
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Workers at once.", show_default="one for each GPU or core")
     ] = None,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="Every rank of an allocation, under torchrun or srun."),
+    ] = False,
     chip: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Chip whose table to start from, for a GPU without one.", show_default=False),
@@ -41,9 +45,10 @@ def calibrate(
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine for the planner.
+    """Measure this machine, or the ranks of an allocation, for the planner.
 
     Example: fivefold calibrate --write mine.toml
+    Example: srun fivefold calibrate --nodes --write cluster.toml
     Example: fivefold calibrate --from runs/demo --cluster mine.toml --write mine.toml
     """
     from fivefold.calibration.hardware_file import save
@@ -51,6 +56,8 @@ def calibrate(
 
     report: Report[Any]
     if run is not None:
+        if nodes:
+            raise UserError("--from reads a run, and --nodes measures", fix="leave one out")
         from fivefold.calibration.learn import learn
 
         text, report = learn(run, base=cluster)
@@ -59,7 +66,10 @@ def calibrate(
     else:
         from fivefold.calibration.calibrate import calibrate as measure
 
-        text, report = measure(device=device.value, nproc=nproc, chip=chip)
+        measured = measure(device=device.value, nproc=nproc, chip=chip, nodes=nodes)
+        if measured is None:
+            return
+        text, report = measured
     save(write_to, text)
     write(report, json=json)
     if json != "-":

@@ -22,13 +22,14 @@ _READ = 2**16  # bytes at once
 
 
 def run_once(
-    module: str, request: Mapping[str, Any], *, layout: str, device: str = "auto", what: str, reads: bool = False
-) -> Any:
+    module: str, request: Mapping[str, Any], *, layout: str, device: str = "auto", what: str, reads: bool = False,
+    patience: float = 0,
+) -> Any:  # fmt: skip
     """The value of `module.on_rank(request, world)` on the first rank, as JSON values.
 
     `module.on_worker` is `as_worker(on_rank)`. `device`: auto, cpu or cuda. `what`: names the folder of the workers'
-    logs. `reads`: the first rank reads this process's standard input, from `standard_input(request)`. Raises
-    `UserError` if the layout does not fit the machine.
+    logs. `reads`: the first rank reads this process's standard input, from `standard_input(request)`. `patience`:
+    seconds that a worker may be silent (0: forever). Raises `UserError` if the layout does not fit the machine.
     """
     world = find_world(device)
     if world is None:
@@ -36,7 +37,7 @@ def run_once(
         devices = gpus() if kind == "cuda" else 0
         workers = worker_count(Layout.parse(layout), kind=kind, devices=devices, nproc=None, on_cpu="--device cpu")
         if workers > 1:
-            return _over_workers(module, request, workers, kind, what=what, reads=reads)
+            return _over_workers(module, request, workers, kind, what=what, reads=reads, patience=patience)
     on_rank: Body = imported(module).on_rank
     with join(world or alone(device)) as here:
         return on_rank(request, here)
@@ -53,14 +54,16 @@ def as_worker(body: Body) -> Callable[[Mapping[str, Any], World], None]:
     return on_worker
 
 
-def _over_workers(module: str, request: Mapping[str, Any], workers: int, device: str, *, what: str, reads: bool) -> Any:
+def _over_workers(
+    module: str, request: Mapping[str, Any], workers: int, device: str, *, what: str, reads: bool, patience: float
+) -> Any:
     """Run over new workers. The folder of their logs is kept only after a failure, whose message names it."""
     with kept_if_one_dies(what) as logs:
         result, pipe = logs / "result.json", logs / "stdin"
         body = {**request, _STDIN: str(pipe)} if reads else dict(request)
         outer = {"body": body, "result": str(result), "device": device}
         with _forwarded(pipe) if reads else nullcontext(), Workers(f"{module}:on_worker", count=workers) as crew:
-            start_workers(crew, outer, logs=logs)
+            start_workers(crew, outer, logs=logs, patience=patience)
         return json.loads(result.read_text(encoding="utf-8"))
 
 
