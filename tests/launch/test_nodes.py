@@ -6,21 +6,30 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.units import parse_nodes
-from fivefold.launch.nodes import FileBackend, Member, Round, _Presence, changed
+from fivefold.launch import nodes as launch_nodes
+from fivefold.launch.nodes import (
+    HEARTBEAT, MISSED, Clock, FileBackend, Meeting, Member, Round, _agree, _Presence, changed,
+)  # fmt: skip
+from fivefold.launch.rounds import take
 from fivefold.launch.workers import workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
 from fivefold.report import story
@@ -33,7 +42,7 @@ A, B, C = Member("a", 1, 2), Member("b", 2, 2), Member("c", 3, 3)
 
 
 def met(node: int, *members: Member) -> Round:
-    return Round(node, members, "a:1", store=None, wait=lambda keys: None)
+    return Round(7, node, members, "a:1", store=None, wait=lambda keys: None)
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -82,12 +91,13 @@ def test_who_starts_the_ranks() -> None:
 
 def test_nodes_may_have_different_numbers_of_workers(tmp_path: Path) -> None:
     ranks = met(1, A, B, C).ranks(3)
-    assert ranks == NodeRanks(first=2, size=7, node=1, nodes=3, meets="a:1")
+    assert ranks == NodeRanks(first=2, size=7, node=1, nodes=3, meets="a:1", round=7)
     assert met(2, A, B, C).ranks(2) is None
     env = worker_environment(1, 2, tmp_path, ranks)
     found = find_world("cpu", env)
     assert found is not None and (found.rank, found.local_rank, found.size, found.local_size) == (3, 1, 7, 2)
     assert (found.rendezvous, found.is_local, found.nodes, found.folder) == ("tcp://a:1", False, 3, str(tmp_path))
+    assert found.round == 7
 
 
 def choice(config: RunConfig, *members: Member, least: int = 1) -> dict[str, Any]:
@@ -111,6 +121,7 @@ def test_a_difference_is_told_in_words() -> None:
     assert changed([A, B], [A, B]) == ""
     assert changed([A, B], [A]) == "2 → 1 nodes: without b (process 2)"
     assert changed([A, B], [B, C]) == "2 → 2 nodes: without a (process 1), with c (process 3)"
+    assert changed([A, B], [A], {B: "left out: x", C: "y"}) == "2 → 1 nodes: without b (process 2): left out: x"
 
 
 def test_the_page_of_a_run_marks_where_the_nodes_changed(tmp_path: Path) -> None:
@@ -134,7 +145,7 @@ def test_the_state_of_a_meeting_changes_only_from_the_one_that_was_read(tmp_path
     for number, state in enumerate(states):
         state.round = 10 ** (5 * number)
     first, second, third = map(pickle.dumps, states)
-    backend, other = (FileBackend(tmp_path / "state", lambda *_: True) for _ in range(2))
+    backend, other = (FileBackend(tmp_path / "state", Clock(lambda *_: True)) for _ in range(2))
     assert backend.get_state() is None
     found, token, is_set = backend.set_state(third)
     assert is_set and pickle.loads(found).round == 10**10
@@ -151,13 +162,19 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
     assert presence.lives("there", os.getpid()) and not presence.lives("elsewhere", os.getpid())
     other.release()
     assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
-    (tmp_path / ".nodes" / "state").touch()
+    state = tmp_path / ".nodes" / "state"
+    assert json.loads(state.read_text())["round"] == 1
+    state.write_text('{"round": 41}\n')
     other = _Presence(tmp_path / ".nodes", "there")
-    assert (tmp_path / ".nodes" / "state").exists()  # the first one is still there
+    assert json.loads(state.read_text()) == {"round": 41}  # the first one is still there
     for each in (presence, other):
         each.release()
     _Presence(tmp_path / ".nodes", "here").release()
-    assert not (tmp_path / ".nodes" / "state").exists()
+    assert json.loads(state.read_text())["round"] == 42
+    take(tmp_path, 50)
+    state.unlink()
+    _Presence(tmp_path / ".nodes", "here").release()
+    assert json.loads(state.read_text())["round"] == 51
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
@@ -165,10 +182,83 @@ def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) ->
     (tmp_path / "state").write_bytes(b"code")
     (tmp_path / "state").chmod(mode)
     with pytest.raises(UserError, match="others may write to it"):
-        FileBackend(tmp_path / "state", lambda *_: True).get_state()
+        FileBackend(tmp_path / "state", Clock(lambda *_: True)).get_state()
     (tmp_path / "link").symlink_to(tmp_path / "state")
     with pytest.raises(Exception, match="link"):
-        FileBackend(tmp_path / "link", lambda *_: True).get_state()
+        FileBackend(tmp_path / "link", Clock(lambda *_: True)).get_state()
+
+
+class Hours:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_a_sign_of_life_is_as_old_as_it_has_been_known_whatever_the_clocks_say() -> None:
+    hours, a_node = Hours(), ("b", 2, 0)
+    clock = Clock(lambda *_: True, hours)
+
+    def age(sign: str, seconds: float) -> float:
+        hours.seconds += seconds
+        clock.look()
+        return (datetime.now(UTC) - clock.heard(a_node, sign)).total_seconds()
+
+    assert age("an hour ago", 1) == pytest.approx(0, abs=0.1)
+    assert [round(age("an hour ago", 1)) for _ in range(11)][-1] == 11  # nothing new for 11 s: it is gone
+    assert age("in an hour", 1) == pytest.approx(0, abs=0.1)
+    assert age("in an hour", 3600) < HEARTBEAT * MISSED  # this node stood still, which says nothing of the other
+    told = clock.heard(a_node, "in an hour")
+    assert clock.written(a_node, told) == "in an hour" != clock.written(a_node, datetime.now(UTC))
+    assert (clock.until("tomorrow") - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
+    assert Clock(lambda *_: False).heard(a_node, "now").year == 1
+
+
+@pytest.mark.parametrize("ahead", [60, -60, 10**6])
+def test_a_node_whose_clock_is_wrong_meets_the_others(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            is_off = threading.current_thread().name.startswith("wrong")
+            return datetime.now(tz) + timedelta(seconds=ahead if is_off else 0)
+
+    for module in (dynamic_rendezvous, launch_nodes):
+        monkeypatch.setattr(module, "datetime", Wrong)
+    right, wrong = Meeting(tmp_path, 2, 3, timeout=20), Meeting(tmp_path, 2, 3, timeout=20)
+    with ThreadPoolExecutor(1, "right") as one, ThreadPoolExecutor(1, "wrong") as two:
+        both = [pool.submit(each.join, 1) for pool, each in ((one, right), (two, wrong))]
+        rounds = [joined.result(30) for joined in both]
+        assert {each.node for each in rounds} == {0, 1} and len({each.number for each in rounds}) == 1
+        for _ in range(4):
+            time.sleep(0.6)
+            assert [pool.submit(each.news).result() for pool, each in ((one, right), (two, wrong))] == ["", ""]
+        right.close()
+        wrong.close()
+
+
+def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, 1, timeout=20)
+    first = meeting.join(1)
+    second = meeting.join(1)
+    assert second.number > first.number
+    assert not meeting.end(first) and not meeting.has_ended()
+    assert meeting.end(second) and meeting.has_ended()
+    meeting.close()
+
+
+def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "agreed").touch(mode=0o600)
+    _agree(tmp_path / "agreed", {"train.seed": 1, "the version of torch": "2.11"})
+    _agree(tmp_path / "agreed", {"train.seed": 1, "the version of torch": "2.11"})
+    with pytest.raises(UserError, match=r"train\.seed is 2 on this node, .*, and 1 on .*, which came first"):
+        _agree(tmp_path / "agreed", {"train.seed": 2, "the version of torch": "2.11"})
+    with pytest.raises(UserError, match=r"the version of torch is None on this node"):
+        _agree(tmp_path / "agreed", {"train.seed": 1})
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -107,8 +107,9 @@ def first_day(run: Path) -> date | None:
 class Log:
     """Writer of a run's history. Calls `say` when it cannot be written; raises nothing."""
 
-    def __init__(self, run: Path, say: Callable[[str], None]) -> None:
-        self._lines = JsonLines(run / NAME, last_step=None, say=say)
+    def __init__(self, run: Path, say: Callable[[str], None], *, room: Path | None = None) -> None:
+        """`room`: see `JsonLines`."""
+        self._lines = JsonLines(run / NAME, last_step=None, say=say, room=room)
 
     def write(self, event: str, step: int, **about: Any) -> None:
         """Append an event after `step` steps; `about`: plain data."""

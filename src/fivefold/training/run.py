@@ -28,6 +28,7 @@ from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
 from fivefold.launch.events import Events, events_of
+from fivefold.launch.rounds import logs_of
 from fivefold.launch.world import World
 from fivefold.models import kernels
 from fivefold.models.discover import facts_of
@@ -70,10 +71,13 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     ended it early, after a save.
     """
     check_supported(config)
-    logs, timeout = config.run_dir / "logs", config.train.collective_timeout
+    logs, timeout = logs_of(config.run_dir, world.round), config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        log, data = RunLog(config.run_dir, events), prepare(config)  # prepared before the group: a cache hit
+        log, data = (
+            RunLog(config.run_dir, events, round=world.round),
+            prepare(config),
+        )  # prepared before the group: a cache hit
         if world.local_rank == 0:
             stack.enter_context(data.train.filling())
         with advised(config, world, data):
@@ -147,7 +151,7 @@ class Trainer(Job):
         tight = checkpoint.on_first_rank(
             lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
-        record.write(model, config, device=world.device, parameters=costs.parameters)
+        record.write(model, config, device=world.device, parameters=costs.parameters, room=log.folder.room)
         if job.loss and job.step < total_steps:
             check_loss(job.loss, model, job.batch(job.step))
         tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
