@@ -972,8 +972,8 @@ _NEEDED: Mapping[str, str] = {
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
-    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor _state_holder "
-    "_this_node",
+    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
+    "_state_holder _this_node",
     "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState",
     "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
     "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "closed deadline last_heartbeats "

@@ -27,7 +27,16 @@ from fivefold.core.errors import UserError
 from fivefold.core.units import parse_nodes
 from fivefold.launch import nodes as launch_nodes
 from fivefold.launch.nodes import (
-    HEARTBEAT, MISSED, Clock, FileBackend, Meeting, Member, Round, _agree, _Presence, changed,
+    HEARTBEAT,
+    MISSED,
+    Clock,
+    FileBackend,
+    Meeting,
+    Member,
+    Round,
+    _agree,
+    _Presence,
+    changed,
 )  # fmt: skip
 from fivefold.launch.rounds import take
 from fivefold.launch.workers import workers_of_node

@@ -102,8 +102,8 @@ class JsonLines:
     damaged lines go to `NAME.damaged`. Rows that cannot be written are kept and retried with the next row. A file that
     was removed is written again, with all its rows. `say` reports each of these, once.
 
-    `room`: a folder that is no longer there once another writer has taken over. The file is then replaced by each writer
-    as it begins, so that what an earlier one has open is no longer this file.
+    `room`: a folder that is no longer there once another writer has taken over. The file is then replaced by each
+    writer as it begins, so that what an earlier one has open is no longer this file.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,16 @@ class WorkerDied(RunFailed):
     is_own = True
     comes_again = False
     traceback = ""
+
+
+class Suspected(RunFailed):
+    """The standing checks have named `ranks` as wrong or slow."""
+
+    def __init__(
+        self, what: str, *, fix: str | None = None, more: str | None = None, ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(what, fix=fix, more=more)
+        self.ranks = tuple(ranks)
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -91,6 +101,7 @@ def leave_failure(
         "more": said.more,
         "waits": waits,
         "last": last,
+        "suspects": list(error.ranks) if isinstance(error, Suspected) else [],
         "traceback": stack or "".join(traceback.format_exception(error)),
     }
     unfinished = _unfinished(logs, rank)

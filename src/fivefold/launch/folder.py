@@ -43,8 +43,8 @@ def named(config: RunConfig, name: str) -> RunConfig:
 
 
 def open_folder(config: RunConfig, *, is_shared: bool = False) -> Path:
-    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it. `is_shared`: with the
-    other nodes of this run.
+    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it. `is_shared`: with
+    the other nodes of this run.
 
     A new folder gets the resolved `run.yaml`. An existing `run.yaml` is replaced only after the resume checks have
     passed, in the workers.

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +104,11 @@ class Round:
         first = sum(sizes[: self.node])
         return NodeRanks(first=first, size=sum(sizes), node=self.node, nodes=used, meets=self.meets, round=self.number)
 
+    def node_of(self, rank: int) -> int:
+        """The number of the node that has this rank."""
+        ends = accumulate(member.workers for member in self.members)
+        return next(node for node, end in enumerate(ends) if rank < end)
+
     def blame(self, why: str) -> None:
         """Tell the other nodes that workers of this one died on their own account."""
         self.store.set(f"blame/{self.node}", why)
@@ -124,8 +130,8 @@ class Round:
 class Meeting:
     """The meeting of a node with the others in the folder `.nodes` of a run folder: a context manager.
 
-    Between `least` and `most` nodes train; `timeout`: seconds to wait until they have come. `about`: plain data that has
-    to be the same on all nodes. Raises `UserError` if it is not that of the first node that came.
+    Between `least` and `most` nodes train; `timeout`: seconds to wait until they have come. `about`: plain data that
+    has to be the same on all nodes. Raises `UserError` if it is not that of the first node that came.
     """
 
     def __init__(
@@ -142,9 +148,9 @@ class Meeting:
             raise
         # Without this, rank 0 of a later round could be sent to the store of a node that is gone.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        store = FileStore(str(self._folder / "store"))
+        store, clock = FileStore(str(self._folder / "store")), Clock(self._presence.lives)
         self._rendezvous = DynamicRendezvousHandler.from_backend(
-            "nodes", store, FileBackend(self._folder / "state", Clock(self._presence.lives)), least, most, local_addr=here,
+            "nodes", store, FileBackend(self._folder / "state", clock), least, most, local_addr=here,
             timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=LAST_CALL),
             keep_alive_interval=HEARTBEAT, keep_alive_max_attempt=MISSED,
         )  # fmt: skip
@@ -260,8 +266,8 @@ class _Heard:
 
 
 class Clock:
-    """The times in a state of torch's rendezvous, by this node's clock alone: a text that another node has written is as
-    old as this node has known it. `lives(address, process id)`: whether the launcher of a node does.
+    """The times in a state of torch's rendezvous, by this node's clock alone: a text that another node has written is
+    as old as this node has known it. `lives(address, process id)`: whether the launcher of a node does.
 
     Only time is counted in which this process looks, so one that stood still does not take the others for dead.
     """

@@ -15,6 +15,7 @@ from fivefold.core.files import writing
 from fivefold.core.units import GIB
 from fivefold.launch.failure import (
     HANGS,
+    Suspected,
     WorkerDied,
     failure_file,
     failures,
@@ -83,8 +84,8 @@ def start_workers(
 
     `request` is plain data for JSON with the kind of device under `device`. Rank 0 keeps this terminal; the others
     write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: forever). `others`: nodes with the
-    other ranks, with the same `logs`, new for this start. Raises the first failing worker's `UserError`, `WorkerDied` if
-    it was no user's error, `KeyboardInterrupt` on Ctrl-C, `NodesChanged` if `others` did.
+    other ranks, with the same `logs`, new for this start. Raises the first failing worker's `UserError`, `WorkerDied`
+    if it was no user's error, `KeyboardInterrupt` on Ctrl-C, `NodesChanged` if `others` did.
     """
     among = others.ranks if others else None
     file, first = logs / (f"request-{among.node}.json" if among else "request.json"), among.first if among else 0
@@ -186,6 +187,8 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
         return _killed(logs, killed or codes, pressure, needs)
     first = left[0]
     if first["is_users"]:
+        if suspects := first["suspects"]:
+            return Suspected(first["what"], fix=first["fix"], more=first["more"], ranks=suspects)
         kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
         return kind(first["what"], fix=first["fix"], more=first["more"])
     more = f"log: {logs / 'rank-{}.log'.format(first['rank'])}"

@@ -68,7 +68,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRanks:
-    """The ranks of one node, from `first` on, among `size` of `nodes` nodes, of which this is number `node`, in a round.
+    """The ranks of one node, from `first` on, among `size` of `nodes` nodes, of which this is number `node`.
 
     `meets`: `host:port` where rank 0 opens the store of all ranks.
     """

@@ -22,7 +22,7 @@ from fivefold.core.terminal import say
 from fivefold.core.units import many
 from fivefold.data.prepare import PreparedData
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import WorkerDied, failures
+from fivefold.launch.failure import Suspected, WorkerDied, failures
 from fivefold.launch.folder import held, last_logged_step, last_saved_step, open_folder
 from fivefold.launch.model import check_model
 from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
@@ -123,17 +123,25 @@ class _Node:
                 return None
             if self._may_go_on(error):
                 return error
-            if error.is_own and self._can_go_on_alone(current):
+            if error.is_own and self._suffices_without(current, 1) and self._failed_alone(current):
                 times = f" {many(self._restarts, 'time')} without a new checkpoint" * (self._restarts > 1)
                 self._leave(current, f"left out: {error.what},{times} and on this node alone", error)
+        elif isinstance(error, Suspected) and self._config.train.leave_out:
+            named = {current.node_of(rank) for rank in error.ranks}
+            if self._suffices_without(current, len(named)):
+                if current.node in named:
+                    self._leave(current, f"left out: {error.what}", error)
+                return None
         if self._meeting.end(current):
             raise error
         return None  # the others have gone on: it was an error of their past
 
-    def _can_go_on_alone(self, current: Round) -> bool:
-        """True if the other nodes suffice, and none of them has failed too."""
-        if len(current.members) - 1 + self._meeting.spare < self._least:
-            return False
+    def _suffices_without(self, current: Round, nodes: int) -> bool:
+        """True if so many nodes may leave."""
+        return len(current.members) - nodes + self._meeting.spare >= self._least
+
+    def _failed_alone(self, current: Round) -> bool:
+        """True if no other node has failed, too."""
         time.sleep(_CONSEQUENCE)  # for the others to find their own failures
         return len(current.blamed()) == 1
 

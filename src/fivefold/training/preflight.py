@@ -1,7 +1,7 @@
 """Checks before the first step: every rank was given the same run, and memory and disk have room for it by its plan."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

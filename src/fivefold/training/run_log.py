@@ -125,7 +125,7 @@ class HeldFolder:
         self.saved = 0
 
     def take(self) -> None:
-        """Lock the folder against other runs. Raises `UserError` if one has locked it already, and `RoundOver` if a later
+        """Lock the folder against other runs. Raises `UserError` if one has locked it already, `RoundOver` if a later
         round writes."""
         self._lock = FolderLock(self.run_dir, is_shared=self.round > 0)
         if self.round:
@@ -151,7 +151,8 @@ class HeldFolder:
         """Check that the folder exists. A removed one is made again, with the remembered files. A removed checkpoint is
         reported.
 
-        Raises `UserError` if another run has taken its place, `RoundOver` if a later round has. A folder that cannot be written is reported once.
+        Raises `UserError` if another run has taken its place, `RoundOver` if a later round has. A folder that cannot be
+        written is reported once.
         """
         if self._lock is None:
             return
