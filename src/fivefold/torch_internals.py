@@ -867,14 +867,9 @@ def participants(rendezvous: Any) -> frozenset[str]:
     return frozenset(map(str, rendezvous._state_holder.state.participants))
 
 
-def takes_part(rendezvous: Any) -> bool:
-    """True if this node is one of `participants`."""
-    return rendezvous._this_node in rendezvous._state_holder.state.participants
-
-
 def round_of(rendezvous: Any) -> int:
-    """The number of the last round, by the state that was last read: each one has a greater number."""
-    return int(rendezvous._state_holder.state.round)
+    """The number of the last round, from 1, by the state that was last read: each one has a greater number."""
+    return int(rendezvous._state_holder.state.round) + 1
 
 
 def spare_nodes(rendezvous: Any) -> int:
@@ -889,7 +884,7 @@ def close_rendezvous(rendezvous: Any, number: int, *, seconds: float = 30) -> bo
     actions = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")._Action
 
     def act(context: Any, deadline: float) -> Any:
-        is_ours = context.state.round == number and context.node in context.state.participants
+        is_ours = context.state.round + 1 == number and context.node in context.state.participants
         if context.state.closed or not is_ours:
             return actions.FINISH
         return actions.ERROR_TIMEOUT if monotonic() > deadline else actions.MARK_RENDEZVOUS_CLOSED
@@ -919,7 +914,7 @@ class Times(Protocol):
 def new_rendezvous(number: int) -> str:
     """A state, as JSON, without nodes, of which the next round is `number`."""
     empty: dict[str, Any] = {name: [] for name in (*_OF_NODES, "wait_list", "redundancy_list")}
-    return json.dumps({"round": number, "complete": False, "deadline": None, "closed": False, **empty})
+    return json.dumps({"round": number - 1, "complete": False, "deadline": None, "closed": False, **empty})
 
 
 def rendezvous_to_json(state: bytes, times: Times) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -26,6 +26,7 @@ from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.units import parse_nodes
 from fivefold.launch import nodes as launch_nodes
+from fivefold.launch.failure import Suspected, WorkerDied
 from fivefold.launch.nodes import (
     HEARTBEAT,
     MISSED,
@@ -39,7 +40,7 @@ from fivefold.launch.nodes import (
     changed,
 )  # fmt: skip
 from fivefold.launch.rounds import take
-from fivefold.launch.workers import workers_of_node
+from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
 from fivefold.report import story
 from fivefold.training import nodes
@@ -172,7 +173,7 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
     other.release()
     assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
     state = tmp_path / ".nodes" / "state"
-    assert json.loads(state.read_text())["round"] == 1
+    assert json.loads(state.read_text())["round"] == 0
     state.write_text('{"round": 41}\n')
     other = _Presence(tmp_path / ".nodes", "there")
     assert json.loads(state.read_text()) == {"round": 41}  # the first one is still there
@@ -183,7 +184,7 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
     take(tmp_path, 50)
     state.unlink()
     _Presence(tmp_path / ".nodes", "here").release()
-    assert json.loads(state.read_text())["round"] == 51
+    assert json.loads(state.read_text())["round"] == 50
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
@@ -195,6 +196,13 @@ def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "state")
     with pytest.raises(Exception, match="link"):
         FileBackend(tmp_path / "link", Clock(lambda *_: True)).get_state()
+
+
+def two_meetings(folder: Path, monkeypatch: pytest.MonkeyPatch, *, least: int) -> list[Meeting]:
+    """Those of two nodes, which are this process."""
+    here = iter(["127.0.0.1", "127.0.0.2"])
+    monkeypatch.setattr(launch_nodes, "address", lambda: next(here))
+    return [Meeting(folder, least, 3, timeout=60) for _ in range(2)]
 
 
 class Hours:
@@ -238,7 +246,7 @@ def test_a_node_whose_clock_is_wrong_meets_the_others(
 
     for module in (dynamic_rendezvous, launch_nodes):
         monkeypatch.setattr(module, "datetime", Wrong)
-    right, wrong = Meeting(tmp_path, 2, 3, timeout=20), Meeting(tmp_path, 2, 3, timeout=20)
+    right, wrong = two_meetings(tmp_path, monkeypatch, least=2)
     with ThreadPoolExecutor(1, "right") as one, ThreadPoolExecutor(1, "wrong") as two:
         both = [pool.submit(each.join, 1) for pool, each in ((one, right), (two, wrong))]
         rounds = [joined.result(30) for joined in both]
@@ -270,6 +278,78 @@ def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path)
         _agree(tmp_path / "agreed", {"train.seed": 1})
 
 
+# ---- which nodes go on, with workers that are functions --------------------------------------------------------------
+
+
+def goes_on(others: OtherNodes) -> None:
+    """Workers of a sound node: they are done once it is alone."""
+    while others.ranks.nodes > 1:
+        if others.news() == GONE:
+            raise NodesChanged(GONE)
+        time.sleep(0.05)
+
+
+def outcomes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *bodies: Callable[[OtherNodes], None], keys: Sequence[str] = ()
+) -> list[str]:
+    """How two nodes end, each by its type of error; a node's number is that of its body."""
+    named = ("train.nodes=1:2", "train.max_restarts=1", "train.global_batch_size=8", "train.micro_batch_size=1")
+    config = load_config(None, [f"run.dir={folder}", "run.name=run", *named, *keys])
+    config.run_dir.mkdir()
+    monkeypatch.setattr(nodes, "check_model", lambda *_, **__: None)
+    monkeypatch.setattr(nodes, "start_workers", lambda crew, *_, logs, patience, others: crew.body(others))
+    crews = [SimpleNamespace(count=1, body=body) for body in bodies]
+    meetings = two_meetings(config.run_dir, monkeypatch, least=1)
+
+    def train(crew: Any, meeting: Meeting) -> str:
+        try:
+            nodes._Node(config, crew, meeting, 1, lambda settled, *_: settled, None, {}).train()
+        except (UserError, nodes.Ended) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            meeting.close()
+        return "done"
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(train, crew, meeting) for crew, meeting in zip(crews, meetings, strict=True)]
+        return [end.result(90) for end in ends]
+
+
+def dies(_: OtherNodes) -> None:
+    raise WorkerDied("rank 1 was killed by SIGSEGV")
+
+
+@pytest.mark.full
+def test_a_node_that_fails_again_and_again_leaves_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = outcomes(tmp_path, monkeypatch, goes_on, lambda o: dies(o) if o.ranks.nodes > 1 else None)
+    assert good == "done"
+    assert bad.startswith("LeftOut: left out: rank 1 was killed by SIGSEGV, 2 times without a new checkpoint, and on")
+    events = history.load(tmp_path / "run").events
+    assert [event.kind for event in events if event.kind == "left out"] == ["left out"]
+    assert "without" in events[-1].what and "left out: rank 1 was killed" in events[-1].what
+
+
+@pytest.mark.full
+def test_deaths_of_all_nodes_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [end.partition(":")[0] for end in outcomes(tmp_path, monkeypatch, dies, dies)] == ["WorkerDied"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_node_of_a_rank_that_the_checks_name_leaves_if_the_user_says_so(
+    leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(others: OtherNodes) -> None:
+        if others.ranks.nodes > 1:
+            raise Suspected("rank 1 is wrong", ranks=[1])
+
+    ends = outcomes(tmp_path, monkeypatch, fails, fails, keys=[f"train.leave_out={str(leaves).lower()}"])
+    kinds = {end.partition(":")[0] for end in ends}
+    assert kinds == ({"done", "LeftOut"} if leaves else {"Suspected"})
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,11 +365,15 @@ class Node(SimpleNamespace):
             )  # fmt: skip
         super().__init__(process=process, log=Path(log.name))
 
-    def kill(self) -> None:
-        """End all processes of the node at once, as a loss of power does."""
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the node at once."""
         for pid in list(with_descendants([self.process.pid])):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """End all processes of the node at once, as a loss of power does."""
+        self.signal(signal.SIGKILL)
         self.process.wait()
 
 
@@ -341,3 +425,33 @@ def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
     assert train(alone, 1).error is None
     check_parity(tree, alone)
     assert {event.kind for event in history.load(run_dir(tree)).events} == {"nodes"}
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize("which", [0, 1], ids=["the first node", "the second node"])
+def test_a_node_that_stands_still_writes_nothing_when_it_wakes(which: int, tmp_path: Path) -> None:
+    """It stands for longer than its signs of life may stay out, and wakes while the other one trains."""
+    steps = 400
+    alone = file_of(tmp_path, "alone", train__max_steps=steps)
+    tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2")
+    with started(tree, 2) as (both, _):
+        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
+        stopped = next(node for node in both if f"node {which + 1} of 2" in node.log.read_text())
+        other = next(node for node in both if node is not stopped)
+        begun = len(history.load(run_dir(tree)).starts)
+        stopped.signal(signal.SIGSTOP)
+        _wait(lambda: len(history.load(run_dir(tree)).starts) > begun or other.process.poll() is not None)
+        before = _last(run_dir(tree))
+        _wait(lambda: _last(run_dir(tree)) > before + 2 or other.process.poll() is not None)
+        stopped.signal(signal.SIGCONT)
+        codes = [node.process.wait(300) for node in (other, stopped)]
+        said = [node.log.read_text() for node in (other, stopped)]
+    assert codes == [0, 0], said
+    assert "2 → 1 nodes: without" in said[0]
+    assert train(alone, 1).error is None
+    check_parity(tree, alone)
+    worlds = [start.about["nodes"] for start in history.load(run_dir(tree)).starts]
+    assert worlds[:2] == [2, 1] and worlds[-1] == 2 and "1 → 2 nodes: with" in said[0]
+    numbers = [path.name for path in run_dir(tree).glob(".round-*")]
+    assert len(numbers) == 1 and (run_dir(tree) / "checkpoints" / numbers[0]).is_dir()

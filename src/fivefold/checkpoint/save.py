@@ -206,12 +206,17 @@ class Saver:
     def _copy(self, published: Path, remote: Remote, written: Iterable[str], about: Metadata) -> None:
         """Copy to remote storage: every rank its own files, then the first rank the manifest."""
         step = published.name
-        on_first_rank(lambda: self._room.stat() and remote.withdraw(step), self.group)
+
+        def withdraw() -> None:
+            self._room.stat()  # raises an error if it is no longer ours
+            remote.withdraw(step)
+
+        on_first_rank(withdraw, self.group)
         mine = _copy_error(remote, published, written)
         errors = [told and UserError.from_json(told) for told in plain.everywhere(mine and mine.to_json(), self.group)]
 
         def publish() -> None:
-            self._room.stat()  # raises an error if it is no longer ours
+            self._room.stat()
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
             if error:
                 raise RunFailed(f"{published} is saved, but not copied: {error.what}", fix=error.fix)

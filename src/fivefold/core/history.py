@@ -2,8 +2,9 @@
 
 One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
 machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, as
-the launcher reports), `nodes` (others train from here on, as a launcher reports), `skipped`, and `note`. It is for
-people and for `fivefold report`. The run itself reads only the day of its first start, for chat templates. No torch.
+the launcher reports), `nodes` (others train from here on, as a launcher reports), `left out` (a node, as its launcher
+reports), `straggler`, `skipped`, and `note`. It is for people and for `fivefold report`. The run itself reads only the
+day of its first start, for chat templates. No torch.
 """
 
 import platform

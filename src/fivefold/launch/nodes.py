@@ -392,7 +392,7 @@ def _begin(folder: Path) -> None:
     """Remove what an earlier start has left, but for the numbers of its rounds, which go on."""
     state, last = folder / "state", max(map(last_round, (folder.parent, folder.parent / "checkpoints")))
     with suppress(OSError, ValueError, KeyError, TypeError):
-        last = max(last, int(json.loads(state.read_text(encoding="utf-8").partition("\n")[0])["round"]))
+        last = max(last, int(json.loads(state.read_text(encoding="utf-8").partition("\n")[0])["round"]) + 1)
     for left in (state, folder / "store", folder / "agreed", *folder.glob("lives-*")):
         left.unlink(missing_ok=True)
     with _Locked(state, exclusive=True) as locked:
