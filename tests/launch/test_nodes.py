@@ -40,7 +40,7 @@ from fivefold.launch.nodes import (
     changed,
 )  # fmt: skip
 from fivefold.launch.rounds import take
-from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, workers_of_node
+from fivefold.launch.workers import NodesChanged, OtherNodes, workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
 from fivefold.report import story
 from fivefold.training import nodes
@@ -281,12 +281,21 @@ def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path)
 # ---- which nodes go on, with workers that are functions --------------------------------------------------------------
 
 
-def goes_on(others: OtherNodes) -> None:
-    """Workers of a sound node: they are done once it is alone."""
-    while others.ranks.nodes > 1:
-        if others.news() == GONE:
-            raise NodesChanged(GONE)
-        time.sleep(0.05)
+def workers(together: Callable[[], None] | None = None) -> Callable[[OtherNodes], None]:
+    """Workers of a node: they do what `together` says beside those of another one, and are done once that has left."""
+    has_met = threading.Event()
+
+    def body(others: OtherNodes) -> None:
+        if others.ranks.nodes > 1:
+            has_met.set()
+            if together:
+                together()
+        while others.ranks.nodes > 1 or not has_met.is_set():
+            if news := others.news():
+                raise NodesChanged(news)
+            time.sleep(0.05)
+
+    return body
 
 
 def outcomes(
@@ -315,7 +324,7 @@ def outcomes(
         return [end.result(90) for end in ends]
 
 
-def dies(_: OtherNodes) -> None:
+def die() -> None:
     raise WorkerDied("rank 1 was killed by SIGSEGV")
 
 
@@ -323,9 +332,9 @@ def dies(_: OtherNodes) -> None:
 def test_a_node_that_fails_again_and_again_leaves_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = outcomes(tmp_path, monkeypatch, goes_on, lambda o: dies(o) if o.ranks.nodes > 1 else None)
+    good, bad = outcomes(tmp_path, monkeypatch, workers(), workers(die))
     assert good == "done"
-    assert bad.startswith("LeftOut: left out: rank 1 was killed by SIGSEGV, 2 times without a new checkpoint, and on")
+    assert bad.startswith("LeftOut: left out: rank 1 was killed by SIGSEGV, 2 times without a new checkpoint and on")
     events = history.load(tmp_path / "run").events
     assert [event.kind for event in events if event.kind == "left out"] == ["left out"]
     assert "without" in events[-1].what and "left out: rank 1 was killed" in events[-1].what
@@ -333,7 +342,8 @@ def test_a_node_that_fails_again_and_again_leaves_and_the_others_go_on(
 
 @pytest.mark.full
 def test_deaths_of_all_nodes_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [end.partition(":")[0] for end in outcomes(tmp_path, monkeypatch, dies, dies)] == ["WorkerDied"] * 2
+    ends = outcomes(tmp_path, monkeypatch, workers(die), workers(die))
+    assert [end.partition(":")[0] for end in ends] == ["WorkerDied"] * 2
 
 
 @pytest.mark.full
@@ -341,11 +351,11 @@ def test_deaths_of_all_nodes_end_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_node_of_a_rank_that_the_checks_name_leaves_if_the_user_says_so(
     leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(others: OtherNodes) -> None:
-        if others.ranks.nodes > 1:
-            raise Suspected("rank 1 is wrong", ranks=[1])
+    def fail() -> None:
+        raise Suspected("rank 1 is wrong", ranks=[1])
 
-    ends = outcomes(tmp_path, monkeypatch, fails, fails, keys=[f"train.leave_out={str(leaves).lower()}"])
+    keys = [f"train.leave_out={str(leaves).lower()}"]
+    ends = outcomes(tmp_path, monkeypatch, workers(fail), workers(fail), keys=keys)
     kinds = {end.partition(":")[0] for end in ends}
     assert kinds == ({"done", "LeftOut"} if leaves else {"Suspected"})
 
