@@ -878,6 +878,11 @@ def spare_nodes(rendezvous: Any) -> int:
     return len(state.wait_list | state.redundancy_list)
 
 
+def forget_state(rendezvous: Any) -> None:
+    """Let the next look at a rendezvous read its state, whenever it was last read."""
+    assign(rendezvous._state_holder, _last_sync_time=-1)
+
+
 def close_rendezvous(rendezvous: Any, number: int, *, seconds: float = 30) -> bool:
     """Close the rendezvous for all nodes if round `number` is the last one, and this node is of it. Returns whether it
     is closed. Both are decided on one state: another node cannot begin a round in between."""
@@ -904,8 +909,8 @@ class Times(Protocol):
     def heard(self, node: tuple[str, int, int], sign: str) -> datetime:
         """The time of the last sign of life of a node: address, process id, and a number."""
 
-    def until(self, sign: str) -> datetime:
-        """The time until which a round waits for more nodes."""
+    def until(self, sign: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
+        """The time until which a round waits for more nodes than `nodes`."""
 
     def written(self, node: tuple[str, int, int] | None, time: datetime) -> str:
         """The text of a time; `node` None: that of `until`."""
@@ -938,7 +943,8 @@ def rendezvous_of_json(text: str, times: Times) -> bytes:
         node: times.heard(astuple(node), sign) for node, sign in tables["last_heartbeats"].items()
     }
     lists = {name: {elastic._NodeDesc(*row) for row in fields[name]} for name in ("wait_list", "redundancy_list")}
-    deadline = times.until(fields["deadline"]) if fields["deadline"] else None
+    nodes = [astuple(node) for node in tables["participants"]]
+    deadline = times.until(fields["deadline"], nodes) if fields["deadline"] else None
     vars(state).update({**fields, **tables, **lists, "deadline": deadline})
     return pickle.dumps(state)
 
@@ -971,6 +977,7 @@ _NEEDED: Mapping[str, str] = {
     "_state_holder _this_node",
     "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState",
     "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_last_sync_time",
     "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "closed deadline last_heartbeats "
     "participants redundancy_list round wait_list",
     "distributed.tensor.DTensor": "_local_tensor _spec",

@@ -172,6 +172,7 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
     assert presence.lives("there", os.getpid()) and not presence.lives("elsewhere", os.getpid())
     other.release()
     assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
+    assert presence.has_all({("here", os.getpid())}) and not presence.has_all({("there", os.getpid())})
     state = tmp_path / ".nodes" / "state"
     assert json.loads(state.read_text())["round"] == 0
     state.write_text('{"round": 41}\n')
@@ -230,7 +231,9 @@ def test_a_sign_of_life_is_as_old_as_it_has_been_known_whatever_the_clocks_say()
     assert age("in an hour", 3600) < HEARTBEAT * MISSED  # this node stood still, which says nothing of the other
     told = clock.heard(a_node, "in an hour")
     assert clock.written(a_node, told) == "in an hour" != clock.written(a_node, datetime.now(UTC))
-    assert (clock.until("tomorrow") - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
+    assert (clock.until("tomorrow", []) - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
+    clock.all_there = lambda nodes: nodes == {("b", 2)}
+    assert clock.until("tomorrow", [("a", 1, 0)]) > datetime.now(UTC) > clock.until("tomorrow", [a_node])
     assert Clock(lambda *_: False).heard(a_node, "now").year == 1
 
 

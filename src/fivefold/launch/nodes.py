@@ -42,6 +42,7 @@ from fivefold.launch.workers import CAME, GONE, NodesChanged
 from fivefold.launch.world import NodeRanks
 from fivefold.torch_internals import (
     close_rendezvous,
+    forget_state,
     new_rendezvous,
     participants,
     rendezvous_of_json,
@@ -148,9 +149,9 @@ class Meeting:
             raise
         # Without this, rank 0 of a later round could be sent to the store of a node that is gone.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        store, clock = FileStore(str(self._folder / "store")), Clock(self._presence.lives)
+        store, self._clock = FileStore(str(self._folder / "store")), Clock(self._presence.lives)
         self._rendezvous = DynamicRendezvousHandler.from_backend(
-            "nodes", store, FileBackend(self._folder / "state", clock), least, most, local_addr=here,
+            "nodes", store, FileBackend(self._folder / "state", self._clock), least, most, local_addr=here,
             timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=LAST_CALL),
             keep_alive_interval=HEARTBEAT, keep_alive_max_attempt=MISSED,
         )  # fmt: skip
@@ -172,6 +173,7 @@ class Meeting:
                 more="docs/howto/elastic.md",
             ) from error
         self._there, number = participants(self._rendezvous), round_of(self._rendezvous)
+        self._clock.all_there = self._presence.has_all  # the first time nodes may be about to start
         mine = Member(socket.gethostname(), os.getpid(), workers)
         info.store.set(f"member/{info.rank}", json.dumps(mine))
         keys = [f"member/{node}" for node in range(info.world_size)]
@@ -203,6 +205,7 @@ class Meeting:
     def has_news_within(self, seconds: float) -> bool:
         """True if there are news, now or soon."""
         deadline = time.monotonic() + seconds
+        forget_state(self._rendezvous)
         while not (news := self.news()) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         return bool(news)
@@ -270,11 +273,14 @@ class Clock:
     as old as this node has known it. `lives(address, process id)`: whether the launcher of a node does.
 
     Only time is counted in which this process looks, so one that stood still does not take the others for dead.
+    `all_there(nodes)`: whether these, by address and process id, are all nodes whose launchers live; a round then waits
+    for no more of them.
     """
 
     def __init__(self, lives: Callable[[str, int], bool], now: Callable[[], float] = time.monotonic) -> None:
         self._lives, self._now, self._looked = lives, now, now()
         self._heard: dict[tuple[str, int, int] | None, _Heard] = {}
+        self.all_there: Callable[[set[tuple[str, int]]], bool] = lambda _: False
 
     def look(self) -> None:
         """Count the time since the last look."""
@@ -290,10 +296,11 @@ class Clock:
         heard.told = datetime.now(UTC) - timedelta(seconds=heard.age) if is_there else datetime.min.replace(tzinfo=UTC)
         return heard.told
 
-    def until(self, sign: str) -> datetime:
-        """Until when a round waits for more nodes."""
+    def until(self, sign: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
+        """Until when a round with `nodes` waits for more."""
         heard = self._of(None, sign)
-        heard.told = datetime.now(UTC) + LAST_CALL - timedelta(seconds=heard.age)
+        left = -LAST_CALL if self.all_there({node[:2] for node in nodes}) else LAST_CALL
+        heard.told = datetime.now(UTC) + left - timedelta(seconds=heard.age)
         return heard.told
 
     def written(self, node: tuple[str, int, int] | None, time: datetime) -> str:
@@ -378,6 +385,12 @@ class _Presence:
         finally:
             os.close(descriptor)
         return False
+
+    def has_all(self, nodes: set[tuple[str, int]]) -> bool:
+        """True if no launcher but those of `nodes`, by address and process id, holds its lock."""
+        there = (file.name.split("-", 1)[1].rpartition("-") for file in self._folder.glob("lives-*"))
+        others = {(address, int(process)) for address, _, process in there} - nodes
+        return not any(self.lives(*other) for other in others)
 
     def release(self) -> None:
         """Give them back."""

@@ -434,7 +434,7 @@ class Trainer(Job):
         self.keeper.finish()
         slow = self.pace.stragglers
         raise Suspected(
-            f"rank {listed(slow, 8)} computes more than {checks.SLOW:g} times as slowly as most ranks do",
+            f"rank {listed(slow, 8)} computes more than {checks.SLOW:g} times as slowly as the usual one",
             fix="look at the temperature and the clocks of its device, and at what else uses it",
             ranks=slow,
         )

@@ -6,13 +6,13 @@ that is too hot, or shared, or broken.
 """
 
 import time
-from statistics import median
+from statistics import median_low
 
 import torch
 
 from fivefold.training.checks.findings import gather
 
-SLOW = 2.0  # times the median of all ranks
+SLOW = 2.0  # times the median of all ranks; of two ranks, the faster one
 IN_A_ROW = 3  # checks
 _TRIES = 5  # the fastest counts: another process may interrupt one
 _SIZE = {"cpu": 256, "cuda": 4096}
@@ -31,10 +31,10 @@ class Pace:
 
     def see(self, seconds: list[float]) -> list[str]:
         """As `check`, from the seconds of each rank."""
-        usual = median(seconds)
+        usual = median_low(seconds)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank, took in enumerate(seconds) if took > SLOW * usual > 0}
         new = [rank for rank, times in self._slow.items() if times == IN_A_ROW]
-        return [f"rank {rank} computes {seconds[rank] / usual:.1f} times as slowly as most ranks do" for rank in new]
+        return [f"rank {rank} computes {seconds[rank] / usual:.1f} times as slowly as the usual one" for rank in new]
 
     @property
     def stragglers(self) -> list[int]:
