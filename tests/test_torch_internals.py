@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from fivefold import torch_internals
 from fivefold.core.errors import UserError
 from fivefold.doctor import machine
-from fivefold.launch.nodes import FileBackend
+from fivefold.launch.nodes import Clock, FileBackend
 from tests.rehearsal import fake_world
 
 
@@ -552,7 +552,7 @@ def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
     def handler(*living: tuple[str, int]) -> Any:
-        backend = FileBackend(tmp_path / "state", lambda *node: node in living)
+        backend = FileBackend(tmp_path / "state", Clock(lambda *node: node in living))
         store = dist.HashStore()  # type: ignore[attr-defined]
         return DynamicRendezvousHandler.from_backend("id", store, backend, 1, 1, local_addr="here")
 
@@ -565,7 +565,11 @@ def test_the_nodes_of_a_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (name,) = torch_internals.participants(first)
     assert name.startswith(f"here_{os.getpid()}_")
     assert torch_internals.participants(sees) == {name} and torch_internals.participants(misses) == frozenset()
-    first.shutdown()
+    assert torch_internals.round_of(sees) == torch_internals.round_of(first) and torch_internals.spare_nodes(sees) == 0
+    number = torch_internals.round_of(first)
+    assert not torch_internals.close_rendezvous(sees, number)  # it is not of the round
+    assert not torch_internals.close_rendezvous(first, number + 1)
+    assert torch_internals.close_rendezvous(first, number) and first.is_closed()
 
 
 def test_the_state_of_a_rendezvous_as_json() -> None:
@@ -573,7 +577,14 @@ def test_the_state_of_a_rendezvous_as_json() -> None:
     now = datetime.now(UTC)
     state.round, state.complete, state.deadline, state.participants = 3, True, now, {here: 0, there: 1}
     state.wait_list, state.redundancy_list, state.last_heartbeats = {there}, {here}, {here: now, there: now}
-    text = torch_internals.rendezvous_to_json(pickle.dumps(state))
-    back = pickle.loads(torch_internals.rendezvous_of_json(text, lambda address, _: address == "here"))
-    assert vars(back) == {**vars(state), "last_heartbeats": {here: now, there: datetime.min.replace(tzinfo=UTC)}}
-    assert vars(pickle.loads(torch_internals.rendezvous_of_json(text, lambda *_: True))) == vars(state)
+    clock = Clock(lambda address, _: address == "here")
+    text = torch_internals.rendezvous_to_json(pickle.dumps(state), clock)
+    back = vars(pickle.loads(torch_internals.rendezvous_of_json(text, clock)))
+    last, until = back.pop("last_heartbeats"), back.pop("deadline")
+    assert abs(last[here] - now) < timedelta(seconds=5) and last[there] == datetime.min.replace(tzinfo=UTC)
+    assert timedelta(0) < until - now < timedelta(seconds=5)
+    assert back == {name: value for name, value in vars(state).items() if name in back}
+    again = torch_internals.rendezvous_to_json(torch_internals.rendezvous_of_json(text, clock), clock)
+    assert again == text  # what others have written stays as it is
+    fresh = vars(pickle.loads(torch_internals.rendezvous_of_json(torch_internals.new_rendezvous(5), clock)))
+    assert fresh == {**vars(_RendezvousState()), "round": 4}

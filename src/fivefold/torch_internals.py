@@ -28,11 +28,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -866,29 +867,84 @@ def participants(rendezvous: Any) -> frozenset[str]:
     return frozenset(map(str, rendezvous._state_holder.state.participants))
 
 
-def rendezvous_to_json(state: bytes) -> str:
+def round_of(rendezvous: Any) -> int:
+    """The number of the last round, from 1, by the state that was last read: each one has a greater number."""
+    return int(rendezvous._state_holder.state.round) + 1
+
+
+def spare_nodes(rendezvous: Any) -> int:
+    """Nodes that are there and take no part in the last round, by the state that was last read."""
+    state = rendezvous._state_holder.state
+    return len(state.wait_list | state.redundancy_list)
+
+
+def forget_state(rendezvous: Any) -> None:
+    """Let the next look at a rendezvous read its state, whenever it was last read."""
+    assign(rendezvous._state_holder, _last_sync_time=-1)
+
+
+def close_rendezvous(rendezvous: Any, number: int, *, seconds: float = 30) -> bool:
+    """Close the rendezvous for all nodes if round `number` is the last one, and this node is of it. Returns whether it
+    is closed. Both are decided on one state: another node cannot begin a round in between."""
+    actions = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")._Action
+
+    def act(context: Any, deadline: float) -> Any:
+        is_ours = context.state.round + 1 == number and context.node in context.state.participants
+        if context.state.closed or not is_ours:
+            return actions.FINISH
+        return actions.ERROR_TIMEOUT if monotonic() > deadline else actions.MARK_RENDEZVOUS_CLOSED
+
+    with rendezvous._heartbeat_lock:
+        rendezvous._op_executor.run(act, monotonic() + seconds)
+        return bool(rendezvous._state_holder.state.closed)
+
+
+class Times(Protocol):
+    """Translates the times in a state: those of torch are by the clock of this node, those of JSON are any texts that
+    change when the time does."""
+
+    def look(self) -> None:
+        """A state is being read."""
+
+    def heard(self, node: tuple[str, int, int], sign: str) -> datetime:
+        """The time of the last sign of life of a node: address, process id, and a number."""
+
+    def until(self, sign: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
+        """The time until which a round waits for more nodes than `nodes`."""
+
+    def written(self, node: tuple[str, int, int] | None, time: datetime) -> str:
+        """The text of a time; `node` None: that of `until`."""
+
+
+def new_rendezvous(number: int) -> str:
+    """A state, as JSON, without nodes, of which the next round is `number`."""
+    empty: dict[str, Any] = {name: [] for name in (*_OF_NODES, "wait_list", "redundancy_list")}
+    return json.dumps({"round": number - 1, "complete": False, "deadline": None, "closed": False, **empty})
+
+
+def rendezvous_to_json(state: bytes, times: Times) -> str:
     """The state of a rendezvous as JSON. `state`: the pickle that torch has just made of it, in this process."""
     fields = vars(pickle.loads(state))
     tables = {name: [[*astuple(node), fields[name][node]] for node in fields[name]] for name in _OF_NODES}
-    tables["last_heartbeats"] = [[*row[:3], row[3].isoformat()] for row in tables["last_heartbeats"]]
-    deadline = fields["deadline"].isoformat() if fields["deadline"] else None
+    tables["last_heartbeats"] = [[*row[:3], times.written(tuple(row[:3]), row[3])] for row in tables["last_heartbeats"]]
+    deadline = times.written(None, fields["deadline"]) if fields["deadline"] else None
     lists = {name: [astuple(node) for node in fields[name]] for name in ("wait_list", "redundancy_list")}
     return json.dumps({**fields, **tables, **lists, "deadline": deadline})
 
 
-def rendezvous_of_json(text: str, lives: Callable[[str, int], bool]) -> bytes:
-    """The state of a rendezvous in the form that torch takes from a backend. The last signs of life of nodes that are
-    dead are outdated, so that torch removes them. `lives(address, process id)`: whether a node does."""
+def rendezvous_of_json(text: str, times: Times) -> bytes:
+    """The state of a rendezvous in the form that torch takes from a backend. torch removes nodes whose last signs of
+    life are old."""
+    times.look()
     elastic = import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     state, fields = elastic._RendezvousState(), json.loads(text)
     tables = {name: {elastic._NodeDesc(*row[:3]): row[3] for row in fields[name]} for name in _OF_NODES}
-    never = datetime.min.replace(tzinfo=UTC)
     tables["last_heartbeats"] = {
-        node: datetime.fromisoformat(last) if lives(node.addr, node.pid) else never
-        for node, last in tables["last_heartbeats"].items()
+        node: times.heard(astuple(node), sign) for node, sign in tables["last_heartbeats"].items()
     }
     lists = {name: {elastic._NodeDesc(*row) for row in fields[name]} for name in ("wait_list", "redundancy_list")}
-    deadline = datetime.fromisoformat(fields["deadline"]) if fields["deadline"] else None
+    nodes = [astuple(node) for node in tables["participants"]]
+    deadline = times.until(fields["deadline"], nodes) if fields["deadline"] else None
     vars(state).update({**fields, **tables, **lists, "deadline": deadline})
     return pickle.dumps(state)
 
@@ -917,11 +973,13 @@ _NEEDED: Mapping[str, str] = {
     "cuda": "_is_in_bad_fork",
     "distributed.ProcessGroup": "_get_backend",
     "distributed.distributed_c10d": "_get_default_store _resolve_process_group _set_pg_timeout",
-    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_state_holder",
-    "distributed.elastic.rendezvous.dynamic_rendezvous": "_NodeDesc _RendezvousState",
+    "distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler": "_heartbeat_lock _op_executor "
+    "_state_holder _this_node",
+    "distributed.elastic.rendezvous.dynamic_rendezvous": "_Action _NodeDesc _RendezvousState",
     "distributed.elastic.rendezvous.dynamic_rendezvous._NodeDesc": "addr pid",
-    "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "deadline last_heartbeats participants "
-    "redundancy_list wait_list",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._BackendRendezvousStateHolder": "_last_sync_time",
+    "distributed.elastic.rendezvous.dynamic_rendezvous._RendezvousState": "closed deadline last_heartbeats "
+    "participants redundancy_list round wait_list",
     "distributed.tensor.DTensor": "_local_tensor _spec",
     f"{_FSDP}._fully_shard.FSDPModule": "_get_fsdp_state",
     f"{_FSDP}._fsdp_state.FSDPState": "_comm_ctx _fsdp_param_groups/_fsdp_param_group _lazy_init _state_ctx "

@@ -6,22 +6,41 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
 from fivefold.config import RunConfig, load_config
 from fivefold.core import history
 from fivefold.core.errors import UserError
 from fivefold.core.units import parse_nodes
-from fivefold.launch.nodes import FileBackend, Member, Round, _Presence, changed
-from fivefold.launch.workers import workers_of_node
+from fivefold.launch import nodes as launch_nodes
+from fivefold.launch.failure import Suspected, WorkerDied
+from fivefold.launch.nodes import (
+    HEARTBEAT,
+    MISSED,
+    Clock,
+    FileBackend,
+    Meeting,
+    Member,
+    Round,
+    _agree,
+    _Presence,
+    changed,
+)  # fmt: skip
+from fivefold.launch.rounds import take
+from fivefold.launch.workers import NodesChanged, OtherNodes, workers_of_node
 from fivefold.launch.world import NodeRanks, World, check_nodes, find_world, is_started_by_node, worker_environment
 from fivefold.report import story
 from fivefold.training import nodes
@@ -33,7 +52,7 @@ A, B, C = Member("a", 1, 2), Member("b", 2, 2), Member("c", 3, 3)
 
 
 def met(node: int, *members: Member) -> Round:
-    return Round(node, members, "a:1", store=None, wait=lambda keys: None)
+    return Round(7, node, members, "a:1", store=None, wait=lambda keys: None)
 
 
 # ---- what is asked for -----------------------------------------------------------------------------------------------
@@ -82,12 +101,13 @@ def test_who_starts_the_ranks() -> None:
 
 def test_nodes_may_have_different_numbers_of_workers(tmp_path: Path) -> None:
     ranks = met(1, A, B, C).ranks(3)
-    assert ranks == NodeRanks(first=2, size=7, node=1, nodes=3, meets="a:1")
+    assert ranks == NodeRanks(first=2, size=7, node=1, nodes=3, meets="a:1", round=7)
     assert met(2, A, B, C).ranks(2) is None
     env = worker_environment(1, 2, tmp_path, ranks)
     found = find_world("cpu", env)
     assert found is not None and (found.rank, found.local_rank, found.size, found.local_size) == (3, 1, 7, 2)
     assert (found.rendezvous, found.is_local, found.nodes, found.folder) == ("tcp://a:1", False, 3, str(tmp_path))
+    assert found.round == 7
 
 
 def choice(config: RunConfig, *members: Member, least: int = 1) -> dict[str, Any]:
@@ -111,6 +131,7 @@ def test_a_difference_is_told_in_words() -> None:
     assert changed([A, B], [A, B]) == ""
     assert changed([A, B], [A]) == "2 → 1 nodes: without b (process 2)"
     assert changed([A, B], [B, C]) == "2 → 2 nodes: without a (process 1), with c (process 3)"
+    assert changed([A, B], [A], {B: "left out: x", C: "y"}) == "2 → 1 nodes: without b (process 2): left out: x"
 
 
 def test_the_page_of_a_run_marks_where_the_nodes_changed(tmp_path: Path) -> None:
@@ -134,7 +155,7 @@ def test_the_state_of_a_meeting_changes_only_from_the_one_that_was_read(tmp_path
     for number, state in enumerate(states):
         state.round = 10 ** (5 * number)
     first, second, third = map(pickle.dumps, states)
-    backend, other = (FileBackend(tmp_path / "state", lambda *_: True) for _ in range(2))
+    backend, other = (FileBackend(tmp_path / "state", Clock(lambda *_: True)) for _ in range(2))
     assert backend.get_state() is None
     found, token, is_set = backend.set_state(third)
     assert is_set and pickle.loads(found).round == 10**10
@@ -151,13 +172,20 @@ def test_a_launcher_lives_as_long_as_it_holds_its_lock(tmp_path: Path) -> None:
     assert presence.lives("there", os.getpid()) and not presence.lives("elsewhere", os.getpid())
     other.release()
     assert not presence.lives("there", os.getpid()) and presence.lives("here", os.getpid())
-    (tmp_path / ".nodes" / "state").touch()
+    assert presence.has_all({("here", os.getpid())}) and not presence.has_all({("there", os.getpid())})
+    state = tmp_path / ".nodes" / "state"
+    assert json.loads(state.read_text())["round"] == 0
+    state.write_text('{"round": 41}\n')
     other = _Presence(tmp_path / ".nodes", "there")
-    assert (tmp_path / ".nodes" / "state").exists()  # the first one is still there
+    assert json.loads(state.read_text()) == {"round": 41}  # the first one is still there
     for each in (presence, other):
         each.release()
     _Presence(tmp_path / ".nodes", "here").release()
-    assert not (tmp_path / ".nodes" / "state").exists()
+    assert json.loads(state.read_text())["round"] == 42
+    take(tmp_path, 50)
+    state.unlink()
+    _Presence(tmp_path / ".nodes", "here").release()
+    assert json.loads(state.read_text())["round"] == 50
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
@@ -165,10 +193,174 @@ def test_a_state_that_others_can_write_is_not_read(mode: int, tmp_path: Path) ->
     (tmp_path / "state").write_bytes(b"code")
     (tmp_path / "state").chmod(mode)
     with pytest.raises(UserError, match="others may write to it"):
-        FileBackend(tmp_path / "state", lambda *_: True).get_state()
+        FileBackend(tmp_path / "state", Clock(lambda *_: True)).get_state()
     (tmp_path / "link").symlink_to(tmp_path / "state")
     with pytest.raises(Exception, match="link"):
-        FileBackend(tmp_path / "link", lambda *_: True).get_state()
+        FileBackend(tmp_path / "link", Clock(lambda *_: True)).get_state()
+
+
+def two_meetings(folder: Path, monkeypatch: pytest.MonkeyPatch, *, least: int) -> list[Meeting]:
+    """Those of two nodes, which are this process."""
+    here = iter(["127.0.0.1", "127.0.0.2"])
+    monkeypatch.setattr(launch_nodes, "address", lambda: next(here))
+    return [Meeting(folder, least, 3, timeout=60) for _ in range(2)]
+
+
+class Hours:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def test_a_sign_of_life_is_as_old_as_it_has_been_known_whatever_the_clocks_say() -> None:
+    hours, a_node = Hours(), ("b", 2, 0)
+    clock = Clock(lambda *_: True, hours)
+
+    def age(sign: str, seconds: float) -> float:
+        hours.seconds += seconds
+        clock.look()
+        return (datetime.now(UTC) - clock.heard(a_node, sign)).total_seconds()
+
+    assert age("an hour ago", 1) == pytest.approx(0, abs=0.1)
+    assert [round(age("an hour ago", 1)) for _ in range(11)][-1] == 11  # nothing new for 11 s: it is gone
+    assert age("in an hour", 1) == pytest.approx(0, abs=0.1)
+    assert age("in an hour", 3600) < HEARTBEAT * MISSED  # this node stood still, which says nothing of the other
+    told = clock.heard(a_node, "in an hour")
+    assert clock.written(a_node, told) == "in an hour" != clock.written(a_node, datetime.now(UTC))
+    assert (clock.until("tomorrow", []) - datetime.now(UTC)).total_seconds() == pytest.approx(1, abs=0.1)
+    clock.all_there = lambda nodes: nodes == {("b", 2)}
+    assert clock.until("tomorrow", [("a", 1, 0)]) > datetime.now(UTC) > clock.until("tomorrow", [a_node])
+    assert Clock(lambda *_: False).heard(a_node, "now").year == 1
+
+
+@pytest.mark.parametrize("ahead", [60, -60, 10**6])
+def test_a_node_whose_clock_is_wrong_meets_the_others(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            is_off = threading.current_thread().name.startswith("wrong")
+            return datetime.now(tz) + timedelta(seconds=ahead if is_off else 0)
+
+    for module in (dynamic_rendezvous, launch_nodes):
+        monkeypatch.setattr(module, "datetime", Wrong)
+    right, wrong = two_meetings(tmp_path, monkeypatch, least=2)
+    with ThreadPoolExecutor(1, "right") as one, ThreadPoolExecutor(1, "wrong") as two:
+        both = [pool.submit(each.join, 1) for pool, each in ((one, right), (two, wrong))]
+        rounds = [joined.result(30) for joined in both]
+        assert {each.node for each in rounds} == {0, 1} and len({each.number for each in rounds}) == 1
+        for _ in range(4):
+            time.sleep(0.6)
+            assert [pool.submit(each.news).result() for pool, each in ((one, right), (two, wrong))] == ["", ""]
+        right.close()
+        wrong.close()
+
+
+def test_a_node_of_a_round_that_is_over_ends_nothing(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path, 1, 1, timeout=20)
+    first = meeting.join(1)
+    second = meeting.join(1)
+    assert second.number > first.number
+    assert not meeting.end(first) and not meeting.has_ended()
+    assert meeting.end(second) and meeting.has_ended()
+    meeting.close()
+
+
+def test_nodes_that_were_started_differently_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "agreed").touch(mode=0o600)
+    _agree(tmp_path / "agreed", {"train.seed": 1, "the version of torch": "2.11"})
+    _agree(tmp_path / "agreed", {"train.seed": 1, "the version of torch": "2.11"})
+    with pytest.raises(UserError, match=r"train\.seed is 2 on this node, .*, and 1 on .*, which came first"):
+        _agree(tmp_path / "agreed", {"train.seed": 2, "the version of torch": "2.11"})
+    with pytest.raises(UserError, match=r"the version of torch is None on this node"):
+        _agree(tmp_path / "agreed", {"train.seed": 1})
+
+
+# ---- which nodes go on, with workers that are functions --------------------------------------------------------------
+
+
+def workers(together: Callable[[], None] | None = None) -> Callable[[OtherNodes], None]:
+    """Workers of a node: they do what `together` says beside those of another one, and are done once that has left."""
+    has_met = threading.Event()
+
+    def body(others: OtherNodes) -> None:
+        if others.ranks.nodes > 1:
+            has_met.set()
+            if together:
+                together()
+        while others.ranks.nodes > 1 or not has_met.is_set():
+            if news := others.news():
+                raise NodesChanged(news)
+            time.sleep(0.05)
+
+    return body
+
+
+def outcomes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *bodies: Callable[[OtherNodes], None], keys: Sequence[str] = ()
+) -> list[str]:
+    """How two nodes end, each by its type of error; a node's number is that of its body."""
+    named = ("train.nodes=1:2", "train.max_restarts=1", "train.global_batch_size=8", "train.micro_batch_size=1")
+    config = load_config(None, [f"run.dir={folder}", "run.name=run", *named, *keys])
+    config.run_dir.mkdir()
+    monkeypatch.setattr(nodes, "check_model", lambda *_, **__: None)
+    monkeypatch.setattr(nodes, "start_workers", lambda crew, *_, logs, patience, others: crew.body(others))
+    crews = [SimpleNamespace(count=1, body=body) for body in bodies]
+    meetings = two_meetings(config.run_dir, monkeypatch, least=1)
+
+    def train(crew: Any, meeting: Meeting) -> str:
+        try:
+            nodes._Node(config, crew, meeting, 1, lambda settled, *_: settled, None, {}).train()
+        except (UserError, nodes.Ended) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            meeting.close()
+        return "done"
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(train, crew, meeting) for crew, meeting in zip(crews, meetings, strict=True)]
+        return [end.result(90) for end in ends]
+
+
+def die() -> None:
+    raise WorkerDied("rank 1 was killed by SIGSEGV")
+
+
+@pytest.mark.full
+def test_a_node_that_fails_again_and_again_leaves_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = outcomes(tmp_path, monkeypatch, workers(), workers(die))
+    assert good == "done"
+    assert bad.startswith("LeftOut: left out: rank 1 was killed by SIGSEGV, 2 times without a new checkpoint and on")
+    events = history.load(tmp_path / "run").events
+    assert [event.kind for event in events if event.kind == "left out"] == ["left out"]
+    assert "without" in events[-1].what and "left out: rank 1 was killed" in events[-1].what
+
+
+@pytest.mark.full
+def test_deaths_of_all_nodes_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = outcomes(tmp_path, monkeypatch, workers(die), workers(die))
+    assert [end.partition(":")[0] for end in ends] == ["WorkerDied"] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("leaves", [True, False])
+def test_the_node_of_a_rank_that_the_checks_name_leaves_if_the_user_says_so(
+    leaves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise Suspected("rank 1 is wrong", ranks=[1])
+
+    keys = [f"train.leave_out={str(leaves).lower()}"]
+    ends = outcomes(tmp_path, monkeypatch, workers(fail), workers(fail), keys=keys)
+    kinds = {end.partition(":")[0] for end in ends}
+    assert kinds == ({"done", "LeftOut"} if leaves else {"Suspected"})
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -186,11 +378,15 @@ class Node(SimpleNamespace):
             )  # fmt: skip
         super().__init__(process=process, log=Path(log.name))
 
-    def kill(self) -> None:
-        """End all processes of the node at once, as a loss of power does."""
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes of the node at once."""
         for pid in list(with_descendants([self.process.pid])):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """End all processes of the node at once, as a loss of power does."""
+        self.signal(signal.SIGKILL)
         self.process.wait()
 
 
@@ -242,3 +438,33 @@ def test_a_run_goes_on_without_a_node_that_was_killed(tmp_path: Path) -> None:
     assert train(alone, 1).error is None
     check_parity(tree, alone)
     assert {event.kind for event in history.load(run_dir(tree)).events} == {"nodes"}
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize("which", [0, 1], ids=["the first node", "the second node"])
+def test_a_node_that_stands_still_writes_nothing_when_it_wakes(which: int, tmp_path: Path) -> None:
+    """It stands for longer than its signs of life may stay out, and wakes while the other one trains."""
+    steps = 400
+    alone = file_of(tmp_path, "alone", train__max_steps=steps)
+    tree = file_of(tmp_path, "run", train__max_steps=steps, train__nodes="1:2")
+    with started(tree, 2) as (both, _):
+        _wait(lambda: _last(run_dir(tree)) >= 8 or any(node.process.poll() is not None for node in both))
+        stopped = next(node for node in both if f"node {which + 1} of 2" in node.log.read_text())
+        other = next(node for node in both if node is not stopped)
+        begun = len(history.load(run_dir(tree)).starts)
+        stopped.signal(signal.SIGSTOP)
+        _wait(lambda: len(history.load(run_dir(tree)).starts) > begun or other.process.poll() is not None)
+        before = _last(run_dir(tree))
+        _wait(lambda: _last(run_dir(tree)) > before + 2 or other.process.poll() is not None)
+        stopped.signal(signal.SIGCONT)
+        codes = [node.process.wait(300) for node in (other, stopped)]
+        said = [node.log.read_text() for node in (other, stopped)]
+    assert codes == [0, 0], said
+    assert "2 → 1 nodes: without" in said[0]
+    assert train(alone, 1).error is None
+    check_parity(tree, alone)
+    worlds = [start.about["nodes"] for start in history.load(run_dir(tree)).starts]
+    assert worlds[:2] == [2, 1] and worlds[-1] == 2 and "1 → 2 nodes: with" in said[0]
+    numbers = [path.name for path in run_dir(tree).glob(".round-*")]
+    assert len(numbers) == 1 and (run_dir(tree) / "checkpoints" / numbers[0]).is_dir()

@@ -11,8 +11,10 @@ import torch
 from fivefold.checkpoint import steps
 from fivefold.core.errors import RunFailed
 from fivefold.data import PackedRows
+from fivefold.launch.failure import Suspected
 from fivefold.training import checks
 from fivefold.training.checks import Finding
+from fivefold.training.checks.state import _outvoted
 from tests.allpairs import all_pairs
 from tests.data.helpers import prepare_texts, random_texts
 from tests.parity import Case
@@ -325,7 +327,34 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
         "also: w1 is not finite on rank 0; w2 is not finite on rank 0; w3 is not finite on rank 0; 2 more; "
         "see docs/explain/checkpoints.md, Standing checks",
     ]
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 1 and not isinstance(caught.value, Suspected)
+
+
+def test_an_error_names_the_ranks_only_if_all_findings_do() -> None:
+    wrong = [Finding("replicas", "w", "differs", (3,)), Finding("ledger", "rank 1", "read row 2", (1,))]
+    with pytest.raises(Suspected) as caught:
+        checks.fail_on(wrong, step=3, passed=None)
+    assert caught.value.ranks == (1, 3)
+    with pytest.raises(RunFailed) as without:
+        checks.fail_on([*wrong, Finding("moved", "w", "did not move")], step=3, passed=None)
+    assert not isinstance(without.value, Suspected)
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"), [([7, 7, 8], (2,)), ([7, 8], ()), ([7, 8, 9], ()), ([7, 7, 8, 8], ()), ([7, 7, 7, 8], (3,))]
+)
+def test_of_copies_that_differ_those_are_wrong_that_most_are_not(values: list[int], wrong: tuple[int, ...]) -> None:
+    copies = list(range(len(values)))
+    seen = {rank: (copies, value) for rank, value in enumerate(values)}
+    assert _outvoted(seen) == wrong
+
+
+def test_a_straggler_is_named_after_three_checks_in_a_row() -> None:
+    pace, usual, slow = checks.Pace(), [1.0, 1.1, 1.0, 0.9], [1.0, 1.1, 3.0, 0.9]
+    assert [pace.see(each) for each in (slow, slow, usual, slow, slow)] == [[]] * 5
+    assert pace.see(slow) == ["rank 2 computes 3.0 times as slowly as the usual one"] and pace.stragglers == [2]
+    assert pace.see(slow) == [] and pace.stragglers == [2]  # it is named once
+    assert pace.see(usual) == [] and pace.stragglers == []
 
 
 @pytest.mark.full

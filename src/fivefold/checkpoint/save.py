@@ -3,6 +3,8 @@
 In order: copy the slices that this rank owns; then, in a thread, write them, read them back, gather the descriptions,
 write the manifest, rename, and only then delete the checkpoints that retention drops and copy to remote storage, if
 there is one. A kill on the way leaves the published steps unchanged, and a `.tmp-` folder that the next save removes.
+All that is unfinished or put aside is in one folder, the `room` of the save. It may be taken away by a later round of
+nodes (`launch/rounds.py`): then nothing is published, replaced or deleted any more.
 """
 
 import os
@@ -117,11 +119,11 @@ class Saver:
 
     def __init__(
         self, directory: Path, *, keep: int, asynchronous: bool = False, remote: Remote | None = None,
-        write: Write | None = None,
+        write: Write | None = None, room: Path | None = None,
     ) -> None:  # fmt: skip
         """Save into `directory/step-NNNNNN`, then copy that to `remote`; keep the newest `keep` in both, and the best.
-        `write`: in place of `write_together`."""
-        self._write = write or write_together
+        `write`: in place of `write_together`. `room`: where saves are prepared; None: in `directory`."""
+        self._write, self._room = write or write_together, room or directory
         self._directory, self._keep, self._asynchronous, self._remote = directory, keep, asynchronous, remote
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="checkpoint")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -196,7 +198,7 @@ class Saver:
     def _write_and_publish(self, snapshot: _Snapshot) -> Path:
         """Write and publish in the thread, on every rank."""
         published = self._directory / step_folder(snapshot.about.step)
-        written = self._write(snapshot, published, self.group, keep=self._keep)
+        written = self._write(snapshot, published, self.group, keep=self._keep, room=self._room)
         if self._remote:
             self._copy(published, self._remote, (*written, *snapshot.texts), snapshot.about)
         return published
@@ -204,11 +206,17 @@ class Saver:
     def _copy(self, published: Path, remote: Remote, written: Iterable[str], about: Metadata) -> None:
         """Copy to remote storage: every rank its own files, then the first rank the manifest."""
         step = published.name
-        on_first_rank(lambda: remote.withdraw(step), self.group)
+
+        def withdraw() -> None:
+            self._room.stat()  # raises an error if it is no longer ours
+            remote.withdraw(step)
+
+        on_first_rank(withdraw, self.group)
         mine = _copy_error(remote, published, written)
         errors = [told and UserError.from_json(told) for told in plain.everywhere(mine and mine.to_json(), self.group)]
 
         def publish() -> None:
+            self._room.stat()
             error = next(filter(None, errors), None) or _copy_error(remote, published, [NAME])
             if error:
                 raise RunFailed(f"{published} is saved, but not copied: {error.what}", fix=error.fix)
@@ -360,12 +368,13 @@ def _floats(values: Sequence[Tensor | float]) -> list[float]:
 
 
 def write_together(
-    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False
-) -> list[str]:
+    snapshot: _Snapshot, published: Path, group: dist.ProcessGroup, *, keep: int | None, overwrite: bool = False,
+    room: Path | None = None,
+) -> list[str]:  # fmt: skip
     """Every rank writes its part, and the first one publishes. Returns the files that this rank wrote. `keep` None: the
-    neighbours of the folder are not of its run, and are left alone."""
-    beside = published.parent / f"{_BESIDE}{published.name}"
-    alone = None if keep else [beside, _damaged(published)]
+    neighbours of the folder are not of its run, and are left alone. `room`: see `Saver`."""
+    beside = (room or published.parent) / f"{_BESIDE}{published.name}"
+    alone = None if keep else [beside, _damaged(beside)]
     on_first_rank(lambda: _start(beside, published, abandoned=alone, overwrite=overwrite), group)
     told = _told(beside, snapshot, dist.get_rank())
     everyone = plain.on_first(told, group) or ()
@@ -376,7 +385,7 @@ def write_together(
 def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = None, overwrite: bool = False) -> None:
     """Create the folder `beside`, after removing interrupted saves: `abandoned`, or, for None, all with such names. If
     one had put the published folder aside without a replacement, it is moved back first."""
-    if (stands := standing(published)) != published:
+    if (stands := standing(published, beside)) != published:
         files.rename(stands, published)
     if not overwrite and is_valid(published):
         or_else = "" if abandoned is None else ", or replace it: overwrite=True"  # a run never rewrites its steps
@@ -384,26 +393,27 @@ def _start(beside: Path, published: Path, *, abandoned: Sequence[Path] | None = 
     is_ours = (published / NAME).exists() or abandoned is None
     if published.exists() and not is_ours and (not published.is_dir() or any(published.iterdir())):
         raise UserError(f"{published} is no checkpoint, and not empty", fix="name a new folder")
-    directory = beside.parent
+    directory = published.parent
     directory.parent.mkdir(parents=True, exist_ok=True)
     files.make_folder(directory)
     files.remove(beside)
-    for folder in directory.glob(f"{_BESIDE}*") if abandoned is None else abandoned:
+    left = [folder for place in {directory, beside.parent} for folder in place.glob(f"{_BESIDE}*")]
+    for folder in left if abandoned is None else abandoned:
         _clear_away(folder)
     files.make_folder(beside)
 
 
-def _damaged(published: Path) -> Path:
-    """The temporary name of a folder that is replaced by a published one, before its removal."""
-    return published.with_name(f"{_BESIDE}damaged-{published.name}")
+def _damaged(beside: Path) -> Path:
+    """The temporary name of a folder that the save `beside` replaces, before its removal."""
+    return beside.with_name(f"{_BESIDE}damaged-{beside.name.removeprefix(_BESIDE)}")
 
 
-def standing(published: Path) -> Path:
-    """The current path of the checkpoint `published`: a save that replaces it first puts it aside, where an interrupted
-    save leaves it."""
+def standing(published: Path, beside: Path | None = None) -> Path:
+    """The current path of the checkpoint `published`: a save that replaces it, prepared in `beside` (None: its
+    neighbour), first puts it aside, where an interrupted save leaves it."""
     if os.path.lexists(published):
         return published
-    aside = _damaged(published)
+    aside = _damaged(beside or published)
     return aside if (aside / NAME).exists() else published
 
 
@@ -451,12 +461,12 @@ def _publish(
         fix = "is that disk full?" if published.parent.is_dir() else f"{published.parent} was removed meanwhile"
         raise RunFailed(f"checkpoint {published} could not be written: {error}", fix=fix) from error
     if os.path.lexists(published):  # invalid, or to be overwritten: see `_start`
-        files.rename(published, _damaged(published))
+        files.rename(published, _damaged(beside))
     files.rename(beside, published)
     if keep is None:
-        _clear_away(_damaged(published))
+        _clear_away(_damaged(beside))
     else:
-        _retain(published, keep, snapshot.about)
+        _retain(published, keep, snapshot.about, room=beside.parent)
 
 
 def _copy_error(remote: Remote, published: Path, names: Iterable[str]) -> UserError | None:
@@ -520,7 +530,7 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, F
     )
 
 
-def _retain(published: Path, keep: int, about: Metadata) -> None:
+def _retain(published: Path, keep: int, about: Metadata, *, room: Path) -> None:
     """Delete all up to the published one but the newest `keep` and the best; newer ones were passed over on resume, and
     stay.
 
@@ -531,9 +541,9 @@ def _retain(published: Path, keep: int, about: Metadata) -> None:
     there = [step for step in steps(directory) if step <= newest]
     kept = retained(there, keep=keep, best=about.best, keep_best=about.keep_best)
     for step in [step for step in there if step not in kept]:
-        doomed = directory / f"{_BESIDE}old-{step_folder(step)}"
+        doomed = room / f"{_BESIDE}old-{step_folder(step)}"
         _clear_away(directory / step_folder(step), doomed)
-    for damaged in directory.glob(f"{_BESIDE}damaged-*"):
+    for damaged in room.glob(f"{_BESIDE}damaged-*"):
         _clear_away(damaged)
 
 

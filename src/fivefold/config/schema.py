@@ -295,6 +295,12 @@ class TrainSection(Section):
         "go on with those that are left; not set: this machine alone, or what torchrun or srun has started",
     )
 
+    leave_out: bool = Field(
+        default=False,
+        description="with train.nodes: leave out a node that the standing checks name, for wrong weights or rows or as "
+        "a straggler, if the others suffice; otherwise wrong ones end the run, and stragglers are named alone",
+    )
+
     @property
     def node_range(self) -> tuple[int, int] | None:
         """The least and the most of `nodes`; None if it is not set."""

@@ -29,9 +29,10 @@ def expanded(name: str) -> Path:
         raise UserError(f"{name}: the home folder that ~ stands for is not known", fix="write the path out") from None
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically: there is the old file or the new one. Raises `OSError`."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def replace(path: Path, content: bytes, *, room: Path | None = None) -> None:
+    """Write `content` to `path` atomically: there is the old file or the new one. `room`: the folder in which the new
+    one is prepared; None: that of `path`. Raises `OSError`."""
+    beside = (room or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     beside.unlink(missing_ok=True)  # left by a killed process: every start of a container has the same pid
     try:
         write(beside, [content])
@@ -95,9 +96,11 @@ def make_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename a folder within its parent folder: there is the old name or the new one, never both."""
+    """Rename a folder within a filesystem: there is the old name or the new one, never both."""
     os.rename(old, new)
-    sync_folder(new.parent)
+    for folder in {new.parent, old.parent}:
+        if folder.is_dir():  # another process may have renamed it
+            sync_folder(folder)
 
 
 def remove(path: Path) -> None:

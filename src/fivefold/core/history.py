@@ -2,8 +2,9 @@
 
 One JSON object a line, in the order of time: `{"event", "step", "time", ...}`. Events are `start` (with versions,
 machine, layout, data, schedule), `end` (`how` it ended; missing when the process was killed), `died` (a worker, as
-the launcher reports), `nodes` (others train from here on, as a launcher reports), `skipped`, and `note`. It is for
-people and for `fivefold report`. The run itself reads only the day of its first start, for chat templates. No torch.
+the launcher reports), `nodes` (others train from here on, as a launcher reports), `left out` (a node, as its launcher
+reports), `straggler`, `skipped`, and `note`. It is for people and for `fivefold report`. The run itself reads only the
+day of its first start, for chat templates. No torch.
 """
 
 import platform
@@ -107,8 +108,9 @@ def first_day(run: Path) -> date | None:
 class Log:
     """Writer of a run's history. Calls `say` when it cannot be written; raises nothing."""
 
-    def __init__(self, run: Path, say: Callable[[str], None]) -> None:
-        self._lines = JsonLines(run / NAME, last_step=None, say=say)
+    def __init__(self, run: Path, say: Callable[[str], None], *, room: Path | None = None) -> None:
+        """`room`: see `JsonLines`."""
+        self._lines = JsonLines(run / NAME, last_step=None, say=say, room=room)
 
     def write(self, event: str, step: int, **about: Any) -> None:
         """Append an event after `step` steps; `about`: plain data."""

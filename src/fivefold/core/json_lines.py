@@ -101,10 +101,15 @@ class JsonLines:
     A run that resumes first drops the rows after `last_step` (None: none of them), in one replacement of the file;
     damaged lines go to `NAME.damaged`. Rows that cannot be written are kept and retried with the next row. A file that
     was removed is written again, with all its rows. `say` reports each of these, once.
+
+    `room`: a folder that is no longer there once another writer has taken over. The file is then replaced by each
+    writer as it begins, so that what an earlier one has open is no longer this file.
     """
 
-    def __init__(self, path: Path, *, last_step: int | None, say: Callable[[str], None]) -> None:
-        self._path, self._say = path, say
+    def __init__(
+        self, path: Path, *, last_step: int | None, say: Callable[[str], None], room: Path | None = None
+    ) -> None:
+        self._path, self._say, self._room = path, say, room
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._failing = False
@@ -118,7 +123,7 @@ class JsonLines:
         ]
         self.last: dict[str, Any] = kept[-1][0] if kept else {}
         self._kept = b"".join(text for _, text in kept)
-        self._is_cut = len(self._kept) != self._lines.size
+        self._is_cut = len(self._kept) != self._lines.size or room is not None
         self._flush()
 
     def write(self, row: Row) -> None:
@@ -169,9 +174,16 @@ class JsonLines:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._is_cut:
             self._set_aside()
-            replace(self._path, self._kept)
+            replace(self._path, self._kept, room=self._room)
             self._is_cut = False
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if self._room:  # only now: a file that was opened while the room was ours is not that of the next writer
+                os.stat(self._room)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
 
     def _set_aside(self) -> None:
         damaged = self._lines.damaged
@@ -207,7 +219,7 @@ class JsonLines:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         is_other = self._path.exists()
         if not is_other:
-            replace(self._path, held)
+            replace(self._path, held, room=self._room)
         os.close(self._descriptor)
         self._descriptor = None
         now = "another file is there now, which it goes on with" if is_other else "it is there again, with all its rows"

@@ -20,7 +20,8 @@ RUN_FILES = {
     "tensorboard/": "events of TensorBoard; only with log.to: [tensorboard]",
     "report.html": "the page of fivefold report",
     "NAME.damaged": "lines of a .jsonl file that were damaged, set aside",
-    "logs/request-N.json": "the same for node N; only with train.nodes",
+    "logs/round-N/": "logs and failures of one round of nodes; only with train.nodes",
+    ".round-N/, checkpoints/.round-N/": "what the last round of nodes is about to write; only with train.nodes",
     ".nodes/": "where the nodes of a run meet; only with train.nodes",
     ".lock": "held by the run that writes to the folder; the system drops it when its owner ends",
 }

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -28,11 +28,23 @@ _ROOM = 2**16  # bytes, more than a failure takes
 
 class WorkerDied(RunFailed):
     """A worker ended without being the user's fault. `cause`: the reason, the same for any rank. `comes_again`: a
-    restart is certain to fail too, as for lack of memory. `traceback`: the text of its error, for `--debug`."""
+    restart is certain to fail too, as for lack of memory. `is_own`: it failed by itself, not because other ranks had
+    ended. `traceback`: the text of its error, for `--debug`."""
 
     cause = ""
+    is_own = True
     comes_again = False
     traceback = ""
+
+
+class Suspected(RunFailed):
+    """The standing checks have named `ranks` as wrong or slow."""
+
+    def __init__(
+        self, what: str, *, fix: str | None = None, more: str | None = None, ranks: Sequence[int] = ()
+    ) -> None:
+        super().__init__(what, fix=fix, more=more)
+        self.ranks = tuple(ranks)
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -89,6 +101,7 @@ def leave_failure(
         "more": said.more,
         "waits": waits,
         "last": last,
+        "suspects": list(error.ranks) if isinstance(error, Suspected) else [],
         "traceback": stack or "".join(traceback.format_exception(error)),
     }
     unfinished = _unfinished(logs, rank)
@@ -114,6 +127,18 @@ def failures(logs: Path) -> list[dict[str, Any]]:
 def _is_consequence(failure: dict[str, Any]) -> tuple[bool, int]:
     hangs = failure["type"] in HANGS
     return not hangs or failure["waits"], HANGS.index(failure["type"]) if hangs else 0
+
+
+def is_of_others(failure: dict[str, Any]) -> bool:
+    """True if a rank failed because others no longer answered it."""
+    is_of_torch = failure["type"] in _OF_TORCH or bool(_CUT_OFF.search(failure["what"]))
+    return is_of_torch or failure["type"] == "RoundOver" or (failure["type"] in HANGS and failure["waits"])
+
+
+_OF_TORCH = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_CUT_OFF = re.compile(
+    r"gloo/transport|NCCL|Connection (closed|reset|refused)|Broken pipe|could not connect to the other"
+)
 
 
 def is_out_of_memory(failure: dict[str, Any]) -> bool:

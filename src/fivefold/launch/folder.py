@@ -4,6 +4,8 @@ import errno
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from shlex import quote
@@ -40,9 +42,9 @@ def named(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def open_folder(config: RunConfig, *, may_be_in_use: bool = False) -> Path:
-    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it, unless it
-    `may_be_in_use` by other nodes of this run.
+def open_folder(config: RunConfig, *, is_shared: bool = False) -> Path:
+    """Make the run folder and return its `logs/`. Raises `UserError` when another run writes to it. `is_shared`: with
+    the other nodes of this run.
 
     A new folder gets the resolved `run.yaml`. An existing `run.yaml` is replaced only after the resume checks have
     passed, in the workers.
@@ -50,8 +52,9 @@ def open_folder(config: RunConfig, *, may_be_in_use: bool = False) -> Path:
     logs = config.run_dir / "logs"
     with writing(config.run_dir, instead=INSTEAD):
         logs.mkdir(parents=True, exist_ok=True)
-        if not may_be_in_use:
-            FolderLock(config.run_dir).release()  # refuse a folder in use before touching anything in it
+        FolderLock(
+            config.run_dir, is_shared=is_shared
+        ).release()  # refuse a folder in use before touching anything in it
         check_place(config.run_dir / "checkpoints" / "step-*", instead=INSTEAD)  # perhaps on another disk
         if not (config.run_dir / "run.yaml").exists():
             replace(config.run_dir / "run.yaml", config.to_yaml().encode())
@@ -124,12 +127,22 @@ def next_commands(
     return [*uses, goes_on] if step >= total_steps or stopped_early else [goes_on, *uses]
 
 
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Inside, this process keeps other runs out of the folder, with the other nodes of its run. Raises `UserError`."""
+    lock = FolderLock(run_dir, is_shared=True)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class FolderLock:
     """The lock of the one process that writes to a run folder; the system drops it when the process ends."""
 
-    def __init__(self, run_dir: Path, *, instead: str = "take another run.name") -> None:
+    def __init__(self, run_dir: Path, *, instead: str = "take another run.name", is_shared: bool = False) -> None:
         """Take the lock of `run_dir`, which exists. Raises `UserError` naming the process that holds it. `instead`: the
-        advice if that process is not to end.
+        advice if that process is not to end. `is_shared`: with the other nodes of the same run.
 
         On a filesystem without locks, and on Windows, there is nothing to take.
         """
@@ -137,7 +150,7 @@ class FolderLock:
         try:
             import fcntl
 
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except ImportError:
             return
         except OSError as error:

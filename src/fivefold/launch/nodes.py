@@ -3,19 +3,22 @@
 Nodes that train together see one run folder, so no node is special, and none needs the address of another before they
 meet. torch decides which nodes take part, and in what order. Its state is a file of JSON: a pickle would run what
 another user writes there. Each launcher holds a lock as long as it lives: the others see at once that it has ended. A
-machine that has lost its power or its way to the folder is gone when its signs of life stay out.
+machine that has lost its power or its way to the folder is gone when its signs of life stay out: when what it has
+written last has not changed for long, by the clock of the reader. Clocks of different machines are never compared.
 """
 
 import json
 import os
 import socket
 import struct
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +37,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.text import listed
 from fivefold.launch.meeting import LOOPBACK
+from fivefold.launch.rounds import last_round
 from fivefold.launch.workers import CAME, GONE, NodesChanged
 from fivefold.launch.world import NodeRanks
-from fivefold.torch_internals import participants, rendezvous_of_json, rendezvous_to_json
+from fivefold.torch_internals import (
+    close_rendezvous,
+    forget_state,
+    new_rendezvous,
+    participants,
+    rendezvous_of_json,
+    rendezvous_to_json,
+    round_of,
+    spare_nodes,
+)
 
 FOLDER = ".nodes"
 LAST_CALL = timedelta(seconds=1)  # time for further nodes to come once the least number of them is there
@@ -65,9 +78,11 @@ class Member(NamedTuple):
 class Round:
     """The nodes that train together until one is gone or another one comes; this one is number `node`.
 
-    `meets`: `host:port` for the ranks. `store`: for the launchers of this round.
+    `number`: greater than that of any round before. `meets`: `host:port` for the ranks. `store`: for the launchers of
+    this round, also once it is over.
     """
 
+    number: int
     node: int
     members: Sequence[Member]
     meets: str
@@ -87,25 +102,56 @@ class Round:
         sizes = [member.workers for member in self.members[:used]]
         if self.node >= used:
             return None
-        return NodeRanks(first=sum(sizes[: self.node]), size=sum(sizes), node=self.node, nodes=used, meets=self.meets)
+        first = sum(sizes[: self.node])
+        return NodeRanks(first=first, size=sum(sizes), node=self.node, nodes=used, meets=self.meets, round=self.number)
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node that has this rank."""
+        ends = accumulate(member.workers for member in self.members)
+        return next(node for node, end in enumerate(ends) if rank < end)
+
+    def blame(self, why: str) -> None:
+        """Tell the other nodes that workers of this one died on their own account."""
+        self.store.set(f"blame/{self.node}", why)
+
+    def blamed(self) -> list[Member]:
+        """The nodes whose workers died on their own account."""
+        return [member for node, member in enumerate(self.members) if self.store.check([f"blame/{node}"])]
+
+    def leave(self, why: str) -> None:
+        """Tell the other nodes why this one leaves."""
+        self.store.set(f"left/{self.node}", why)
+
+    def left(self) -> Mapping[Member, str]:
+        """The nodes that have said why they leave."""
+        keys = {member: f"left/{node}" for node, member in enumerate(self.members)}
+        return {member: self.store.get(key).decode() for member, key in keys.items() if self.store.check([key])}
 
 
 class Meeting:
     """The meeting of a node with the others in the folder `.nodes` of a run folder: a context manager.
 
-    Between `least` and `most` nodes train; `timeout`: seconds to wait until they have come.
+    Between `least` and `most` nodes train; `timeout`: seconds to wait until they have come. `about`: plain data that
+    has to be the same on all nodes. Raises `UserError` if it is not that of the first node that came.
     """
 
-    def __init__(self, run_dir: Path, least: int, most: int, *, timeout: float) -> None:
+    def __init__(
+        self, run_dir: Path, least: int, most: int, *, timeout: float, about: Mapping[str, Any] | None = None
+    ) -> None:
         self._folder, self._least, self._timeout = run_dir / FOLDER, least, timeout
         self._there: frozenset[str] = frozenset()
         here = address()
         self._presence = _Presence(self._folder, here)
+        try:
+            _agree(self._folder / "agreed", about or {})
+        except UserError:
+            self._presence.release()
+            raise
         # Without this, rank 0 of a later round could be sent to the store of a node that is gone.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        store = FileStore(str(self._folder / "store"))
+        store, self._clock = FileStore(str(self._folder / "store")), Clock(self._presence.lives)
         self._rendezvous = DynamicRendezvousHandler.from_backend(
-            "nodes", store, FileBackend(self._folder / "state", self._presence.lives), least, most, local_addr=here,
+            "nodes", store, FileBackend(self._folder / "state", self._clock), least, most, local_addr=here,
             timeout=RendezvousTimeout(join=timedelta(seconds=timeout), last_call=LAST_CALL),
             keep_alive_interval=HEARTBEAT, keep_alive_max_attempt=MISSED,
         )  # fmt: skip
@@ -126,7 +172,8 @@ class Meeting:
                 fix="start the same command on each of them, with a run.dir that all see",
                 more="docs/howto/elastic.md",
             ) from error
-        self._there = participants(self._rendezvous)
+        self._there, number = participants(self._rendezvous), round_of(self._rendezvous)
+        self._clock.all_there = self._presence.has_all  # the first time nodes may be about to start
         mine = Member(socket.gethostname(), os.getpid(), workers)
         info.store.set(f"member/{info.rank}", json.dumps(mine))
         keys = [f"member/{node}" for node in range(info.world_size)]
@@ -134,7 +181,7 @@ class Meeting:
         wait(keys)
         members = [Member(*json.loads(info.store.get(key))) for key in keys]
         met = info.bootstrap_store_info
-        return Round(info.rank, members, f"{met.master_addr}:{met.master_port}", info.store, wait)
+        return Round(number, info.rank, members, f"{met.master_addr}:{met.master_port}", info.store, wait)
 
     def _wait(self, store: Any, keys: list[str]) -> None:
         """Wait for values of the other nodes of this round. Raises `NodesChanged` if one is gone, and `Ended`."""
@@ -158,6 +205,7 @@ class Meeting:
     def has_news_within(self, seconds: float) -> bool:
         """True if there are news, now or soon."""
         deadline = time.monotonic() + seconds
+        forget_state(self._rendezvous)
         while not (news := self.news()) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         return bool(news)
@@ -166,9 +214,17 @@ class Meeting:
         """True if the run has ended on another node."""
         return bool(self._rendezvous.is_closed())
 
-    def end(self) -> None:
-        """End the run on all nodes that wait, or will."""
-        self._rendezvous.shutdown()
+    def end(self, of: Round) -> bool:
+        """End the run on all nodes that wait, or will. Returns False if the others have gone on, in another round."""
+        try:
+            return close_rendezvous(self._rendezvous, of.number)
+        except (RendezvousConnectionError, RendezvousTimeoutError):
+            return False
+
+    @property
+    def spare(self) -> int:
+        """The number of nodes that are there and take no part in the round."""
+        return spare_nodes(self._rendezvous)
 
     def close(self) -> None:
         """Leave; the others notice."""
@@ -177,11 +233,10 @@ class Meeting:
 
 
 class FileBackend(RendezvousBackend):
-    """torch's state of a rendezvous, as JSON in a file, changed under a lock. `lives(address, process id)`: whether the
-    launcher of a node does."""
+    """torch's state of a rendezvous, as JSON in a file, changed under a lock."""
 
-    def __init__(self, file: Path, lives: Callable[[str, int], bool]) -> None:
-        self._file, self._lives = file, lives
+    def __init__(self, file: Path, clock: "Clock") -> None:
+        self._file, self._clock = file, clock
 
     @property
     def name(self) -> str:
@@ -191,17 +246,73 @@ class FileBackend(RendezvousBackend):
         """The state, and its text as the fencing token; None if there is none."""
         with _Locked(self._file, exclusive=False) as locked:
             text = locked.read()
-        return (rendezvous_of_json(text, self._lives), text) if text else None
+        return (rendezvous_of_json(text, self._clock), text) if text else None
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool]:
         """Replace the state if it is still the one of `token`. Returns the state, its token, and whether it did."""
-        new = rendezvous_to_json(state)
+        new = rendezvous_to_json(state, self._clock)
         with _Locked(self._file, exclusive=True) as locked:
             before = locked.read()
             if is_set := before == (token or ""):
                 locked.write(new)
         text = new if is_set else before
-        return rendezvous_of_json(text, self._lives), text, is_set
+        return rendezvous_of_json(text, self._clock), text, is_set
+
+
+@dataclass
+class _Heard:
+    """A text that another node has written: the seconds that this one has known it, and the time it has said of it."""
+
+    sign: str
+    age: float
+    told: datetime
+
+
+class Clock:
+    """The times in a state of torch's rendezvous, by this node's clock alone: a text that another node has written is
+    as old as this node has known it. `lives(address, process id)`: whether the launcher of a node does.
+
+    Only time is counted in which this process looks, so one that stood still does not take the others for dead.
+    `all_there(nodes)`: whether these, by address and process id, are all nodes whose launchers live; a round then waits
+    for no more of them.
+    """
+
+    def __init__(self, lives: Callable[[str, int], bool], now: Callable[[], float] = time.monotonic) -> None:
+        self._lives, self._now, self._looked = lives, now, now()
+        self._heard: dict[tuple[str, int, int] | None, _Heard] = {}
+        self.all_there: Callable[[set[tuple[str, int]]], bool] = lambda _: False
+
+    def look(self) -> None:
+        """Count the time since the last look."""
+        now = self._now()
+        for heard in self._heard.values():
+            heard.age += min(now - self._looked, 2 * HEARTBEAT)
+        self._looked = now
+
+    def heard(self, node: tuple[str, int, int], sign: str) -> datetime:
+        """When a node has given its last sign of life; long ago, if it has ended."""
+        heard = self._of(node, sign)
+        is_there = self._lives(*node[:2])
+        heard.told = datetime.now(UTC) - timedelta(seconds=heard.age) if is_there else datetime.min.replace(tzinfo=UTC)
+        return heard.told
+
+    def until(self, sign: str, nodes: Sequence[tuple[str, int, int]]) -> datetime:
+        """Until when a round with `nodes` waits for more."""
+        heard = self._of(None, sign)
+        left = -LAST_CALL if self.all_there({node[:2] for node in nodes}) else LAST_CALL
+        heard.told = datetime.now(UTC) + left - timedelta(seconds=heard.age)
+        return heard.told
+
+    def written(self, node: tuple[str, int, int] | None, time: datetime) -> str:
+        """The text of a time: what another node has written, or a new one for a time that torch has set here."""
+        heard = self._heard.get(node)
+        return heard.sign if heard and heard.told == time else f"{os.getpid()} {time.isoformat()}"
+
+    def _of(self, node: tuple[str, int, int] | None, sign: str) -> _Heard:
+        heard = self._heard.get(node)
+        if heard is None or heard.sign != sign:
+            heard = self._heard[node] = _Heard(sign, 0.0, datetime.now(UTC))
+        return heard
 
 
 class _Locked:
@@ -236,7 +347,7 @@ class _Presence:
     """The locks that this launcher holds until it ends: one that all share, and one of its own."""
 
     def __init__(self, folder: Path, here: str) -> None:
-        """Take them. Whoever is alone removes what an earlier start has left. `here`: the address of this node."""
+        """Take them. Whoever is alone begins anew. `here`: the address of this node."""
         self._folder = folder
         try:
             import fcntl
@@ -247,8 +358,7 @@ class _Presence:
             self._descriptor = _open(folder / "present")
             with suppress(BlockingIOError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for left in (folder / "state", folder / "store", *folder.glob("lives-*")):
-                    left.unlink(missing_ok=True)
+                _begin(folder)
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
             self._own = _open(self._file(here, os.getpid()))
             fcntl.flock(self._own, fcntl.LOCK_EX)
@@ -276,6 +386,12 @@ class _Presence:
             os.close(descriptor)
         return False
 
+    def has_all(self, nodes: set[tuple[str, int]]) -> bool:
+        """True if no launcher but those of `nodes`, by address and process id, holds its lock."""
+        there = (file.name.split("-", 1)[1].rpartition("-") for file in self._folder.glob("lives-*"))
+        others = {(address, int(process)) for address, _, process in there} - nodes
+        return not any(self.lives(*other) for other in others)
+
     def release(self) -> None:
         """Give them back."""
         os.close(self._own)
@@ -283,6 +399,41 @@ class _Presence:
 
     def _file(self, there: str, process: int) -> Path:
         return self._folder / f"lives-{there}-{process}"
+
+
+def _begin(folder: Path) -> None:
+    """Remove what an earlier start has left, but for the numbers of its rounds, which go on."""
+    state, last = folder / "state", max(map(last_round, (folder.parent, folder.parent / "checkpoints")))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        last = max(last, int(json.loads(state.read_text(encoding="utf-8").partition("\n")[0])["round"]) + 1)
+    for left in (state, folder / "store", folder / "agreed", *folder.glob("lives-*")):
+        left.unlink(missing_ok=True)
+    with _Locked(state, exclusive=True) as locked:
+        locked.write(new_rendezvous(last + 1))
+
+
+def _agree(file: Path, about: Mapping[str, Any]) -> None:
+    """Leave `about` for the nodes that come later, or compare it with that of the first one. Raises `UserError`."""
+    mine = json.loads(json.dumps(about))
+    try:
+        with _Locked(file, exclusive=True) as locked:
+            text = locked.read()
+            if not text:
+                return locked.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "about": mine}))
+    except RendezvousConnectionError as error:
+        raise UserError(f"the nodes cannot meet: {error}", more="docs/howto/elastic.md") from error
+    said = json.loads(text)
+    first = said["about"]
+    differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
+    if differing is None:
+        return
+    here, there = (textwrap.shorten(str(values.get(differing)), 80, placeholder=" ...") for values in (mine, first))
+    raise UserError(
+        f"{differing} is {here} on this node, {socket.gethostname()} (process {os.getpid()}), and {there} on "
+        f"{said['host']} (process {said['pid']}), which came first",
+        fix="start every node with the same run file, data and versions; to change them, end all nodes first",
+        more="docs/howto/elastic.md",
+    )
 
 
 def _open(file: Path) -> int:
@@ -330,9 +481,11 @@ def _is_own(candidate: str) -> bool:
     return True
 
 
-def changed(before: Sequence[Member], now: Sequence[Member]) -> str:
-    """The difference between two rounds, in words; "" if there is none."""
-    gone, came = ([member for member in some if member not in other] for some, other in ((before, now), (now, before)))
+def changed(before: Sequence[Member], now: Sequence[Member], why: Mapping[Member, str] | None = None) -> str:
+    """The difference between two rounds, in words; "" if there is none. `why`: what nodes said that have left."""
+    said = why or {}
+    gone = [f"{member}: {said[member]}" if member in said else str(member) for member in before if member not in now]
+    came = [str(member) for member in now if member not in before]
     if not gone and not came:
         return ""
     told = [f"{verb} {listed(nodes, 4)}" for verb, nodes in (("without", gone), ("with", came)) if nodes]

@@ -15,10 +15,12 @@ from fivefold.core.files import writing
 from fivefold.core.units import GIB
 from fivefold.launch.failure import (
     HANGS,
+    Suspected,
     WorkerDied,
     failure_file,
     failures,
     hang_flag,
+    is_of_others,
     is_out_of_memory,
     place,
     put_aside,
@@ -82,8 +84,8 @@ def start_workers(
 
     `request` is plain data for JSON with the kind of device under `device`. Rank 0 keeps this terminal; the others
     write to `logs/rank-N.log`. `patience`: seconds that a rank may be silent (0: forever). `others`: nodes with the
-    other ranks, which have put aside what was in `logs`. Raises the first failing worker's `UserError`, `WorkerDied` if
-    it was no user's error, `KeyboardInterrupt` on Ctrl-C, `NodesChanged` if `others` did.
+    other ranks, with the same `logs`, new for this start. Raises the first failing worker's `UserError`, `WorkerDied`
+    if it was no user's error, `KeyboardInterrupt` on Ctrl-C, `NodesChanged` if `others` did.
     """
     among = others.ranks if others else None
     file, first = logs / (f"request-{among.node}.json" if among else "request.json"), among.first if among else 0
@@ -185,6 +187,8 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
         return _killed(logs, killed or codes, pressure, needs)
     first = left[0]
     if first["is_users"]:
+        if suspects := first["suspects"]:
+            return Suspected(first["what"], fix=first["fix"], more=first["more"], ranks=suspects)
         kind = UserError if first["exit_code"] == UserError.exit_code else RunFailed
         return kind(first["what"], fix=first["fix"], more=first["more"])
     more = f"log: {logs / 'rank-{}.log'.format(first['rank'])}"
@@ -196,6 +200,7 @@ def _first_failure(logs: Path, codes: Mapping[int, int], pressure: Pressure, nee
         what += f", which it does not come to: it stands in {place(first['traceback'])}"
     crashed = WorkerDied(what, fix="--debug shows where", more=more)
     crashed.traceback, crashed.cause = first["traceback"], first["what"]
+    crashed.is_own = any(failure["rank"] in codes and not is_of_others(failure) for failure in left)
     if is_out_of_memory(first):
         crashed.fix, crashed.comes_again = _memory_advice(pressure, needs), True
     return crashed
@@ -214,6 +219,7 @@ def _killed(logs: Path, codes: Mapping[int, int], pressure: Pressure, needs: Nee
     more = f"log: {logs / f'rank-{rank}.log'}"
     died = WorkerDied(f"rank {rank} {cause}{' and without a word' if code >= 0 else ''}", fix=fix, more=more)
     died.cause, died.comes_again = cause, comes_again
+    died.is_own = code != -signal.SIGABRT  # as NCCL ends a process whose peers are gone
     return died
 
 

@@ -28,6 +28,7 @@ TIMEOUT = timedelta(hours=1)  # of one collective, a backstop for the watchdog (
 LAUNCHER = "FIVEFOLD_LAUNCHER"  # in the environment of our own workers: the process that started them
 _FOLDER = "FIVEFOLD_WORKERS"  # in the environment of our own workers: `World.folder`
 _MEETS = "FIVEFOLD_MEETS"  # in the environment of workers of several nodes: host:port of rank 0
+_ROUND = "FIVEFOLD_ROUND"  # in the environment of workers of several nodes: `World.round`
 _SHARED_OUT = "FIVEFOLD_SHARED_OUT"  # set with an OMP_NUM_THREADS that is ours, not the user's
 
 
@@ -38,7 +39,7 @@ class World:
     `device` is `cpu` or `cuda:N`. `rendezvous` is the meeting point of the ranks: `tcp://host:port`, `file://path`, or
     empty for a single process, which needs no network. `is_local`: all ranks are known to be on this machine. `folder`:
     private to the workers and the launcher of this machine; empty under another launcher. `nodes`: machines, or parts
-    of one, with a launcher of their own.
+    of one, with a launcher of their own. `round`: of `train.nodes` (`launch/rounds.py`), from 1; 0: there are none.
     """
 
     rank: int = 0
@@ -51,6 +52,7 @@ class World:
     is_local: bool = False
     folder: str = ""
     nodes: int = 1
+    round: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -76,6 +78,7 @@ class NodeRanks:
     node: int
     nodes: int
     meets: str
+    round: int
 
 
 def find_world(device: str = "auto", env: Mapping[str, str] = os.environ) -> World | None:
@@ -274,10 +277,10 @@ def server_environment(size: int) -> dict[str, str]:
 def worker_environment(rank: int, size: int, folder: Path, among: NodeRanks | None = None) -> dict[str, str]:
     """Additional environment of worker `rank` of `size` on this machine; the workers meet in `folder`. `among`: they
     are the ranks of one of several nodes, and meet at a port."""
-    place: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": size, _MEETS: ""}
+    place: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": size, _MEETS: "", _ROUND: 0}
     if among:
         place = {"RANK": among.first + rank, "WORLD_SIZE": among.size, _MEETS: among.meets}
-        place |= {"GROUP_RANK": among.node, "GROUP_WORLD_SIZE": among.nodes}
+        place |= {"GROUP_RANK": among.node, "GROUP_WORLD_SIZE": among.nodes, _ROUND: among.round}
     place |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, _FOLDER: folder}
     if "OMP_NUM_THREADS" not in os.environ:
         place[_SHARED_OUT] = 1
@@ -358,6 +361,7 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         is_local=env.get("LOCAL_WORLD_SIZE") == str(size),
         folder=folder,
         nodes=_number(env, "GROUP_WORLD_SIZE", 1, least=1, most=size),
+        round=_number(env, _ROUND, 0) if folder else 0,
     )
 
 

@@ -16,6 +16,7 @@ from fivefold.config import RunConfig
 from fivefold.core.best import STATE, Best
 from fivefold.core.errors import UserError
 from fivefold.data.prepare import PreparedData
+from fivefold.launch import rounds
 from fivefold.training.run_log import RunLog
 
 
@@ -46,7 +47,12 @@ class CheckpointManager:
         self._directory, options = config.run_dir / "checkpoints", config.checkpoint
         self._remote = checkpoint.Remote(f"{options.remote.rstrip('/')}/{config.run.name}") if options.remote else None
         self._saver = checkpoint.Saver(
-            self._directory, keep=options.keep, asynchronous=options.asynchronous, remote=self._remote, write=write
+            self._directory,
+            keep=options.keep,
+            asynchronous=options.asynchronous,
+            remote=self._remote,
+            write=write,
+            room=rounds.room(self._directory, log.folder.round),
         )
         self._weights = weights_beside(config)
         self._stops_on_failure = options.on_failure == "stop"

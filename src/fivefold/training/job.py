@@ -19,7 +19,7 @@ from fivefold.launch.world import World
 from fivefold.models.flops import Costs
 from fivefold.parallel.loss.own import TokenLoss
 from fivefold.parallel.state import state_of
-from fivefold.training import flops, reference
+from fivefold.training import checks, flops, reference
 from fivefold.training.checkpoints import CheckpointManager
 from fivefold.training.distillation import Teacher
 from fivefold.training.environment import Environment
@@ -56,6 +56,7 @@ class Job:
     last_eval: float | None = None
     best: Best = field(default_factory=Best)
     checked: int | None = None  # the last step of this start whose standing checks passed
+    pace: checks.Pace = field(default_factory=checks.Pace)
     began: float = field(default_factory=time.monotonic)  # this start
     stop: StopRequest = field(default_factory=StopRequest)
     prefetch: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))

@@ -114,7 +114,7 @@ def _on_nodes(config: RunConfig, nproc: int | None, prove: Prove | None, listene
         data = _prepare(config, show=True)
         check_data(config, data)
         if not _is_finished(config, data):
-            nodes.train(config, crew, listener, settle=partial(_settled, is_fresh=False), prove=prove)
+            nodes.train(config, crew, listener, data=data, settle=partial(_settled, is_fresh=False), prove=prove)
     return config.run_dir
 
 

@@ -3,30 +3,43 @@
 A round lasts until the run is done, a node is gone or another one comes. Then the workers of all nodes end, the nodes
 meet anew, the first one derives the layout for their number, and the run goes on from its newest checkpoint. The rows
 of a step and their order depend on no layout, so the curve is that of a run whose nodes never changed.
+
+A node whose workers die too often, and alone, leaves, if the others suffice. A node that stood still until the others
+had gone on changes nothing any more (`launch/rounds.py`), and joins again.
 """
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
 
 from fivefold.config import RunConfig
 from fivefold.core import history
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.core.terminal import say
+from fivefold.core.units import many
+from fivefold.data.prepare import PreparedData
 from fivefold.launch.events import Listener, following
-from fivefold.launch.failure import WorkerDied, failures, put_aside
-from fivefold.launch.folder import last_logged_step, last_saved_step, open_folder
+from fivefold.launch.failure import Suspected, WorkerDied, failures
+from fivefold.launch.folder import held, last_logged_step, last_saved_step, open_folder
 from fivefold.launch.model import check_model
 from fivefold.launch.nodes import Ended, Meeting, Member, Round, changed
 from fivefold.launch.processes import Workers, private_folder
+from fivefold.launch.rounds import clear_logs, logs_of
 from fivefold.launch.workers import GONE, NodesChanged, OtherNodes, start_workers
 from fivefold.launch.world import device_kind
 from fivefold.parallel.layout import Layout
+from fivefold.training import agreed
 
 Settle = Callable[[RunConfig, int, int], RunConfig]  # (config, ranks, ranks of a node): with a layout, if it was auto
 _CONSEQUENCE = 1.5  # seconds to learn that a worker died because a node is gone
 _PAUSE = 0.2  # seconds between two looks of a node without ranks
+
+
+class LeftOut(RunFailed):
+    """This node leaves, and the others go on."""
 
 
 def check(config: RunConfig) -> None:
@@ -41,18 +54,21 @@ def check(config: RunConfig) -> None:
 
 
 def train(
-    config: RunConfig, crew: Workers, listener: Listener | None, *, settle: Settle,
+    config: RunConfig, crew: Workers, listener: Listener | None, *, data: PreparedData, settle: Settle,
     prove: Callable[[RunConfig, Layout], object] | None,
 ) -> None:  # fmt: skip
     """Train with the other nodes until the run is done.
 
-    Raises what `start_workers` raises, and `RunFailed` if the run failed while this node waited.
+    Raises what `start_workers` raises, `RunFailed` if the run failed while this node waited, `LeftOut` if it goes on
+    without this node, and `UserError` if this node was started with other keys, data or versions than the others.
     """
     least, most = config.train.node_range or (1, 1)
-    open_folder(config, may_be_in_use=True)
+    open_folder(config, is_shared=True)
+    about = agreed.fields(config, data)
     say(f"waiting for nodes ({config.train.nodes}) in {config.run_dir} ...")
     with (
-        closing(Meeting(config.run_dir, least, most, timeout=config.launch.timeout)) as meeting,
+        held(config.run_dir),
+        closing(Meeting(config.run_dir, least, most, timeout=config.launch.timeout, about=about)) as meeting,
         private_folder() as own,
         following(listener, own) as told,
     ):
@@ -65,11 +81,6 @@ def train(
                 why = f": {how[0]}" if how and how[0] else ""
                 raise RunFailed(f"the run has ended on the other nodes{why}", fix="look at what they say") from None
             say(f"the run is finished: {config.run_dir}")
-        except UserError:
-            meeting.end()
-            raise
-        else:
-            meeting.end()
 
 
 class _Node:
@@ -81,23 +92,68 @@ class _Node:
     ) -> None:  # fmt: skip
         self._config, self._crew, self._meeting, self._least = config, crew, meeting, least
         self._settle, self._prove, self._told = settle, prove, told
-        self._members: Sequence[Member] = ()
+        self._before: Round | None = None
         self._restarts, self._saved = 0, -1
 
     def train(self) -> None:
         """Go from round to round until the run is done. Raises `Ended` if it was done without this node."""
         death: WorkerDied | None = None
         while True:
+            current = None
             try:
                 current = self._meeting.join(self._crew.count)
                 self._tell(current, death)
-                return self._train_in(current)
+                self._train_in(current)
+                self._meeting.end(current)
+                return
             except NodesChanged:
                 death = None
-            except WorkerDied as died:
-                death = None
-                if not self._meeting.has_news_within(_CONSEQUENCE):
-                    self._count(death := died)
+            except UserError as error:
+                if current is None:
+                    raise
+                death = self._survived(error, current)
+
+    def _survived(self, error: UserError, current: Round) -> WorkerDied | None:
+        """Return if this node joins the next round: with the death that it had, or None if it had none. Otherwise raise
+        `error`, for which the run ends, or `LeftOut`."""
+        if isinstance(error, WorkerDied):
+            if error.is_own:
+                current.blame(error.what)
+            elif self._meeting.has_news_within(_CONSEQUENCE):
+                return None
+            if self._may_go_on(error):
+                return error
+            if error.is_own and self._suffices_without(current, 1) and self._failed_alone(current):
+                times = f" {many(self._restarts, 'time')} without a new checkpoint" * (self._restarts > 1)
+                self._leave(current, f"left out: {error.what},{times} and on this node alone", error)
+        elif isinstance(error, Suspected) and self._config.train.leave_out:
+            named = {current.node_of(rank) for rank in error.ranks}
+            if self._suffices_without(current, len(named)):
+                if current.node in named:
+                    self._leave(current, f"left out: {error.what}", error)
+                return None
+        if self._meeting.end(current):
+            raise error
+        return None  # the others have gone on: it was an error of their past
+
+    def _suffices_without(self, current: Round, nodes: int) -> bool:
+        """True if so many nodes may leave."""
+        return len(current.members) - nodes + self._meeting.spare >= self._least
+
+    def _failed_alone(self, current: Round) -> bool:
+        """True if no other node has failed, too."""
+        time.sleep(_CONSEQUENCE)  # for the others to find their own failures
+        return len(current.blamed()) == 1
+
+    def _leave(self, current: Round, why: str, error: UserError) -> NoReturn:
+        """Leave the run to the other nodes."""
+        current.leave(why)
+        with closing(history.Log(self._config.run_dir, say)) as log:
+            log.write("left out", last_logged_step(self._config), what=f"{current.members[current.node]}: {why}")
+        left = LeftOut(
+            why, fix=f"mend this node and start it again; {error.fix}" if error.fix else None, more=error.more
+        )
+        raise left from error
 
     def _train_in(self, current: Round) -> None:
         chosen = json.loads(current.agreed(self._choice))
@@ -117,19 +173,20 @@ class _Node:
         told = "" if ranks.node == 0 else f"; {current.members[0].host} shows the run"
         say(f"node {ranks.node + 1} of {ranks.nodes}: {place} of {ranks.size}{told}")
         request = {"config": config.to_yaml(), "device": device_kind(config.train.device), "may_be_unseen": True}
-        logs, patience, others = config.run_dir / "logs", config.train.collective_timeout, OtherNodes(ranks, self._news)
+        logs, patience = logs_of(config.run_dir, current.number), config.train.collective_timeout
+        others = OtherNodes(ranks, lambda: self._news(logs))
         start_workers(self._crew, {**request, **self._told}, logs=logs, patience=patience, others=others)
 
-    def _news(self) -> str:
+    def _news(self, logs: Path) -> str:
         """The news of the meeting. After a run that is done nodes leave while rank 0 may still write; after a failure
         all are gone."""
         if self._meeting.has_ended():
-            return GONE if failures(self._config.run_dir / "logs") else ""
+            return GONE if failures(logs) else ""
         return self._meeting.news()
 
     def _choice(self, members: Sequence[Member]) -> str:
         """As the first node, choose the layout: for all nodes, or for the most with which it is legal."""
-        put_aside(self._config.run_dir / "logs")
+        clear_logs(self._config.run_dir)
         why: UserError | None = None
         for used in range(len(members), self._least - 1, -1):
             size = sum(member.workers for member in members[:used])
@@ -146,25 +203,25 @@ class _Node:
 
     def _tell(self, current: Round, death: WorkerDied | None) -> None:
         """Say how this round differs from the one before, here and, by one node that was in both, in the history."""
-        before, self._members = self._members, current.members
+        before, self._before = self._before, current
         if not before:
             return
         saved = last_saved_step(self._config)
         origin = f"goes on from step {saved}" if saved else "starts again"
-        difference = changed(before, current.members)
+        difference = changed(before.members, current.members, before.left())
         what = difference or (f"{death.what}; restart {self._restarts}" if death else "")
         if not what:
             return
         say(f"{what}; {origin}")
-        stayed = [node for node, member in enumerate(current.members) if member in before]
-        if current.node == stayed[0]:
+        stayed = [node for node, member in enumerate(current.members) if member in before.members]
+        blamed = [current.members.index(member) for member in before.blamed() if member in current.members]
+        if current.node == (stayed if difference or not blamed else blamed)[0]:
             with closing(history.Log(self._config.run_dir, say)) as log:
                 event = "nodes" if difference else "died"
                 log.write(event, last_logged_step(self._config), what=f"{what}; {origin}", nodes=len(current.members))
 
-    def _count(self, death: WorkerDied) -> None:
-        """Count a death. Raises it if it is certain to recur, or if there were too many without a new checkpoint."""
+    def _may_go_on(self, death: WorkerDied) -> bool:
+        """Count a death. False if it is certain to recur, or if there were too many without a new checkpoint."""
         newest, most = last_saved_step(self._config), self._config.train.max_restarts
         self._restarts, self._saved = (self._restarts if newest <= self._saved else 0) + 1, newest
-        if death.comes_again or self._restarts > most:
-            raise death
+        return not death.comes_again and self._restarts <= most

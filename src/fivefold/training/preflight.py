@@ -1,10 +1,8 @@
 """Checks before the first step: every rank was given the same run, and memory and disk have room for it by its plan."""
 
-import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import nn
 from fivefold.checkpoint.size import check_manifest
 from fivefold.config import RunConfig
 from fivefold.core.errors import UserError
-from fivefold.core.named_code import NamedCode
 from fivefold.core.step_folders import step_folder, steps
 from fivefold.core.text import listed
 from fivefold.core.units import GIB, human_bytes
@@ -32,17 +29,15 @@ from fivefold.parallel.offload.host_memory import HOST
 from fivefold.parallel.plan import ParallelPlan
 from fivefold.parallel.recompute.budget import within_budget
 from fivefold.parallel.state import state_of
-from fivefold.training import advice
+from fivefold.training import advice, agreed
 from fivefold.training.optimizers import rule_for
-
-_PACKAGES = ("fivefold", "torch", "transformers", "safetensors", "tokenizers")
 
 
 def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
     """Raise `UserError`, the same on every rank, naming the first field that differs from rank 0's, and where."""
-    mine = _fields(config, data)
+    mine = agreed.fields(config, data)
     first = plain.of_first(mine)
-    differing = next((name for name in {**first, **mine} if first.get(name) != mine.get(name)), None)
+    differing = agreed.difference(mine, first)
     found = plain.everywhere(differing and (differing, mine.get(differing)))
     apart = {rank: difference for rank, difference in enumerate(found) if difference}
     if not apart:
@@ -53,22 +48,6 @@ def check_ranks_agree(config: RunConfig, data: PreparedData) -> None:
         f"{name} is {first.get(name)} on rank 0, and {value} on rank {ranks}",
         fix="start every rank with the same run file, data and environment",
     )
-
-
-def _fields(config: RunConfig, data: PreparedData) -> Mapping[str, Any]:
-    """The fields that must agree, by name: the keys of the run file, the rows, the tokenizer, the versions."""
-    return {
-        **{
-            f"{section}.{key}": value
-            for section, values in config.model_dump(mode="json", by_alias=True).items()
-            for key, value in values.items()
-        },
-        **{f"the hash of {key}": NamedCode.read(text, key).digest for key, text in config.code.items()},
-        "the fingerprint of the rows": data.fingerprint,
-        "the hash of the tokenizer": data.tokenizer.digest,
-        "the version of python": platform.python_version(),
-        **{f"the version of {package}": version(package) for package in _PACKAGES},
-    }
 
 
 def check_memory(facts: ModelFacts, config: RunConfig, layout: Layout, world: World) -> str | None:

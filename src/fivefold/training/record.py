@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ NAME = "spread.json"
 TIMED = 2  # the timed step of a start: the first one includes set-up
 
 
-def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> None:
-    """Write `spread.json` into the run folder; every rank calls this. `parameters`: those of the whole model."""
+def write(model: Any, config: RunConfig, *, device: str, parameters: int, room: Path | None = None) -> None:
+    """Write `spread.json` into the run folder; every rank calls this. `parameters`: those of the whole model. `room`:
+    see `core.files.replace`."""
     state = state_of(model)
     declared = plain.everywhere([asdict(call) for call in _collectives(model, config)])
     if dist.get_rank() == 0:
@@ -46,7 +48,7 @@ def write(model: Any, config: RunConfig, *, device: str, parameters: int) -> Non
                 "simulated": plan.simulate(pipeline.slot_duration).to_json(),
                 "ideal_bubble": plan.ideal_bubble,
             }
-    checkpoint.on_first_rank(lambda: _save(config, about))
+    checkpoint.on_first_rank(lambda: _save(config, about, room))
 
 
 @contextmanager
@@ -78,8 +80,8 @@ def device_name(device: str) -> str:
     return f"{name[1] if name else platform.machine()}, {cores()} cores"
 
 
-def _save(config: RunConfig, about: dict[str, Any]) -> None:
-    replace(config.run_dir / NAME, json.dumps(about).encode() + b"\n")
+def _save(config: RunConfig, about: dict[str, Any], room: Path | None = None) -> None:
+    replace(config.run_dir / NAME, json.dumps(about).encode() + b"\n", room=room)
 
 
 def _collectives(model: Any, config: RunConfig) -> tuple[Collective, ...]:

@@ -23,11 +23,14 @@ from fivefold.core import history
 from fivefold.core.best import Best
 from fivefold.core.errors import RunFailed
 from fivefold.core.interrupts import Stopped
+from fivefold.core.text import listed
 from fivefold.core.violation import refuse
 from fivefold.data.batch import MicroBatch
 from fivefold.data.prepare import PreparedData, prepare
 from fivefold.data.rows import PackedRows
 from fivefold.launch.events import Events, events_of
+from fivefold.launch.failure import Suspected
+from fivefold.launch.rounds import logs_of
 from fivefold.launch.world import World
 from fivefold.models import kernels
 from fivefold.models.discover import facts_of
@@ -70,10 +73,13 @@ def train(config: RunConfig, world: World, *, events: Events | None = None) -> N
     ended it early, after a save.
     """
     check_supported(config)
-    logs, timeout = config.run_dir / "logs", config.train.collective_timeout
+    logs, timeout = logs_of(config.run_dir, world.round), config.train.collective_timeout
     with ExitStack() as stack:
         stack.enter_context(watching(logs, world.rank, timeout, folder=world.folder))
-        log, data = RunLog(config.run_dir, events), prepare(config)  # prepared before the group: a cache hit
+        log, data = (
+            RunLog(config.run_dir, events, round=world.round),
+            prepare(config),
+        )  # prepared before the group: a cache hit
         if world.local_rank == 0:
             stack.enter_context(data.train.filling())
         with advised(config, world, data):
@@ -147,7 +153,7 @@ class Trainer(Job):
         tight = checkpoint.on_first_rank(
             lambda: environment.check_disk(model, config, step=job.step, total_steps=total_steps)
         )
-        record.write(model, config, device=world.device, parameters=costs.parameters)
+        record.write(model, config, device=world.device, parameters=costs.parameters, room=log.folder.room)
         if job.loss and job.step < total_steps:
             check_loss(job.loss, model, job.batch(job.step))
         tried = job._try_memory(data) if trial.pays(config, world) and job.step < total_steps else ""
@@ -252,10 +258,15 @@ class Trainer(Job):
                 self._check(update, batch, result)
             if self._due(self.config.sample.every):
                 self.log.sampled(list(self.samples.draw(self.step)))
-            if self._due(self.config.checkpoint.every) or self._is_over or is_best or result.stop:
+            leaves = update is not None and self._name_stragglers() and self._may_leave_out
+            if self._due(self.config.checkpoint.every) or self._is_over or is_best or result.stop or leaves:
+                if not update:
+                    self._check_state()
                 self.keeper.save(self.config, self.step, self._counted, self.best)
             if self._is_over:
                 break
+            if leaves:
+                self._stop_for_stragglers()
             if result.stop:
                 self._stop_on_request()
         if self._why_stopped:
@@ -398,6 +409,35 @@ class Trainer(Job):
             findings += checks.rates(model, optimizer, rate, updates=updates)
         checks.fail_on(findings, step=self.step, passed=self.checked)
         self.checked = self.step
+
+    def _check_state(self) -> None:
+        """Check what is about to be saved, between the standing checks: what is saved has passed them."""
+        if self.config.train.check_every > 0:
+            found = checks.replicas(self.model, self.optimizer, have_met=self._is_met)
+            checks.fail_on(found + checks.finite(self.model, self.optimizer), step=self.step, passed=self.checked)
+
+    def _name_stragglers(self) -> bool:
+        """Tell which ranks compute slowly. True if there are some."""
+        for told in self.pace.check(torch.device(self.world.device)):
+            self.log.display.note(f"step {self.step}: {told}")
+            self.log.happened("straggler", self.step, told)
+        return bool(self.pace.stragglers)
+
+    @property
+    def _may_leave_out(self) -> bool:
+        """True if nodes may be left out, and fewer of them suffice."""
+        least, _ = self.config.train.node_range or (self.world.nodes, 0)
+        return self.config.train.leave_out and self.world.nodes > least
+
+    def _stop_for_stragglers(self) -> None:
+        """Wait for this step's save, then raise `Suspected` on every rank."""
+        self.keeper.finish()
+        slow = self.pace.stragglers
+        raise Suspected(
+            f"rank {listed(slow, 8)} computes more than {checks.SLOW:g} times as slowly as the usual one",
+            fix="look at the temperature and the clocks of its device, and at what else uses it",
+            ranks=slow,
+        )
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 

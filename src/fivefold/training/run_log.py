@@ -18,6 +18,7 @@ from fivefold.core.files import replace
 from fivefold.core.interrupts import Stopped
 from fivefold.core.json_lines import JsonLines, Row
 from fivefold.core.step_folders import step_folder, steps
+from fivefold.launch import rounds
 from fivefold.launch.events import Events, Listener
 from fivefold.launch.folder import LOCK, FolderLock
 from fivefold.training import record
@@ -32,9 +33,10 @@ class RunLog:
     `seconds_before`: time that earlier starts of this run took, up to the step that this one resumes from.
     """
 
-    def __init__(self, run_dir: Path, events: Events | None = None) -> None:
+    def __init__(self, run_dir: Path, events: Events | None = None, *, round: int = 0) -> None:
+        """`round`: see `World`."""
         self.events: Events = events or Listener()  # without callbacks
-        self.folder = HeldFolder(run_dir)
+        self.folder = HeldFolder(run_dir, round)
         self.seconds_before = 0.0
         self.display = unseen()
         self._sinks: list[JsonLines | TrackerSink] = []
@@ -47,21 +49,22 @@ class RunLog:
     ) -> None:  # fmt: skip
         """Show `lines` and begin to write, after `step` steps; `stack` closes all of it. `about`: the history's record
         of this start. `total_tokens`: those of all steps, about."""
-        replace(config.run_dir / "run.yaml", config.to_yaml().encode())
+        room = self.folder.room
+        replace(config.run_dir / "run.yaml", config.to_yaml().encode(), room=room)
         self.display = stack.enter_context(open_display(total_steps=total_steps, total_tokens=total_tokens, start=step))
         self.display.header(lines)
         say = self.display.note
         # Before rows are written or truncated: a tracker may fail to start, and all read an earlier attempt's last row.
         trackers = [TrackerSink(name, config, last_step=step, say=say) for name in TRACKERS if name in config.log.to]
-        rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say)
+        rows = JsonLines(config.run_dir / "metrics.jsonl", last_step=step, say=say, room=room)
         self.seconds_before = rows.last.get("perf/elapsed_seconds", 0.0)
         self._sinks = [rows, *trackers]
         if config.sample.is_on:
-            self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say)
+            self._samples = JsonLines(config.run_dir / "samples.jsonl", last_step=step, say=say, room=room)
         for sink in (*self._sinks, self._samples):
             stack.push(partial(_close_sink, sink))
         if step < total_steps:
-            self._history = history.Log(config.run_dir, say)
+            self._history = history.Log(config.run_dir, say, room=room)
             self._history.write("start", step, **about, header=lines)
         self.folder.remember("run.yaml", record.NAME)
 
@@ -111,18 +114,28 @@ def _how(error: BaseException) -> str:
 
 class HeldFolder:
     """Rank 0's lock on its run folder; other ranks take none, and their calls do nothing. A removed folder is made
-    again. `saved`: the step of the newest checkpoint that this run knows of."""
+    again. `saved`: the step of the newest checkpoint that this run knows of. `round`: see `World`; the nodes of a run
+    share the lock, and one round of them writes."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, round: int = 0) -> None:
+        self.run_dir, self.round = run_dir, round
         self._lock: FolderLock | None = None
         self._files: dict[str, bytes] = {}
         self._is_lost = False
         self.saved = 0
 
     def take(self) -> None:
-        """Lock the folder against other runs. Raises `UserError` if one has locked it already."""
-        self._lock = FolderLock(self.run_dir)
+        """Lock the folder against other runs. Raises `UserError` if one has locked it already, `RoundOver` if a later
+        round writes."""
+        self._lock = FolderLock(self.run_dir, is_shared=self.round > 0)
+        if self.round:
+            rounds.take(self.run_dir, self.round)
+            rounds.take(self.run_dir / "checkpoints", self.round)
+
+    @property
+    def room(self) -> Path | None:
+        """The folder of this round in which new files are prepared; None without rounds."""
+        return rounds.room(self.run_dir, self.round) if self.round else None
 
     def release(self) -> None:
         """Release the lock."""
@@ -138,10 +151,12 @@ class HeldFolder:
         """Check that the folder exists. A removed one is made again, with the remembered files. A removed checkpoint is
         reported.
 
-        Raises `UserError` if another run has taken its place. A folder that cannot be written is reported once.
+        Raises `UserError` if another run has taken its place, `RoundOver` if a later round has. A folder that cannot be
+        written is reported once.
         """
         if self._lock is None:
             return
+        rounds.check(self.run_dir, self.round)
         saved = self.saved
         if self._lacks_checkpoint():
             self.saved = 0
@@ -152,7 +167,7 @@ class HeldFolder:
         gone = {name: content for name, content in self._files.items() if not (self.run_dir / name).exists()}
         try:
             (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-            lock, self._lock = self._lock, FolderLock(self.run_dir)
+            lock, self._lock = self._lock, FolderLock(self.run_dir, is_shared=self.round > 0)
             lock.release()
             for name, content in gone.items():
                 replace(self.run_dir / name, content)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fivefold.core import text
 from fivefold.core.errors import RunFailed
+from fivefold.launch.failure import Suspected
 from fivefold.parallel import plain
 from fivefold.training.step import all_reduce_sum
 
@@ -21,28 +22,35 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Finding:
-    """One violation. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on which ranks."""
+    """One violation. `what`: the check; `where`: the parameter, rank or row; `detail`: how, and on which ranks.
+    `suspects`: the ranks that are wrong, if the check can tell them from those that are right."""
 
     what: str
     where: str
     detail: str
+    suspects: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.where} {self.detail}"
 
 
 def fail_on(findings: Sequence[Finding], *, step: int, passed: int | None) -> None:
-    """Raise `RunFailed` for findings at `step`, if any. `passed`: the last step of this start that passed, if any."""
+    """Raise `RunFailed` for findings at `step`, if any; `Suspected` if each of them tells which ranks are wrong.
+    `passed`: the last step of this start that passed, if any."""
     if not findings:
         return
     first, *others = findings
     more = [*map(str, others[:SHOWN]), *([f"{len(others) - SHOWN} more"] if others[SHOWN:] else [])]
     suspect = "since this start" if passed is None else f"after step {passed}"
-    raise RunFailed(
+    error = RunFailed(
         f"standing check at step {step}: {first}",
         fix=f"what was trained {suspect} is wrong: remove its checkpoints, and prove the layout with fivefold verify",
         more=(f"also: {'; '.join(more)}; " if more else "") + "see docs/explain/checkpoints.md, Standing checks",
     )
+    if all(finding.suspects for finding in findings):
+        suspects = sorted({rank for finding in findings for rank in finding.suspects})
+        raise Suspected(error.what, fix=error.fix, more=error.more, ranks=suspects)
+    raise error
 
 
 def seen_anywhere(mine: Mapping[Key, Value], device: torch.device) -> dict[Key, dict[int, Value]]:

@@ -70,9 +70,10 @@ def _misread(
     by_row = [
         (listed("row", sorted(place_of[hash_] for hash_ in few if hash_ in place_of)), how) for how, few in uneven
     ]
+    misreaders = tuple(sorted({rank for ranks in found.values() for rank in ranks}))
     return [
-        *(Finding("ledger", ranks_text(ranks), text) for text, ranks in found.items()),
-        *(Finding("ledger", where, f"read {how}") for where, how in by_row if where),
+        *(Finding("ledger", ranks_text(ranks), text, tuple(ranks)) for text, ranks in found.items()),
+        *(Finding("ledger", where, f"read {how}", misreaders) for where, how in by_row if where),
     ]
 
 

@@ -47,7 +47,7 @@ def replicas(model: nn.Module, optimizer: torch.optim.Optimizer, *, have_met: bo
             copies = ranks[alike[:, at]].tolist()
             mine[at, axis] = copies, int(own[at])
     return [
-        Finding("replicas", _label(*tensors[at][:2]), f"differs over {axis}: {_against(by_rank)}")
+        Finding("replicas", _label(*tensors[at][:2]), f"differs over {axis}: {_against(by_rank)}", _outvoted(by_rank))
         for (at, axis), by_rank in seen_anywhere(mine, device).items()
     ]
 
@@ -82,13 +82,27 @@ def _against(by_rank: Mapping[int, tuple[list[int], int]]) -> str:
     return ", ".join(texts)
 
 
+def _outvoted(by_rank: Mapping[int, tuple[list[int], int]]) -> tuple[int, ...]:
+    """The ranks whose bits are not those of most of their replicas; none if there is no majority in a set of them."""
+    values: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    for rank, (copies, value) in by_rank.items():
+        values.setdefault(tuple(copies), {}).setdefault(value, []).append(rank)
+    wrong = set[int]()
+    for copies, camps in values.items():
+        most = max(camps.values(), key=len)
+        if 2 * len(most) <= len(copies):
+            return ()
+        wrong |= {*copies} - {*most}
+    return tuple(sorted(wrong))
+
+
 def finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Finding]:
     """Findings for weights and moments that hold an infinity or NaN."""
     tensors, device = _tensors(model, optimizer, list(state_of(model).placement.shards)), device_of(model)
     numbers = largest([tensor for *_, tensor in tensors], device).isfinite()
     mine = {(at,): True for at in (~numbers).nonzero().flatten().tolist()}
     return [
-        Finding("finite", _label(*tensors[at][:2]), f"is not finite on {ranks_text(by_rank)}")
+        Finding("finite", _label(*tensors[at][:2]), f"is not finite on {ranks_text(by_rank)}", tuple(by_rank))
         for (at,), by_rank in seen_anywhere(mine, device).items()
     ]
 
