@@ -1,6 +1,7 @@
 """The pods of Kubernetes, the same under each of its kinds of job: what runs, with what, and how it is watched."""
 
 import os
+from glob import glob
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,7 +29,7 @@ def check(job: Job, engine: str) -> None:
                 fix=f"put the code on the volume, and write its whole path there: {FOLDER}/my_loss.py:loss",
                 more="docs/start/kubernetes.md",
             )
-    lost = {"run.dir": job.runs} | {key: path for key, path in job.files.items() if Path(path).exists()}
+    lost = {"run.dir": job.runs} | {key: path for key, path in job.files.items() if glob(path)}
     for key, path in lost.items():
         if not _is_on_volume(os.path.join(FOLDER, path)):
             raise UserError(
