@@ -31,7 +31,9 @@ RUN case "$VARIANT" in \
 
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN pip install --constraint constraints.txt '.[hub,parquet,s3,tensorboard]'
+# For workers of Ray: --build-arg EXTRAS=hub,parquet,s3,tensorboard,ray
+ARG EXTRAS=hub,parquet,s3,tensorboard
+RUN pip install --constraint constraints.txt ".[$EXTRAS]"
 
 # Kubernetes knows by the number that this is not root. SkyPilot needs root: --build-arg RUN_AS=0
 RUN useradd --uid 1000 --create-home fivefold && install --directory --owner 1000 --group 1000 /work

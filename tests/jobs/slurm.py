@@ -36,6 +36,7 @@ SchedulerParameters=bf_interval=1,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
+MessageTimeout=60
 KillWait=20
 PreemptMode=REQUEUE
 PreemptType=preempt/partition_prio

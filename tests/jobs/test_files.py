@@ -3,10 +3,12 @@
 `published.json` is cut from those schemas (`tests/jobs/published.py`).
 """
 
+import ast
 import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from fivefold.core.errors import UserError
 from fivefold.jobs import commented, pods
 from fivefold.jobs.commented import Note
 from fivefold.jobs.engines import engine
-from fivefold.jobs.job import Job
+from fivefold.jobs.job import Job, no_option
 from tests.jobs.published import FILE, JOBS, READS, documents
 
 ONE = JOBS[1]  # three nodes of 8 GPUs, for 12 hours
@@ -67,8 +69,9 @@ def test_the_pods_of_kubernetes_are_the_same_under_each_kind() -> None:
     for spec in (job, jobset, runtime):
         assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
         assert spec["activeDeadlineSeconds"] == 12 * 3600
-        first = spec["podFailurePolicy"]["rules"][0]
+        first, saved, drained = spec["podFailurePolicy"]["rules"]
         assert first["action"] == "FailJob" and first["onExitCodes"]["values"] == [UserError.exit_code]
+        assert saved["action"] == drained["action"] == "Ignore" and saved["onExitCodes"]["values"] == [143]
     specs = [spec["template"]["spec"] for spec in (job, jobset, runtime)]
     containers = [spec["containers"][0] for spec in specs]
     for container in containers:
@@ -104,8 +107,49 @@ def test_the_run_file_travels_whole() -> None:
 
 
 def test_what_kubernetes_would_expand_is_kept() -> None:
-    job = of("kubernetes", replace(ONE, overrides=("a=$(HOME)",)))["Job"]
-    assert job["spec"]["template"]["spec"]["containers"][0]["command"][-1] == "a=$$(HOME)"
+    """It reads `$(NAME)` as a variable, and `$$` as `$`."""
+    job = of("kubernetes", replace(ONE, overrides=("a=$(HOME) $$ $$(HOME)",)))["Job"]
+    assert job["spec"]["template"]["spec"]["containers"][0]["command"][-1] == "a=$$(HOME) $$$$ $$$$(HOME)"
+
+
+def test_a_jobset_ends_with_a_wrong_request_and_with_its_time() -> None:
+    """Any other end of its job lets JobSet begin anew, with all of its time."""
+    (rule,) = of("jobset")["JobSet"]["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy", "DeadlineExceeded"]
+
+
+def test_probes_name_whole_paths() -> None:
+    for runs, begins in {"runs": "/work/runs/Notes/", "/work/a": "/work/a/Notes/"}.items():
+        job = of("kubernetes", replace(ONE, runs=runs))["Job"]
+        container = job["spec"]["template"]["spec"]["containers"][0]
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe]["exec"]["command"][-1] == f"{begins}metrics.jsonl"
+
+
+HOSTILE = (
+    "it's", 'a "b"', "a$b", "$(false)", "`false`", "#x", "a: b", "a\nb", "%x", "a\\b", "-x", "模型", "x" * 200, "y",
+    "{{ job }}", "{% raw %}", "a\u2028b\nc", "a\x85b\nc", "a\tb", " a ", "!x", "*a", "&a", "[a", "~", "\ufeffa\n",
+    "a\x0cb\n", "1e3",
+)  # fmt: skip
+
+
+def test_no_text_is_taken_apart(subtests: pytest.Subtests) -> None:
+    """As the engines' own readers read the files. Slurm's shell: `tests/jobs/test_launch.py`."""
+    for text in HOSTILE:
+        name = text if text.isprintable() else "a"
+        run = Path(f"{name}.yaml")
+        job = replace(JOBS[0], run=run, text=f"# {text}", name=name, nodes=2, overrides=(f"data.train={text}",))
+        train = ["train", no_option(run), *job.overrides]
+        with subtests.test(msg=repr(text)):
+            kubernetes, task = of("kubernetes", job), of("skypilot", job)["Task"]
+            assert kubernetes["ConfigMap"]["data"]["run.yaml"] == job.text
+            command = kubernetes["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+            assert command[-1].replace("$$", "$") == job.overrides[0]
+            assert split(task["run"].replace("\\\n", ""))[-4:] == [*train, "run.dir=/volume/runs"]
+            for engine_name in ("ray", "sagemaker"):
+                nodes = ast.walk(ast.parse(engine(engine_name).text(job)))
+                texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+                assert {train[1], train[2]} <= texts
 
 
 def test_a_task_of_skypilot() -> None:
@@ -119,9 +163,10 @@ def test_a_task_of_skypilot() -> None:
 def test_what_an_engine_cannot_run_is_refused() -> None:
     for name, job, said in [
         ("kubernetes", replace(ONE, image=""), "--image"),
-        ("jobset", replace(ONE, code=("objective.path",)), "objective.path names code"),
+        ("jobset", replace(ONE, code={"objective.path": "my_loss.py"}), "objective.path names code"),
         ("skypilot", ONE, "--time"),
         ("skypilot", replace(JOBS[0], run=Path("/a/b.yaml")), "cd to the folder"),
+        ("ray", replace(JOBS[0], run=Path("../b.yaml")), "cd to the folder"),
     ]:
         with pytest.raises(UserError, match=said):
             engine(name).text(job)
@@ -134,6 +179,9 @@ def test_comments_stand_above_what_they_are_about() -> None:
         {"a": {"b": [{"c": 1, "d": "x\ny"}]}, "e": None},
         {"f": [1]},
     ]
+    assert commented.written("", [{"a": ["y", "1e3", "0o17", "yes", "1e3x"]}]).endswith(
+        "a:\n- 'y'\n- '1e3'\n- '0o17'\n- 'yes'\n- 1e3x\n"  # to Go all but the last are no text
+    )
     lines = text.splitlines()
     assert lines[:2] == ["# head", "# of the file"] and max(map(len, lines)) <= commented.WIDTH
     assert lines[lines.index("  - c: 1") - 1] == "  # an item"

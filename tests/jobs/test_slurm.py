@@ -63,11 +63,11 @@ def finish(slurm: Cluster, job: str, seconds: float = 300) -> str:
     return slurm.state(job)
 
 
-def begin_again(slurm: Cluster, job: str) -> None:
-    """Wait until a job is queued again, and spare the two minutes for which Slurm keeps it."""
+def begin_again(slurm: Cluster, job: str, *changes: str) -> None:
+    """Wait until a job is queued again, change it, and spare the two minutes for which Slurm keeps it."""
     slurm.wait(lambda: "Restarts=1 " in slurm.do("scontrol", "show", "job", job) and slurm.state(job) == "PENDING")
     time.sleep(2)  # slurmd refuses a job in the second in which it has ended: its credential is revoked
-    slurm.do("scontrol", "update", f"JobId={job}", "StartTime=now")
+    slurm.do("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
 
 def history(tree: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_a_job_whose_time_is_nearly_over_saves_and_goes_on(slurm: Cluster) -> No
     job = submit(slurm, script(file, time="1h"), "late")
     slurm.wait(lambda: _last(run_dir(tree)) >= 3)
     slurm.do("scontrol", "update", f"JobId={job}", "TimeLimit=4")  # less than 300 s: the signal comes at once
-    begin_again(slurm, job)
+    begin_again(slurm, job, "TimeLimit=60")
     slurm.wait(lambda: len(starts(tree)) == 2)
     begun, again = starts(tree)
     assert 0 == begun["step"] < again["step"]

@@ -17,7 +17,7 @@ import pytest
 from fivefold.config import RunConfig, load_config
 from fivefold.core.errors import RunFailed, UserError
 from fivefold.launch.failure import WorkerDied, failure_file, hang_flag
-from fivefold.launch.folder import claim_fresh, open_folder
+from fivefold.launch.folder import LOCK, check_shared, claim_fresh, holder_of, open_folder
 from fivefold.launch.processes import Workers
 from fivefold.launch.worker import imported
 from fivefold.launch.workers import start_workers, worker_count
@@ -85,6 +85,19 @@ def test_the_demo_takes_a_fresh_name_each_time(tmp_path: Path) -> None:
     names = [claim_fresh(config).run.name for _ in range(3)]
     assert names == ["demo", "demo-2", "demo-3"]
     assert all((tmp_path / name).is_dir() for name in names)
+
+
+def test_a_run_folder_on_a_disk_of_the_node_s_own_is_refused(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}"])
+    open_folder(config)
+    holder = holder_of(config.run_dir)
+    assert f"process {os.getpid()} on" in holder
+    check_shared(config.run_dir, holder, 0)
+    with pytest.raises(UserError, match="another disk"):
+        check_shared(tmp_path / "empty", holder, 0)
+    (config.run_dir / LOCK).write_text("process 1 on node-2\n")  # of an earlier run
+    with pytest.raises(UserError, match="another disk"):
+        check_shared(config.run_dir, holder, 0)
 
 
 def test_the_resolved_file_is_saved_once(tmp_path: Path) -> None:

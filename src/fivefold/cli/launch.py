@@ -47,16 +47,16 @@ def launch(
         raise UserError(
             f"{arguments[0]} is no run file, which comes first", fix="fivefold launch RUN.yaml key=value ..."
         )
-    from fivefold.jobs.launch import Request, save, submitted, written
+    from fivefold.jobs import launch as jobs
 
-    request = Request(run=run, to=to, overrides=overrides, nodes=nodes, devices=devices, time=time, image=image)
-    engine, text, usual = written(request)
+    request = jobs.Request(run=run, to=to, overrides=overrides, nodes=nodes, devices=devices, time=time, image=image)
+    engine, text, usual = jobs.written(request)
     if not (output or submit):
         print(text, end="")
         return
     file = Path(output) if output else usual
-    save(engine, file, text)
+    jobs.save(engine, file, text)
     command = join(engine.submit(file))
     say(f"wrote {file}, {engine.title}" + ("" if submit else f"; submit it with: {command}"))
     if submit:
-        say(submitted(engine, file))
+        say(jobs.submit(engine, file))

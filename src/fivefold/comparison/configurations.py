@@ -11,6 +11,7 @@ from typing import Any
 from fivefold.config import RunConfig, check_supported, load_config
 from fivefold.config.runfile import READ_MORE
 from fivefold.core.errors import UserError
+from fivefold.core.plain_yaml import quoted
 from fivefold.core.violation import refuse
 from fivefold.launch.model import check_model
 from fivefold.launch.workers import gpus, worker_count
@@ -70,11 +71,6 @@ class PlannedRun:
             *self.configuration.overrides, *ALWAYS, f"train.seed={self.seed}", f"run.dir={quoted(out)}",
             f"run.name={quoted(self.name)}",
         ]  # fmt: skip
-
-
-def quoted(text: object) -> str:
-    """Quote any text as a YAML value."""
-    return "'" + str(text).replace("'", "''") + "'"
 
 
 def configurations(

@@ -106,6 +106,19 @@ def read(text: str) -> Any:
     return None if node is None else Builder().build(node)
 
 
+def quoted(text: object) -> str:
+    """Quote any text as a YAML value."""
+    return "'" + str(text).replace("'", "''") + "'"
+
+
+def written(text: str) -> str:
+    """Return the text as a YAML value, quoted unless it is read back as it stands."""
+    try:
+        return text if read(text) == text else quoted(text)
+    except (yaml.YAMLError, NotPlain):
+        return quoted(text)
+
+
 def _scalar(node: yaml.ScalarNode) -> Any:
     text = _text(node)
     if node.tag in _TEXTS or (node.tag in _NUMBERS and _NO_NUMBER.fullmatch(text)):

@@ -1,5 +1,6 @@
 """YAML with comments, which PyYAML does not write: a tree in which a value may carry a note for its reader."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,10 +27,19 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    style = "|" if "\n" in text else None
+    if re.search("[\x85\u2028\u2029]", text):  # ends of lines to YAML: in a block they would become its own
+        style = '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent)
+# What PyYAML reads as text and Kubernetes, in Go, does not: it is quoted.
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("[yYnN]$"), list("yYnN"))
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("[-+]?0o[0-7]+$"), list("-+0"))
 
 
 def written(head: str, documents: Iterable[Any]) -> str:
@@ -40,7 +50,7 @@ def written(head: str, documents: Iterable[Any]) -> str:
 def _document(tree: Any) -> str:
     notes: dict[tuple[str | int, ...], str] = {}
     text = yaml.dump(_plain(tree, (), notes), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-    lines = text.splitlines()
+    lines = text.splitlines()  # of YAML's ends of lines `_represent` leaves no other
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     for mark, path in sorted(((_mark(root, path), path) for path in notes), reverse=True):
         lines[mark[0] : mark[0]] = _comment(notes[path], " " * mark[1])

@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import join
 
-from fivefold.config import load_config
+from fivefold.config import RunConfig, load_config
+from fivefold.config.runfile import CODE, COMMAND_LINE, RunFile
 from fivefold.core.errors import RunFailed, UserError
-from fivefold.core.files import put
+from fivefold.core.files import expanded, put, writing
 from fivefold.core.violation import refuse
 from fivefold.jobs.engines import engine
 from fivefold.jobs.job import Engine, Job
@@ -37,7 +38,16 @@ def job_of(request: Request) -> Job:
     """The job. Raises `UserError` for a run file that cannot be run, or not on as many devices."""
     if not request.run.is_file():
         raise UserError(f"{request.run} is no file, and a job is made of a run file", fix="name one", more=MORE)
+    for text in (str(request.run), *request.overrides, request.image):
+        if not _is_utf8(text):
+            raise UserError(f"{text!a} is not UTF-8, which the file of a job is", fix="name it in UTF-8", more=MORE)
     config = load_config(request.run, request.overrides)
+    if config.train.nodes is not None:
+        raise UserError(
+            f"train.nodes is {config.train.nodes}: each node then starts its own ranks, and a job starts them itself",
+            fix=f"train.nodes=null, with --nodes {request.nodes}; nodes that come and go: docs/howto/elastic.md",
+            more=MORE,
+        )
     on_cpu = config.train.device == "cpu"
     devices = request.devices or (2 if on_cpu else 8)
     if not config.is_automatic:  # packages that are not here may be there
@@ -54,8 +64,40 @@ def job_of(request: Request) -> Job:
         minutes=None if request.time is None else minutes(request.time),
         image=request.image,
         overrides=tuple(request.overrides),
-        code=tuple(config.code),
+        **_named(config, request),
     )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of a command line that are no text
+        return False
+    return True
+
+
+def _named(config: RunConfig, request: Request) -> dict[str, dict[str, str]]:
+    """`Job.code` and `Job.files` of a run."""
+    file = RunFile.read(request.run).overridden(request.overrides)
+    code, files = dict[str, str](), dict[str, str]()
+    for section, key in CODE:
+        if f"{section}.{key}" in config.code:
+            path = file.tree[section][key].rpartition(":")[0]
+            base = Path() if file.place((section, key)) == COMMAND_LINE else request.run.parent
+            code[f"{section}.{key}"] = path
+            files[f"{section}.{key}"] = str(base / expanded(path))
+    for key, sources in {"train": config.data.train, "validation": config.data.validation}.items():
+        for at, source in enumerate(sources if isinstance(sources, tuple) else ()):
+            files[f"data.{key}[{at}].path"] = source.path
+    files |= {
+        "model.name_or_path": config.model.name_or_path,
+        "tokenizer.name_or_path": config.tokenizer.name_or_path,
+        "objective.reference": config.objective.reference,
+        "objective.teacher": config.objective.teacher,
+        "adapter.path": config.adapter.path,
+        "layout.hardware": config.hardware,
+    }
+    return {"code": code, "files": {key: name for key, name in files.items() if name}}
 
 
 def minutes(time: str) -> int:
@@ -72,7 +114,7 @@ def written(request: Request) -> tuple[Engine, str, Path]:
     return chosen, chosen.text(job), Path(f"{job.label}{chosen.suffix}")
 
 
-def submitted(chosen: Engine, file: Path) -> str:
+def submit(chosen: Engine, file: Path) -> str:
     """Submit a file, and return what the engine's program said. Raises `UserError` if it is missing, `RunFailed` if it
     refused."""
     command = list(chosen.submit(file))
@@ -89,7 +131,9 @@ def submitted(chosen: Engine, file: Path) -> str:
 
 def save(chosen: Engine, file: Path, text: str) -> None:
     """Write the file. Raises `UserError` if it cannot be written, or if it is there and was changed."""
-    if file.is_file() and file.read_bytes() != text.encode():
+    with writing(file, instead="--output FILE"):
+        is_another = file.is_file() and file.read_bytes() != text.encode()
+    if is_another:
         raise UserError(
             f"{file} is there, with another content than would be written now",
             fix=f"submit it as it is: {join(chosen.submit(file))}; or name another: --output FILE",

@@ -1,11 +1,13 @@
 """The pods of Kubernetes, the same under each of its kinds of job: what runs, with what, and how it is watched."""
 
-from pathlib import Path
+import os
+from glob import glob
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fivefold.core.errors import UserError
 from fivefold.jobs.commented import Note
-from fivefold.jobs.job import PORT, WRONG, Job
+from fivefold.jobs.job import PORT, SAVED, WRONG, Job, no_option
 
 CONTAINER = "node"  # the name that Kubeflow Trainer asks for
 FOLDER = "/work"  # where the volume is: relative paths of a run file begin there
@@ -14,17 +16,33 @@ GRACE = 300  # seconds from SIGTERM to SIGKILL
 RESTARTS = 10
 KUBECTL = "install kubectl: https://kubernetes.io/docs/tasks/tools"
 GPUS = "nvidia.com/gpu"
+CACHES = {"FIVEFOLD_CACHE": "fivefold", "HF_HOME": "huggingface"}  # environment variables, and their folders
 
 
 def check(job: Job, engine: str) -> None:
-    """Raise `UserError` for a job without an image, or with code beside its run file."""
+    """Raise `UserError` for a job without an image, with code beside its run file, or with files of this machine."""
     job.check_image(engine)
-    if job.code:
-        raise UserError(
-            f"{job.code[0]} names code beside the run file, and a pod has the run file alone",
-            fix=f"put the code on the volume, and write its whole path there: {FOLDER}/my_loss.py:loss",
-            more="docs/start/kubernetes.md",
-        )
+    for key, path in job.code.items():
+        if not _is_on_volume(path):
+            raise UserError(
+                f"{key} names code beside the run file, {path}, and a pod has the run file alone",
+                fix=f"put the code on the volume, and write its whole path there: {FOLDER}/my_loss.py:loss",
+                more="docs/start/kubernetes.md",
+            )
+    lost = {"run.dir": job.runs} | {key: path for key, path in job.files.items() if glob(path)}
+    for key, path in lost.items():
+        if not _is_on_volume(os.path.join(FOLDER, path)):
+            raise UserError(
+                f"{key}: {path} is not on the volume, which pods see as {FOLDER}, and is gone with the pod",
+                fix=f"copy it to the volume, and name it from there: a relative path begins at {FOLDER}"
+                if key != "run.dir"
+                else "run.dir=runs, which is on the volume",
+                more="docs/start/kubernetes.md#2-a-volume",
+            )
+
+
+def _is_on_volume(path: str) -> bool:
+    return PurePosixPath(os.path.normpath(path)).is_relative_to(FOLDER)
 
 
 def metadata(job: Job) -> dict[str, Any]:
@@ -44,7 +62,7 @@ def queued_metadata(job: Job) -> Note:
 
 def apply(file: Path) -> tuple[str, ...]:
     """The command that submits a file of objects."""
-    return ("kubectl", "apply", "-f", str(file))
+    return ("kubectl", "apply", "-f", no_option(file))
 
 
 def run_file(job: Job) -> dict[str, Any]:
@@ -106,8 +124,8 @@ def template(job: Job, *, meets: list[str], subdomain: str = "") -> dict[str, An
 
 
 def _container(job: Job, meets: list[str]) -> dict[str, Any]:
-    metrics = f"{job.runs}/{job.name}/metrics.jsonl"
-    overrides = [override.replace("$(", "$$(") for override in job.overrides]  # Kubernetes reads $(NAME)
+    metrics = str(PurePosixPath(FOLDER, job.runs, job.name, "metrics.jsonl"))  # probes may begin in another folder
+    overrides = [override.replace("$", "$$") for override in job.overrides]  # Kubernetes reads $(NAME), and $$ as $
     torchrun = ["python", "-m", "fivefold.launch.torchrun", *meets, f"--nproc-per-node={job.devices}"]
     return {
         "name": CONTAINER,
@@ -116,6 +134,14 @@ def _container(job: Job, meets: list[str]) -> dict[str, Any]:
         "command": Note(
             [*torchrun, f"--shutdown-timeout={GRACE}", "-m", "fivefold.cli", "train", RUN, *overrides],
             "torchrun, which starts a rank a device, with the exit code of the rank that failed first.",
+        ),
+        "env": Note(
+            [{"name": name, "value": f"{FOLDER}/.cache/{folder}"} for name, folder in CACHES.items()],
+            "Prepared data and models from the hub, once for all pods and their restarts.",
+        ),
+        "envFrom": Note(
+            [{"secretRef": {"name": "fivefold", "optional": True}}],
+            "A secret with what the run reads, such as HF_TOKEN and WANDB_API_KEY, if there is one.",
         ),
         "ports": [{"containerPort": PORT}],
         "resources": {"limits": {GPUS: job.devices}}
@@ -147,7 +173,21 @@ def _container(job: Job, meets: list[str]) -> dict[str, Any]:
     }
 
 
-def wrong_request() -> dict[str, Any]:
-    """The rule of a pod failure policy for a request that would fail again."""
-    exits = {"containerName": CONTAINER, "operator": "In", "values": [WRONG]}
-    return {"action": "FailJob", "onExitCodes": exits}
+def failure_policy() -> dict[str, Any]:
+    """What a job makes of a pod that fails, by its exit code or by what has ended it. Other failures are counted."""
+
+    def exits(code: int) -> dict[str, Any]:
+        return {"containerName": CONTAINER, "operator": "In", "values": [code]}
+
+    return {
+        "rules": [
+            Note({"action": "FailJob", "onExitCodes": exits(WRONG)}, "2: the request is wrong, and would fail again."),
+            Note(
+                {"action": "Ignore", "onExitCodes": exits(SAVED)}, "143: saved on SIGTERM. It begins anew, uncounted."
+            ),
+            Note(
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                "Drained, preempted or evicted: the same.",
+            ),
+        ]
+    }

@@ -4,8 +4,9 @@ import errno
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from shlex import quote
@@ -18,6 +19,7 @@ from fivefold.core.step_folders import steps
 from fivefold.parallel.layout import Layout
 
 LOCK = ".lock"
+_PATIENCE = 70.0  # seconds: NFS remembers for up to 60 that a file was not there
 INSTEAD = "set run.dir to a folder you can write to"
 
 
@@ -59,6 +61,28 @@ def open_folder(config: RunConfig, *, is_shared: bool = False) -> Path:
         if not (config.run_dir / "run.yaml").exists():
             replace(config.run_dir / "run.yaml", config.to_yaml().encode())
     return logs
+
+
+def holder_of(folder: Path) -> str:
+    """What `open_folder` has left in the lock of a run folder: its process and host, "" on a disk without locks."""
+    return (folder / LOCK).read_text(encoding="utf-8")
+
+
+def check_shared(folder: Path, holder: str, patience: float = _PATIENCE) -> None:
+    """Raise `UserError` on a node whose run folder is not the one that the first rank has opened, and where `holder_of`
+    said `holder`. Its checkpoints could not be written."""
+    end = time.monotonic() + patience
+    while True:
+        with suppress(OSError):
+            if holder_of(folder) == holder:
+                return
+        if time.monotonic() > end:
+            raise UserError(
+                f"{folder} of {socket.gethostname()} is not the folder that rank 0 has opened: it is on another disk",
+                fix="set run.dir to a folder that all nodes see",
+                more="docs/start/cluster.md#what-all-machines-need",
+            )
+        time.sleep(0.5)
 
 
 def began_with(config: RunConfig, world: int) -> Layout | None:

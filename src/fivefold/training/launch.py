@@ -19,7 +19,9 @@ from fivefold.launch.failure import WorkerDied, one_voice, put_aside, said_once
 from fivefold.launch.folder import (
     began_with,
     best_kept_step,
+    check_shared,
     claim_fresh,
+    holder_of,
     last_logged_step,
     last_saved_step,
     named,
@@ -95,11 +97,19 @@ def run(
             config = config.with_layout(Layout.parse(checkpoint.on_first_rank(lambda: str(settled().layout))))
         if is_fresh:
             config = named(config, checkpoint.on_first_rank(lambda: claim_fresh(config).run.name))
-        checkpoint.on_first_rank(lambda: put_aside(open_folder(config)))
+        holder = checkpoint.on_first_rank(lambda: _opened(config))
+        if here.size > here.local_size:
+            check_shared(config.run_dir, holder)
         if prove:
             prove(config, config.layout.resolve(here.size))
         execute(BODY, {"config": config.to_yaml(), "events": listener}, here)
     return config.run_dir
+
+
+def _opened(config: RunConfig) -> str:
+    """Open the run folder, and return who holds it."""
+    put_aside(open_folder(config))
+    return holder_of(config.run_dir)
 
 
 def _on_nodes(config: RunConfig, nproc: int | None, prove: Prove | None, listener: Listener | None) -> Path:

@@ -34,8 +34,12 @@ def spec(job: Job, meets: list[str], labels: dict[str, str] | None = None) -> di
             ),
             "rules": [
                 Note(
-                    {"name": "wrong-request", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-                    "But not after exit code 2, below.",
+                    {
+                        "name": "over",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
+                    },
+                    "But not after exit code 2, below, nor once its time is over.",
                 )
             ],
         },
@@ -50,10 +54,8 @@ def spec(job: Job, meets: list[str], labels: dict[str, str] | None = None) -> di
                         "parallelism": job.nodes,
                         "completionMode": "Indexed",
                         **pods.deadline(job),
-                        "backoffLimit": Note(0, "No pod begins anew alone."),
-                        "podFailurePolicy": {
-                            "rules": [Note(pods.wrong_request(), "2: the request is wrong, and would fail again.")]
-                        },
+                        "backoffLimit": Note(0, "A pod that fails ends the others."),
+                        "podFailurePolicy": pods.failure_policy(),
                         "template": pods.template(job, meets=meets),
                     },
                 },

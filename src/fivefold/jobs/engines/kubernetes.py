@@ -4,7 +4,7 @@ from typing import Any
 
 from fivefold.jobs import commented, pods
 from fivefold.jobs.commented import Note
-from fivefold.jobs.job import PORT, SAVED, Engine, Job
+from fivefold.jobs.job import PORT, Engine, Job
 
 
 def text(job: Job) -> str:
@@ -30,7 +30,6 @@ def _service(job: Job) -> dict[str, Any]:
 def _job(job: Job) -> dict[str, Any]:
     meets = [f"--nnodes={job.nodes}", "--node-rank=$(JOB_COMPLETION_INDEX)"]
     meets += [f"--master-addr={job.label}-0.{job.label}", f"--master-port={PORT}"]
-    saved = {"containerName": pods.CONTAINER, "operator": "In", "values": [SAVED]}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -45,18 +44,7 @@ def _job(job: Job) -> dict[str, Any]:
                 f"Pods that may fail: {pods.RESTARTS} times all of them. When one is lost the others fail too, and "
                 "each begins anew. The run goes on from its newest checkpoint.",
             ),
-            "podFailurePolicy": {
-                "rules": [
-                    Note(pods.wrong_request(), "2: the request is wrong, and would fail again."),
-                    Note(
-                        {"action": "Ignore", "onExitCodes": saved}, "143: saved on SIGTERM. It begins anew, uncounted."
-                    ),
-                    Note(
-                        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                        "Drained, preempted or evicted: the same.",
-                    ),
-                ]
-            },
+            "podFailurePolicy": pods.failure_policy(),
             "template": pods.template(job, meets=meets, subdomain=job.label),
         },
     }

@@ -1,9 +1,10 @@
 """SageMaker: a script that makes a training job with the SDK's own `ModelTrainer` (version 3 of `sagemaker`)."""
 
+import sys
 from pathlib import Path
 
 from fivefold.core.errors import UserError
-from fivefold.jobs.job import Engine, Job
+from fivefold.jobs.job import LEFT, Engine, Job, no_option
 from fivefold.jobs.template import filled
 
 INSTANCES = {8: "ml.p5.48xlarge", 4: "ml.g6e.12xlarge", 1: "ml.p5.4xlarge"}  # by their GPUs: H100, L40S, H100
@@ -16,12 +17,7 @@ HOURS = 24
 def text(job: Job) -> str:
     """The script, `sagemaker.py.j2` filled in. Raises `UserError` for what SageMaker cannot do."""
     job.check_image("sagemaker")
-    if job.run.is_absolute() or ".." in job.run.parts:
-        raise UserError(
-            f"{job.run} is not below the current folder, which travels to the job",
-            fix="cd to the folder of the run file, and name it from there",
-            more="docs/start/sagemaker.md",
-        )
+    job.check_travels("SageMaker", left=LEFT)
     if not job.on_cpu and job.devices not in INSTANCES:
         *some, last = sorted(map(str, INSTANCES))
         raise UserError(
@@ -36,6 +32,7 @@ def text(job: Job) -> str:
         job,
         arguments=[*job.arguments, f"run.dir={runs}", *workers],
         runs=runs,
+        left=LEFT,
         channel=CHANNEL,
         instance=ON_CPU if job.on_cpu else INSTANCES[job.devices],
         seconds=60 * (job.minutes or HOURS * 60),
@@ -47,7 +44,7 @@ ENGINE = Engine(
     title="a script that starts a training job",
     suffix=".py",
     text=text,
-    submit=lambda file: ("python", str(file)),
+    submit=lambda file: (sys.executable, no_option(file)),  # the one that has the SDK
     install="pip install 'fivefold[sagemaker]'",
     package="sagemaker",
 )

@@ -6,7 +6,7 @@ from typing import Any
 from fivefold.core.errors import UserError
 from fivefold.jobs import commented
 from fivefold.jobs.commented import Note
-from fivefold.jobs.job import PORT, SAVED, Engine, Job
+from fivefold.jobs.job import PORT, SAVED, Engine, Job, no_option
 
 VOLUME = "/volume"  # where the folder is that all nodes share
 
@@ -14,12 +14,7 @@ VOLUME = "/volume"  # where the folder is that all nodes share
 def text(job: Job) -> str:
     """The task."""
     job.check_image("skypilot")
-    if job.run.is_absolute() or ".." in job.run.parts:
-        raise UserError(
-            f"{job.run} is not below the current folder, and SkyPilot copies that one to the nodes",
-            fix="cd to the folder of the run file, and name it from there",
-            more="docs/start/cluster.md",
-        )
+    job.check_travels("SkyPilot")
     if job.minutes is not None:
         raise UserError("SkyPilot has no limit of the time that a job takes", fix="leave --time out")
     return commented.written(job.head, [_task(job)])
@@ -35,7 +30,11 @@ def _task(job: Job) -> dict[str, Any]:
         "name": job.label,
         "num_nodes": job.nodes,
         "resources": _resources(job),
-        "workdir": Note(".", "The current folder, with the run file and its data, is copied to each node."),
+        "workdir": Note(
+            ".",
+            "The current folder, with the run file and its data, is copied to each node, without what .skyignore "
+            "names, or where there is none .gitignore: data that git ignores would be missing there.",
+        ),
         **({"volumes": volumes} if job.nodes > 1 else {}),
         "run": Note(
             _commands(job),
@@ -86,6 +85,6 @@ ENGINE = Engine(
     title="a task of SkyPilot",
     suffix=".sky.yaml",
     text=text,
-    submit=lambda file: ("sky", "jobs", "launch", "--yes", str(file)),
+    submit=lambda file: ("sky", "jobs", "launch", "--yes", "--detach-run", no_option(file)),
     install="pip install skypilot, with an extra for each cloud: https://docs.skypilot.co",
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 from shlex import join
 
 from fivefold.core.errors import UserError
-from fivefold.jobs.job import Engine, Job
+from fivefold.jobs.job import Engine, Job, no_option, override
 from fivefold.jobs.template import filled
 
 SAVES = 300  # seconds before the end of the allotment at which Slurm sends SIGTERM to the tasks
@@ -18,10 +18,13 @@ def text(job: Job) -> str:
             f"--time of {job.minutes} minutes: the last {SAVES} s are for a save, and nothing would be trained before",
             fix=f"--time {2 * SAVES // 60}m or more",
         )
+    before, _, behind = override("run.name", f"{job.name}-0").rpartition("0")
     return filled(
         Path(__file__).with_suffix(".sbatch.j2"),
         job,
-        run=job.run.as_posix(),
+        run=no_option(job.run),
+        array_name=(before, behind),
+        folder=f"{job.runs}/{job.name}",
         overrides=join(job.overrides),
         time=f"{job.minutes // 60}:{job.minutes % 60:02}:00" if job.minutes else "",
         saves=SAVES,
@@ -34,6 +37,6 @@ ENGINE = Engine(
     title="a batch script for sbatch",
     suffix=".sbatch",
     text=text,
-    submit=lambda file: ("sbatch", str(file)),
+    submit=lambda file: ("sbatch", no_option(file)),
     install="run this on a login node of the cluster, or install Slurm's commands: apt install slurm-client",
 )
