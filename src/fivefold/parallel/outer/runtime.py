@@ -81,13 +81,22 @@ class OuterSteps:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the kinds of tensors that are this replica's own; empty if replicas are the same."""
+        """Prefix of the kinds of tensors and numbers that are this replica's own; empty if replicas are the same."""
         return f"{_APART}{self.plan.placement.coords.dp_replicate}/" if self.is_on else ""
 
     @staticmethod
     def is_of_replica(kind: str) -> bool:
         """True if a kind of a checkpoint's tensors is one replica's own."""
         return kind.startswith(_APART) and "/" in kind
+
+    def own(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """This replica's numbers of a parameter, by kind; one that no replica is named with is of all of them, as in
+        checkpoints that had one for all."""
+        return {
+            kind.removeprefix(self.prefix): number
+            for kind, number in numbers.items()
+            if kind.startswith(self.prefix) or not self.is_of_replica(kind)
+        }
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
         """This rank's part of what the replicas have in common of a parameter, by kind."""
