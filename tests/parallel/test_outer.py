@@ -1,6 +1,6 @@
 """Outer steps: what replicas that train apart compute, beside the formulas of the paper (arXiv:2311.08105) by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fivefold.checkpoint.size import manifest_bytes
@@ -16,6 +17,8 @@ from fivefold.models.build import build_meta
 from fivefold.models.discover import facts_of
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import by_group, differing, summed, total
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.outer import spec
@@ -25,6 +28,7 @@ from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
 from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, hf_config, pieces, proof, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 RATE, MOMENTUM, STEPS = 0.7, 0.9, 5
 RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2")
@@ -155,6 +159,57 @@ def test_a_meeting_after_every_step_of_sgd_is_training_without_outer_steps() -> 
     start = reference_model(Case("dp2"))
     moved = [np.abs(now - start.get_parameter(name).detach().numpy()).max() for name, _, now in apart[0]["weights"]]
     assert min(moved) > 1e-5 and max(moved) > 1e-3
+
+
+def meet(case: Case) -> tuple[int, list[tuple[Any, ...]]]:
+    """The replica of this rank, and its weights after a meeting of replicas that have come different ways."""
+    model = build(case)
+    state = state_of(model)
+    ways = ways_of(state.placement.stored_shapes, case.parsed.dp_replicate)
+    state.outer.begin(model, **PLAIN)
+    for name, parameter in model.named_parameters():
+        for whole, here in state.placement.regions(name):
+            local(parameter.data)[here] -= ways[name][state.placement.coords.dp_replicate][whole]
+    state.outer.step()
+    return state.placement.coords.dp_replicate, pieces(model, dict(model.named_parameters()))
+
+
+def ways_of(shapes: Mapping[str, tuple[int, ...]], replicas: int) -> dict[str, torch.Tensor]:
+    """How far each replica comes: numbers of many sizes, whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(replicas, *shapes[name], generator=generator) ** 5 / 64 for name in sorted(shapes)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp3", "dp2.shard2", put_off("dp3.shard2"), put_off("dp2.tp2"), put_off("dp4")])
+def test_replicas_go_on_from_a_meeting_with_the_same_bits(layout: str) -> None:
+    """Those of the mean in the order of replicas, whatever else a layout does: a checkpoint goes on under others."""
+    case = Case(f"{layout}+fp32+outer2", rows=12)
+    per_rank = run_ranks(case.parsed.world, meet, case)
+    start = dict(reference_model(case, torch.float32).named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in start.items()}
+    ways = ways_of(shapes, case.parsed.dp_replicate)
+    for copy in range(case.parsed.dp_replicate):
+        found = gathered([weights for at, weights in per_rank if at == copy], shapes)
+        for name, parameter in start.items():
+            weight = parameter.detach()
+            come = [weight - (weight - way) for way in ways[name]]
+            expected = weight - sum(come[1:], come[0]) / len(come)
+            np.testing.assert_array_equal(found[name], expected.numpy(), err_msg=f"{name} of replica {copy}")
+
+
+def mean_of(numbers: int) -> list[tuple[float, ...]]:
+    """The mean over ranks in a group that sums by gloo, beside that of all of them in order."""
+    group, parts = dist.new_group(), torch.randn(3, numbers, generator=torch.Generator().manual_seed(4)).mul(9).exp()
+    expected = (parts[0] + parts[1] + parts[2]) / 3
+    return list(zip(mean_in_order(parts[dist.get_rank()], group).tolist(), expected.tolist(), strict=True))
+
+
+@pytest.mark.full
+def test_a_mean_is_in_the_order_of_ranks() -> None:
+    """Of few numbers and of many, which an all-reduce divides otherwise. 3 divides none of them."""
+    for numbers in (1, 8, 1000):
+        assert all(found == expected for pairs in run_ranks(3, mean_of, numbers) for found, expected in pairs)
 
 
 def test_what_does_not_go_with_outer_steps_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 Between two outer steps every replica trains its own weights on its own rows. An outer step takes the mean over the
 replicas of how far each has come, outer weights minus its weights, as the gradient of SGD with Nesterov momentum on the
-outer weights, and every replica goes on from these. The optimizer state of a replica stays its own.
+outer weights, and every replica goes on from these, with the same bits. The optimizer state of a replica stays its own.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.outer.spec import averaged, buckets
 from fivefold.parallel.plan import ParallelPlan
 
@@ -62,9 +63,7 @@ class OuterSteps:
         for names in buckets({name: weight.numel() for name, weight in self.weights.items()}):
             weights = [self.weights[name] for name in names]
             moved = [weight - local(self._parameters[name]) for name, weight in zip(names, weights, strict=True)]
-            mean = torch.cat([part.flatten() for part in moved])
-            dist.all_reduce(mean, group=self.group)
-            mean /= self.group.size()
+            mean = mean_in_order(torch.cat([part.flatten() for part in moved]), self.group)
             parts = torch.split(mean, [weight.numel() for weight in weights])
             for weight, part in zip(weights, parts, strict=True):
                 weight.grad = part.view_as(weight)
