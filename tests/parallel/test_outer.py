@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 
 from fivefold.checkpoint.size import manifest_bytes
 from fivefold.core.errors import UserError
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.build import build_meta
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import by_group, differing, summed, total
@@ -24,6 +27,9 @@ from fivefold.parallel.lower import lower
 from fivefold.parallel.outer import spec
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.price import PriceList
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
 from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, hf_config, pieces, proof, reference_model
@@ -31,7 +37,7 @@ from tests.pool import run_ranks
 from tests.tiers import put_off
 
 RATE, MOMENTUM, STEPS = 0.7, 0.9, 5
-RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2")
+RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2", "dp2.shard4+hpz2+hier2+mb1")
 NESTEROV = {"learning_rate": RATE, "momentum": MOMENTUM, "nesterov": True}
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 Inner = Callable[[Any], torch.optim.Optimizer]
@@ -84,7 +90,8 @@ def by_hand(case: Case, start: nn.Module) -> tuple[list[float], list[float], lis
     for step in range(STEPS):
         rows = documents(case, step)
         targets = sum(len(document) - 1 for row in rows for document in row)
-        shares = np.array_split(np.arange(len(rows)).reshape(-1, layout.dp_replicate, len(rows) // 4), 2, axis=1)
+        size = layout.dp_shard * layout.micro_batch_size
+        shares = np.array_split(np.arange(len(rows)).reshape(-1, layout.dp_replicate, size), 2, axis=1)
         summed_up, squares = 0.0, []
         for model, optimizer, own in zip(replicas, optimizers, shares, strict=True):
             loss = sum(_cross_entropies(model, document) for row in own.flatten() for document in rows[row])
@@ -230,6 +237,21 @@ def test_a_checkpoint_has_each_replica_and_what_they_have_in_common() -> None:
     states = [*plain.shards] * 2
     assert 3 * manifest_bytes(apart, states) == 8 * manifest_bytes(plain, states)
     assert 3 * apart.checkpoint_bytes(states, 4) == 8 * plain.checkpoint_bytes(states, 4)
+
+
+def test_a_plan_divides_an_outer_step_by_its_period_and_counts_what_replicas_keep() -> None:
+    """Of Llama 3.2 1B, whose 1,235,814,400 numbers lie on 8 devices of each of two nodes, in fp32: half of what a
+    device has goes to the other node to be summed, and half of it comes back, over 2 GB/s."""
+    cluster, numbers = Cluster.parse("2x8xH100"), 1_235_814_400 // 8
+    slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0))
+    priced = PriceList(facts_of_config("llama-3.2-1b"), replace(cluster, node=slow), ENGINES["fivefold"])
+    apart, at_once, summed_up = (
+        Step(priced, Layout.parse(f"dp2.shard8{words}"), Workload(512, 16)) for words in ("+outer50", "+outer1", "")
+    )
+    assert at_once.edges.outer == pytest.approx(50 * apart.edges.outer) and summed_up.edges.outer == 0
+    assert 1 < at_once.edges.outer / (4 * numbers / 2e9) < 1.1
+    more = apart.memory_of(0)["parameters"] - summed_up.memory_of(0)["parameters"]
+    assert more == pytest.approx(2 * 4 * numbers, rel=1e-3)
 
 
 def test_buckets_hold_every_parameter_once_in_order() -> None:
