@@ -593,6 +593,7 @@ RULES: tuple[tuple[str, Callable[..., Any], tuple[Case, ...]], ...] = (
     )),
     ("Ranks of a node", NodeKeys.rank_violations, (
         Case("shard16+hpz6", world=16), Case("shard8+hpz8", world=8), Case("shard16.ep8+hpz4", world=16),
+        Case("shard8.tp2.ep8+hpz2", world=16),
         Case("shard16+hier6", world=16), Case("shard2+hier2", world=2), Case("tp2+qwz", world=2),
         Case("shard4.ep4+qwz", world=4),
     )),

@@ -55,7 +55,10 @@ def test_no_number_changes(layout: str, hpz: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("line", [put_off("step shard4+hpz2+full llama"), "step shard4.ep2+hpz2 mixtral"])
+@pytest.mark.parametrize(
+    "line",
+    ["step shard4.ep2+hpz2 mixtral", *map(put_off, ("step shard4+hpz2+full llama", "step shard4.tp2+hpz2 llama"))],
+)
 def test_a_layout_is_proved_with_it(line: str, tmp_path: Any) -> None:
     """Under ep2 two ranks have all experts between them, so each keeps its own."""
     case = ProvedCase.parse(line)

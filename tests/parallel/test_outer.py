@@ -1,33 +1,43 @@
 """Outer steps: what replicas that train apart compute, beside the formulas of the paper (arXiv:2311.08105) by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fivefold.checkpoint.size import manifest_bytes
 from fivefold.core.errors import UserError
+from fivefold.hardware.cluster import Cluster
 from fivefold.models.build import build_meta
+from fivefold.models.config_facts import facts_of_config
 from fivefold.models.discover import facts_of
 from fivefold.parallel import legality
 from fivefold.parallel.collectives import by_group, differing, summed, total
+from fivefold.parallel.dtensor import local
+from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.layout import Layout
 from fivefold.parallel.lower import lower
 from fivefold.parallel.outer import spec
 from fivefold.parallel.recorder import record
 from fivefold.parallel.state import state_of
+from fivefold.planner.engines import ENGINES
+from fivefold.planner.estimate import Step, Workload
+from fivefold.planner.price import PriceList
 from fivefold.training import step as training_step
 from fivefold.training.optimizers import build_optimizer
 from tests.parity import OPTIONS, Case, batch_of, build, documents, gathered, hf_config, pieces, proof, reference_model
 from tests.pool import run_ranks
+from tests.tiers import put_off
 
 RATE, MOMENTUM, STEPS = 0.7, 0.9, 5
-RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2")
+RARE = ("dp2.shard2+mb1+zero1", "dp2.tp2+mb2", "dp2.pp2+mb2", "dp2.cp2+mb2", "dp2.shard4+hpz2+hier2+mb1")
 NESTEROV = {"learning_rate": RATE, "momentum": MOMENTUM, "nesterov": True}
 PLAIN = {"learning_rate": 1.0, "momentum": 0.0, "nesterov": False}
 Inner = Callable[[Any], torch.optim.Optimizer]
@@ -80,7 +90,8 @@ def by_hand(case: Case, start: nn.Module) -> tuple[list[float], list[float], lis
     for step in range(STEPS):
         rows = documents(case, step)
         targets = sum(len(document) - 1 for row in rows for document in row)
-        shares = np.array_split(np.arange(len(rows)).reshape(-1, layout.dp_replicate, len(rows) // 4), 2, axis=1)
+        size = layout.dp_shard * layout.micro_batch_size
+        shares = np.array_split(np.arange(len(rows)).reshape(-1, layout.dp_replicate, size), 2, axis=1)
         summed_up, squares = 0.0, []
         for model, optimizer, own in zip(replicas, optimizers, shares, strict=True):
             loss = sum(_cross_entropies(model, document) for row in own.flatten() for document in rows[row])
@@ -157,6 +168,57 @@ def test_a_meeting_after_every_step_of_sgd_is_training_without_outer_steps() -> 
     assert min(moved) > 1e-5 and max(moved) > 1e-3
 
 
+def meet(case: Case) -> tuple[int, list[tuple[Any, ...]]]:
+    """The replica of this rank, and its weights after a meeting of replicas that have come different ways."""
+    model = build(case)
+    state = state_of(model)
+    ways = ways_of(state.placement.stored_shapes, case.parsed.dp_replicate)
+    state.outer.begin(model, **PLAIN)
+    for name, parameter in model.named_parameters():
+        for whole, here in state.placement.regions(name):
+            local(parameter.data)[here] -= ways[name][state.placement.coords.dp_replicate][whole]
+    state.outer.step()
+    return state.placement.coords.dp_replicate, pieces(model, dict(model.named_parameters()))
+
+
+def ways_of(shapes: Mapping[str, tuple[int, ...]], replicas: int) -> dict[str, torch.Tensor]:
+    """How far each replica comes: numbers of many sizes, whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(replicas, *shapes[name], generator=generator) ** 5 / 64 for name in sorted(shapes)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["dp3", "dp2.shard2", put_off("dp3.shard2"), put_off("dp2.tp2"), put_off("dp4")])
+def test_replicas_go_on_from_a_meeting_with_the_same_bits(layout: str) -> None:
+    """Those of the mean in the order of replicas, whatever else a layout does: a checkpoint goes on under others."""
+    case = Case(f"{layout}+fp32+outer2", rows=12)
+    per_rank = run_ranks(case.parsed.world, meet, case)
+    start = dict(reference_model(case, torch.float32).named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in start.items()}
+    ways = ways_of(shapes, case.parsed.dp_replicate)
+    for copy in range(case.parsed.dp_replicate):
+        found = gathered([weights for at, weights in per_rank if at == copy], shapes)
+        for name, parameter in start.items():
+            weight = parameter.detach()
+            come = [weight - (weight - way) for way in ways[name]]
+            expected = weight - sum(come[1:], come[0]) / len(come)
+            np.testing.assert_array_equal(found[name], expected.numpy(), err_msg=f"{name} of replica {copy}")
+
+
+def mean_of(numbers: int) -> list[tuple[float, ...]]:
+    """The mean over ranks in a group that sums by gloo, beside that of all of them in order."""
+    group, parts = dist.new_group(), torch.randn(3, numbers, generator=torch.Generator().manual_seed(4)).mul(9).exp()
+    expected = (parts[0] + parts[1] + parts[2]) / 3
+    return list(zip(mean_in_order(parts[dist.get_rank()], group).tolist(), expected.tolist(), strict=True))
+
+
+@pytest.mark.full
+def test_a_mean_is_in_the_order_of_ranks() -> None:
+    """Of few numbers and of many, which an all-reduce divides otherwise. 3 divides none of them."""
+    for numbers in (1, 8, 1000):
+        assert all(found == expected for pairs in run_ranks(3, mean_of, numbers) for found, expected in pairs)
+
+
 def test_what_does_not_go_with_outer_steps_is_refused() -> None:
     for text, what in (
         ("shard2+outer5", "dp_replicate is 1"), ("dp2+outer5+offload_optimizer", "optimizer state in host memory"),
@@ -175,6 +237,21 @@ def test_a_checkpoint_has_each_replica_and_what_they_have_in_common() -> None:
     states = [*plain.shards] * 2
     assert 3 * manifest_bytes(apart, states) == 8 * manifest_bytes(plain, states)
     assert 3 * apart.checkpoint_bytes(states, 4) == 8 * plain.checkpoint_bytes(states, 4)
+
+
+def test_a_plan_divides_an_outer_step_by_its_period_and_counts_what_replicas_keep() -> None:
+    """Of Llama 3.2 1B, whose 1,235,814,400 numbers lie on 8 devices of each of two nodes, in fp32: half of what a
+    device has goes to the other node to be summed, and half of it comes back, over 2 GB/s."""
+    cluster, numbers = Cluster.parse("2x8xH100"), 1_235_814_400 // 8
+    slow = replace(cluster.node, between=replace(cluster.node.between, gbs=2.0))
+    priced = PriceList(facts_of_config("llama-3.2-1b"), replace(cluster, node=slow), ENGINES["fivefold"])
+    apart, at_once, summed_up = (
+        Step(priced, Layout.parse(f"dp2.shard8{words}"), Workload(512, 16)) for words in ("+outer50", "+outer1", "")
+    )
+    assert at_once.edges.outer == pytest.approx(50 * apart.edges.outer) and summed_up.edges.outer == 0
+    assert 1 < at_once.edges.outer / (4 * numbers / 2e9) < 1.1
+    more = apart.memory_of(0)["parameters"] - summed_up.memory_of(0)["parameters"]
+    assert more == pytest.approx(2 * 4 * numbers, rel=1e-3)
 
 
 def test_buckets_hold_every_parameter_once_in_order() -> None:

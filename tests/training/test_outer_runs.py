@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.checkpoint import Checkpoint, step_folder
 from fivefold.config import RunConfig, check_supported
 from fivefold.core.errors import UserError
-from tests.training.bodies import Stopped, column, run_file, same, state, train
+from tests.training.bodies import Stopped, column, run_dir, run_file, same, state, train
 
 OPTIONS: dict[str, Any] = {
     "layout__dp_replicate": 2, "outer__every": 3, "train__max_steps": 7, "train__check_every": 1,
@@ -45,6 +46,46 @@ def test_a_run_goes_on_bitwise_from_the_middle_of_a_period(tmp_path: Path) -> No
     without["train"]["max_steps"], without["outer"] = 8, {}
     refused = train(without).error
     assert isinstance(refused, UserError) and "outer.every is (not set), but" in refused.what
+
+
+# A rate for each tensor, from the norms of what a replica has seen: a number that is its own.
+TRUST = """
+import torch
+
+class Trust(torch.optim.Optimizer):  # as LAMB has it, arXiv:1904.00962
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["ratio"], state["seen"] = 0.0, torch.zeros(())
+                state["seen"] += 1
+                state["ratio"] = 0.9 * state["ratio"] + 0.1 * float(p.norm() / (p.grad.norm() + 1e-6))
+                ratio = min(state["ratio"] / (1 - 0.9 ** float(state["seen"])), 10.0)
+                p.add_(p.grad + group["weight_decay"] * p, alpha=-group["lr"] * ratio)
+"""
+
+
+@pytest.mark.full
+def test_a_replica_goes_on_with_its_own_numbers(tmp_path: Path) -> None:
+    """Of a user's optimizer, in the middle of a period; a period later the weights of all replicas depend on them."""
+    (tmp_path / "trust.py").write_text(TRUST)
+    rule = {"name": "python", "path": f"{tmp_path / 'trust.py'}:Trust", "learning_rate": 1e-2, "weight_decay": 0.1}
+    alone, stopped = (
+        run_file(tmp_path, **OPTIONS, run__name=name) | {"optimizer": rule} for name in ("alone", "stopped")
+    )
+    assert train(alone).error is None
+    assert isinstance(train(stopped, stop_at=6).error, Stopped)
+    numbers = Checkpoint.open(run_dir(stopped) / "checkpoints" / step_folder(4)).manifest.scalars[NAME]
+    assert {*numbers} == {f"replica{at}/{kind}" for at in (0, 1) for kind in ("ratio", "seen")}
+    assert numbers["replica0/ratio"] != numbers["replica1/ratio"]
+    assert train(stopped).error is None
+    assert column(stopped, "train/loss") == column(alone, "train/loss")
+    assert same(state(stopped, 7), state(alone, 7))
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,15 @@ step shard2.tp2+mb2 olmo2-kv4-dpo
 step tp4+mb4 olmo2
 step shard2.tp2.ep4+mb2 mixtral
 step shard4.ep2 mixtral
+step shard4.ep2+hpz2+hier2+qwz gpt_oss/3
+step dp2 gpt2-pdrop-balanced
 load shard2 phi3-inner56
 load shard2.tp2 phi3-inner56
 load shard2.ep2 deepseek_v3
 run shard2 llama
 run tp2 llama
 run shard2.tp2 llama
+run dp2+outer1 llama
 """.strip().splitlines()
 
 

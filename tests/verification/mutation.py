@@ -226,12 +226,14 @@ def _run(layout: str, folder: Path, name: str | None, *, steps: int, whole: bool
     """Half of a run, sound; then the rest with the fault: what its standing checks say. `whole`: then the rest once
     more without checks, for its losses."""
     place, half = folder / f"run-{layout}", max(2, steps // 2)
-    degrees = {name: getattr(Layout.parse(layout), name) for name in DEGREES.values()}
+    parsed = Layout.parse(layout)
+    degrees = {name: getattr(parsed, name) for name in DEGREES.values()}
     place.mkdir(parents=True, exist_ok=True)
     tree = bodies.run_file(
         place, train__max_steps=2 * half, train__check_every=1, checkpoint__every=half, train__micro_batch_size=2,
+        outer__every=parsed.outer_every,
     ) | {"layout": degrees}  # fmt: skip
-    world, first = Layout.parse(layout).world, place / "sound"
+    world, first = parsed.world, place / "sound"
     if not first.exists():
         _ranks(world, run_on_rank, tree, None, half + 1)
         shutil.copytree(place / "run", first)

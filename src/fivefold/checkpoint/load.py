@@ -204,6 +204,7 @@ def restore(
     if optimizer is None:
         return
     _load_apart(model, checkpoint, kinds)
+    outer = state_of(model).outer
     sources = [(kind, checkpoint.source(there)) for kind, there in kinds.items() if kind != WEIGHT]
     devices, types = _scalar_devices(optimizer), checkpoint.state.get(SCALARS) or types or {}
     for name, parameter in model.named_parameters():
@@ -211,7 +212,7 @@ def restore(
             continue
         state: dict[str, Any] = {
             key: number_of_type(value, types.get(key, "float32"), devices[parameter])
-            for key, value in checkpoint.manifest.scalars.get(name, {}).items()
+            for key, value in outer.own(checkpoint.manifest.scalars.get(name, {})).items()
         }
         for kind, source in sources:
             if name in source.names():

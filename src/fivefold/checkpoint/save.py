@@ -331,8 +331,9 @@ def _check_type(kind: str, name: str, tensor: Tensor) -> None:
 
 
 def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
-    """The optimizer's scalars per parameter, such as its step count."""
-    placement, found = state_of(model).placement, dict[str, dict[str, Any]]()
+    """The optimizer's scalars per parameter, such as its step count; those of a replica that trains apart are its
+    own."""
+    placement, outer, found = state_of(model).placement, state_of(model).outer, dict[str, dict[str, Any]]()
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         once = {key: value for key, value in state.items() if key not in _per_element(state) and value is not None}
@@ -342,8 +343,8 @@ def _scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
                 "holds",
                 fix="save the model alone: ff.save(model, None, path)",
             )
-        if once and placement.is_owner(name):
-            found[name] = once
+        if once and placement.is_owner(name, within_copy=outer.is_on):
+            found[name] = {outer.prefix + key: value for key, value in once.items()}
     numbers = iter(_floats([value for once in found.values() for value in once.values()]))
     return {name: {key: next(numbers) for key in once} for name, once in found.items()}
 
@@ -514,7 +515,9 @@ def _manifest(snapshot: _Snapshot, parts: Sequence[Contents], texts: dict[str, F
         for kind, records in part.tensors.items()
         for name, record in records.items()
     )
-    scalars = {name: values for part in parts for name, values in part.scalars.items()}
+    scalars: dict[str, dict[str, float]] = {}
+    for name, values in (item for part in parts for item in part.scalars.items()):
+        scalars[name] = scalars.get(name, {}) | values
     return Manifest(
         step=snapshot.about.step,
         layout=snapshot.layout,

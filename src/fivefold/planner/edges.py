@@ -9,6 +9,7 @@ import numpy as np
 from fivefold.hardware.cluster import Span
 from fivefold.parallel.collectives import Call
 from fivefold.parallel.layout import Layout
+from fivefold.parallel.outer import spec as outer
 from fivefold.parallel.ranks import Axis
 from fivefold.planner.compute import traffic_seconds
 from fivefold.planner.links import seconds
@@ -67,16 +68,16 @@ def edges_of(price_list: PriceList, shards: Shards, content: Content, layout: La
         last=max((took for took, _ in over), default=0.0),
         reductions=sum(unit.reduce_seconds * count for unit, count in units),
         sums=sums,
-        outer=0.0 if is_summed else _outer_seconds(price_list, shards, held, replicas) / layout.outer_every,
+        outer=0.0 if is_summed else _outer_seconds(price_list, layout, shards, held, replicas) / layout.outer_every,
     )
 
 
-def _outer_seconds(price_list: PriceList, shards: Shards, held: float, replicas: Span) -> float:
+def _outer_seconds(price_list: PriceList, layout: Layout, shards: Shards, held: float, replicas: Span) -> float:
     """Seconds of an outer step: the mean over replicas, and SGD with momentum on the outer weights."""
-    size = int(held) * shards.shape.master_bytes
-    mean = Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="step")
-    update = traffic_seconds(price_list.cluster.chip, OUTER_TRAFFIC * size)
-    return seconds(price_list.cluster, replicas, mean) + float(update)
+    width, cluster = shards.shape.master_bytes, price_list.cluster
+    mean = outer.mean_calls(int(held), layout.copies_apart, width)
+    update = traffic_seconds(cluster.chip, OUTER_TRAFFIC * int(held) * width)
+    return sum(seconds(cluster, replicas, call) for call in mean) + float(update)
 
 
 def tied_call(shards: Shards, content: Content, layout: Layout) -> Call | None:

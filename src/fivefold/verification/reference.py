@@ -62,10 +62,11 @@ class Reference:
         self.master.config.use_cache = False
         self.model = self.master
         self.codes_gathers = plan is not None and plan.layout.gathers == "int8"
-        if precision == "bf16" or self.codes_gathers:
-            self.model = self._load(model, self.compute_dtype).to(device)
         if precision == "bf16":
+            self.model = self._load(model, self.compute_dtype).to(device)
             routers_in_fp32(self.model)
+        elif self.codes_gathers:  # with the master's buffers, such as the scale of an embedding
+            self.model = copy.deepcopy(self.master)
         self.loss = loss_at(case.loss) if case.loss else None
         self.scales = matmuls_by_hand.put(self.model, plan) if plan else []
         factor = case.capacity_factor

@@ -8,19 +8,22 @@ from fivefold.core.violation import Violation
 from fivefold.parallel.experts.keys import ExpertKeys
 
 _MORE = "docs/explain/slow_links.md"
+_RANKS = "FSDP's ranks of a node (its devices / tp)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKeys(ExpertKeys):
-    """Ranks of a node, which keep a second copy of the weights between them, and within which FSDP sends in a level of
-    its own."""
+    """FSDP's ranks of a node, which keep a second copy of the weights between them, and within which FSDP sends in a
+    level of its own. Each of them is `tp` devices, which have parts of the same matrices."""
 
     hpz: int = key(
-        0, "layout.hpz", "ranks of a node that share a second copy of the weights within a step; 0 = no copy",
+        0, "layout.hpz", "FSDP's ranks of a node (its devices / tp), which share a second copy of the weights within a "
+        "step; 0 = no copy",
         least=0, prefix="hpz", after="zero", peers="zero_hpz_partition_size",
     )  # fmt: skip
     hierarchical: int = key(
-        0, "layout.hierarchical", "ranks of a node, for FSDP's collectives in two levels; 0 = one level",
+        0, "layout.hierarchical", "FSDP's ranks of a node (its devices / tp), for collectives in two levels; "
+        "0 = one level",
         least=0, prefix="hier", after="hpz",
     )  # fmt: skip
 
@@ -36,18 +39,18 @@ class NodeKeys(ExpertKeys):
 
     @property
     def node_ranks(self) -> int:
-        """Number of FSDP's ranks in a node, if a key says it; else 0."""
+        """Number of FSDP's ranks in a node, if a key says it; else 0: a node has `tp` times as many devices."""
         return self.hpz or self.hierarchical
 
     def violations(self) -> Iterator[Violation]:
-        """A node has several ranks, one number of them, and a second copy serves a backward that gathers."""
+        """A node has several of FSDP's ranks, one number of them, and a second copy serves a backward that gathers."""
         if self.hpz == 1:
             what = "hpz 1 is a copy that no other rank shares: every rank would keep all weights gathered"
-            fix = "set layout.zero: 2, which keeps them, or layout.hpz to the devices of a node"
+            fix = f"set layout.zero: 2, which keeps them, or layout.hpz to {_RANKS}"
             yield Violation("hpz", what, fix, more=_MORE)
         if self.hierarchical == 1:
             what = "hierarchical 1: nodes of one rank have no level inside"
-            yield Violation("hierarchical", what, "set it to the devices of a node, or leave it out", (0,), more=_MORE)
+            yield Violation("hierarchical", what, f"set it to {_RANKS}, or leave it out", (0,), more=_MORE)
         if self.hpz and self.hierarchical and self.hpz != self.hierarchical:
             what = f"hpz {self.hpz} and hierarchical {self.hierarchical}: nodes have one number of ranks"
             yield Violation("hierarchical", what, f"set both to {self.hpz}", (self.hpz,), more=_MORE)

@@ -2,7 +2,7 @@
 
 Between two outer steps every replica trains its own weights on its own rows. An outer step takes the mean over the
 replicas of how far each has come, outer weights minus its weights, as the gradient of SGD with Nesterov momentum on the
-outer weights, and every replica goes on from these. The optimizer state of a replica stays its own.
+outer weights, and every replica goes on from these, with the same bits. The optimizer state of a replica stays its own.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fivefold.parallel.dtensor import local
+from fivefold.parallel.in_order import mean_in_order
 from fivefold.parallel.outer.spec import averaged, buckets
 from fivefold.parallel.plan import ParallelPlan
 
@@ -62,9 +63,7 @@ class OuterSteps:
         for names in buckets({name: weight.numel() for name, weight in self.weights.items()}):
             weights = [self.weights[name] for name in names]
             moved = [weight - local(self._parameters[name]) for name, weight in zip(names, weights, strict=True)]
-            mean = torch.cat([part.flatten() for part in moved])
-            dist.all_reduce(mean, group=self.group)
-            mean /= self.group.size()
+            mean = mean_in_order(torch.cat([part.flatten() for part in moved]), self.group)
             parts = torch.split(mean, [weight.numel() for weight in weights])
             for weight, part in zip(weights, parts, strict=True):
                 weight.grad = part.view_as(weight)
@@ -81,13 +80,22 @@ class OuterSteps:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the kinds of tensors that are this replica's own; empty if replicas are the same."""
+        """Prefix of the kinds of tensors and numbers that are this replica's own; empty if replicas are the same."""
         return f"{_APART}{self.plan.placement.coords.dp_replicate}/" if self.is_on else ""
 
     @staticmethod
     def is_of_replica(kind: str) -> bool:
         """True if a kind of a checkpoint's tensors is one replica's own."""
         return kind.startswith(_APART) and "/" in kind
+
+    def own(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """This replica's numbers of a parameter, by kind; one that no replica is named with is of all of them, as in
+        checkpoints that had one for all."""
+        return {
+            kind.removeprefix(self.prefix): number
+            for kind, number in numbers.items()
+            if kind.startswith(self.prefix) or not self.is_of_replica(kind)
+        }
 
     def kept(self, name: str) -> Mapping[str, Tensor]:
         """This rank's part of what the replicas have in common of a parameter, by kind."""

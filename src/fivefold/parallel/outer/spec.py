@@ -1,6 +1,7 @@
 """What outer steps send and keep, and models that they do not go with. No torch."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from fivefold.core.parts import in_parts
 from fivefold.core.violation import Violation
@@ -37,8 +38,14 @@ def calls(plan: ParallelPlan, master_bytes: int) -> Iterator[Call]:
     """Collectives of an outer step, which are not among those of a step."""
     sizes = averaged(plan)
     for bucket in buckets(sizes) if plan.layout.outer_every else ():
-        size = sum(sizes[name] for name in bucket) * master_bytes
-        yield Call(axis="dp_replicate", kind="all_reduce", bytes=size, phase="step")
+        yield from mean_calls(sum(sizes[name] for name in bucket), plan.layout.copies_apart, master_bytes)
+
+
+def mean_calls(numbers: int, copies: int, master_bytes: int) -> tuple[Call, Call]:
+    """Collectives of a mean over replicas, which each sum a part of the numbers in the order of replicas."""
+    size = -(-numbers // copies) * copies * master_bytes
+    to_sum = Call(axis="dp_replicate", kind="all_to_all", bytes=size, phase="step")
+    return to_sum, replace(to_sum, kind="all_gather")
 
 
 def kept_bytes(plan: ParallelPlan, master_bytes: int) -> int:

@@ -1,0 +1,134 @@
+"""Bugs of links that are not equal: collectives in two levels, secondary copies, gathers in eight bits, rows that are
+shared out by cost, and replicas that train apart."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold import torch_internals
+from fivefold.data.batch import MicroBatch
+from fivefold.parallel.fsdp import runtime
+from fivefold.parallel.nodes.levels import Reduce
+from fivefold.parallel.nodes.wire import Int8Wire
+from fivefold.parallel.outer.runtime import OuterSteps
+from fivefold.training import step
+from tests.verification.faults.fault import Model, fault
+
+
+@fault(
+    "a gather in two levels leaves the parts in the order of places",
+    known="a second all-gather over what the first one gave",
+    layout="shard4+hier2",
+    expects=[("output", r"^model\.")],
+)
+def parts_in_the_order_of_places() -> Any:
+    def in_two_levels(node: dist.ProcessGroup, across: dist.ProcessGroup) -> Callable[[Tensor, Tensor], None]:
+        def exchange(received: Tensor, sent: Tensor) -> None:
+            of_place = sent.new_empty(across.size() * sent.numel())
+            dist.all_gather_into_tensor(of_place, sent, group=across)
+            dist.all_gather_into_tensor(received, of_place, group=node)
+
+        return exchange
+
+    return patch.object(runtime, "in_two_levels", in_two_levels)
+
+
+@fault(
+    "gradients are summed within a node alone",
+    known="the second level of a reduction that is left out",
+    layout="shard4+hier2",
+    expects=[("gradient, reduced", r"")],
+)
+def sums_of_a_node_alone() -> Any:
+    plain = Reduce.__call__
+
+    def of_this_node(self: Reduce, *given: Any, **named: Any) -> None:
+        with patch.object(dist, "all_to_all_single", lambda received, sent, group: received.copy_(sent)):
+            plain(self, *given, **named)
+
+    return patch.object(Reduce, "__call__", of_this_node)
+
+
+@fault(
+    "a secondary copy outlives the optimizer's step",
+    known="a cache of weights that an update does not end",
+    layout="shard4+hpz2",
+    expects=[("collectives", r"node/all_gather")],
+)
+def copy_outlives_the_step() -> Any:
+    def to_copy(group: Any) -> None:
+        if group._training_state.name == "POST_BACKWARD" and not group.is_sharded:
+            group._to_sharded_post_forward()
+        else:
+            type(group)._to_sharded(group)
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        with patch.object(torch_internals, "_to_copy", to_copy), patch.object(runtime, "reshard", lambda model: None):
+            yield
+
+    return planted()
+
+
+@fault(
+    "every shard is decoded by the scales of the first rank",
+    known="scales that are taken for one of the whole tensor",
+    layout="shard2+qwz",
+    expects=[("output", r"^model\.")],
+)
+def scales_of_the_first_rank() -> Any:
+    plain = Int8Wire._blocks
+    return patch.object(Int8Wire, "_blocks", lambda self, scales: plain(self, scales[:1].expand_as(scales)))
+
+
+@fault(
+    "the rank that owns a shard computes with it as it is",
+    known="a gather whose own part is not sent, and so not rounded",
+    layout="shard2+qwz",
+    expects=[("output", r"^model\.")],
+)
+def own_shard_is_not_rounded() -> Any:
+    encode, decode = Int8Wire.encode, Int8Wire.decode
+    own: dict[int, Tensor] = {}
+
+    def encoding(self: Int8Wire, values: Tensor) -> Tensor:
+        own[id(self)] = values.clone()
+        return encode(self, values)
+
+    def decoding(self: Int8Wire, coded: Tensor, values: Tensor) -> None:
+        decode(self, coded, values)
+        values[dist.get_rank() * len(values) // dist.get_world_size()].copy_(own[id(self)])
+
+    return patch.multiple(Int8Wire, encode=encoding, decode=decoding)
+
+
+@fault(
+    "dropout of rows that are shared out by cost is drawn as if they were in order",
+    known="a place in the batch that is counted, not read",
+    layout="dp2",
+    model=Model("gpt2", balanced=True, changes=(("resid_pdrop", 0.1), ("embd_pdrop", 0.1), ("attn_pdrop", 0.1))),
+    expects=[("output", r"^transformer\.drop")],
+)
+def drawn_as_if_in_order() -> Any:
+    plain = step.to_device
+
+    def to_device(batch: MicroBatch, *rest: Any, **options: Any) -> Any:
+        return plain(replace(batch, places=None), *rest, **options)
+
+    return patch.object(step, "to_device", to_device)
+
+
+@fault(
+    "replicas that train apart keep their weights when they meet",
+    known="outer weights that are updated, and not copied back",
+    layout="dp2+outer1",
+    kind="run",
+    expects=[("standing check", r" differs over dp_replicate")],
+)
+def replicas_keep_their_weights() -> Any:
+    return patch.object(OuterSteps, "_take_up", lambda self: None)
