@@ -1,4 +1,4 @@
-"""A checkpoint of format version 1, saved by an earlier fivefold: its slices are listed, and it is read as one of today."""
+"""A checkpoint of format version 1, saved by an earlier fivefold: its slices are listed, and it is read like others."""
 
 import json
 import shutil
