@@ -2,6 +2,7 @@
 
     python -m benchmarks.thousands                  all worlds; some minutes
     python -m benchmarks.thousands --quick          two worlds, printed alone
+    python -m benchmarks.thousands --checkpoints    the second table alone, into the last result
     python -m benchmarks.thousands --write-docs     the last result into docs/evidence/thousands.md
 
 A process of each kind of rank (the first, a middle and the last of a pipeline) builds its program in a world whose
@@ -147,7 +148,7 @@ def saved(facts: ModelFacts, layout: Layout) -> dict[str, Any]:
         "slices": slices(read),
         "files": len(read.files), "manifest_bytes": size, "checkpoint_bytes": whole,
         "writing": written - began, "reading": done - written, "looking_up": asked - done, "found": found,
-        "read_bytes_a_rank": whole / layout.world + per_rank + size, "read_bytes": 0.0,
+        "read_bytes_a_rank": (alone := whole / layout.world + per_rank + size), "read_bytes": alone * layout.world,
     }  # fmt: skip
 
 
@@ -197,11 +198,20 @@ def measure(worlds: Sequence[int], models: Sequence[str]) -> Iterator[dict[str, 
         row: dict[str, Any] = {"model": model, "world": world, "kind": kind, "layout": str(layout)}
         row |= {"parameters": sum(parameter.size for parameter in facts.parameters.values())}
         row |= saved(facts, layout)
-        row["read_bytes"] = row["read_bytes_a_rank"] * world
         ranks = [built(model, layout, rank) for rank in kinds(layout)]
         row |= {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         print(json.dumps(row), flush=True)
         yield row
+
+
+def measure_checkpoints() -> None:
+    """The checkpoints of the last result, anew."""
+    found = json.loads(RESULT.read_text(encoding="utf-8"))
+    for row in found["rows"]:
+        row |= saved(facts_of_config(row["model"]), layouts(row["world"])[row["kind"]])
+        row.pop("manifest", None)
+        print(json.dumps(row), flush=True)
+    RESULT.write_text(json.dumps(found | {"checkpoints": machine()}, indent=1) + "\n", encoding="utf-8")
 
 
 PROGRAM = "model | parameters | ranks | layout | plan, ms | build, s | groups, s | MiB | own groups | made"
@@ -211,12 +221,16 @@ CHECKPOINT = f"model | ranks | layout | {MANIFEST} | a rank reads, MB | all, GB"
 
 def page(found: dict[str, Any]) -> str:
     """The tables of the page."""
-    about, rows = found["machine"], found["rows"]
-    where = f"{about['date'][:10]}, commit {about['commit']}, {about['cpu']}, torch {about['torch']}:"
-    lines = [where, "", f"| {PROGRAM} |", "| --- | ---: | ---: | --- " + "| ---: " * 6 + "|"]
+    rows = found["rows"]
+    lines = [_where(found["machine"]), "", f"| {PROGRAM} |", "| --- | ---: | ---: | --- " + "| ---: " * 6 + "|"]
     lines += [f"| {' | '.join(_program(row))} |" for row in rows]
+    lines += ["", _where(found.get("checkpoints", found["machine"]))]
     lines += ["", f"| {CHECKPOINT} |", "| --- | ---: | --- " + "| ---: " * 8 + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(_checkpoint(row))} |" for row in rows)])
+
+
+def _where(about: dict[str, Any]) -> str:
+    return f"{about['date'][:10]}, commit {about['commit']}, {about['cpu']}, torch {about['torch']}:"
 
 
 def _program(row: dict[str, Any]) -> list[str]:
@@ -244,10 +258,14 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two worlds, printed alone")
+    parser.add_argument("--checkpoints", action="store_true", help="the second table alone, into the last result")
     parser.add_argument("--write-docs", action="store_true", help="the last result into docs/evidence/thousands.md")
     args = parser.parse_args()
     if args.write_docs:
         write_docs()
+        return 0
+    if args.checkpoints:
+        measure_checkpoints()
         return 0
     worlds, models = (WORLDS[:2], ()) if args.quick else (WORLDS, MODELS)
     rows = list(measure(worlds, models))

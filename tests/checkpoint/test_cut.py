@@ -90,7 +90,7 @@ def test_a_rule_says_the_slices_of_a_list() -> None:
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        ("llama", ("single", "shard5", "tp4", "dp2.shard3.tp2", "pp2.shard7", "pp2+zbv", "shard2.cp2.tp2", "pp3.shard67")),
+        ("llama", ("single", "shard5", "tp4", "dp2.shard3.tp2", "pp2.shard7", "pp2+zbv", "cp2.tp2", "pp2.shard67")),
         ("phi3", ("tp2.shard3",)),
         ("mixtral", ("shard2.ep2", "shard4.tp2.ep4", "shard2.tp2.ep2+etp", "dp2.pp2.shard4.ep4", "shard3.tp2+etp")),
     ],

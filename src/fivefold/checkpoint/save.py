@@ -432,7 +432,7 @@ def _write(folder: Path, snapshot: _Snapshot, rank: int) -> Part:
     for file, owned in by_file.items():
         records[file] = shard.write(folder / file, {key: one.values for key, one in owned.items()})
         for key, wrong in shard.check(folder / file, records[file].checksum, owned, owned):
-            raise OSError(f"{folder / file}: {key}: {wrong}")
+            raise OSError(f"{folder / file}: {key}{': ' * bool(key)}{wrong}")
     numbers: dict[str, int] = {}
     for one in snapshot.slices:
         numbers[one.kind] = numbers.get(one.kind, 0) + one.values.numel()

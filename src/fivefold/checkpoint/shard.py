@@ -52,7 +52,7 @@ def check(
             raw, size = safetensors_header.read_raw(file), os.fstat(file.fileno()).st_size
             own = _sums(file, size, len(keys)) if sums is None else b""
             if checksum(raw + own) != head:
-                raise ValueError(f"its header{' with its checksums' * (sums is None)} is not the one that was saved")
+                raise ValueError(f"its header{' and checksums' * (sums is None)}: not those that were saved")
             entries = dict(safetensors_header.parse(raw, size))
             if entries.keys() != {*keys, *([SUMS] if sums is None else ())}:
                 raise ValueError("it holds other tensors than it should")
